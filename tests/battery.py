@@ -31,13 +31,13 @@ class Battery:
 
     def __init__(self, tmp: Path) -> None:
         self._tmp = tmp
-        self._results: dict[tuple[str, int], tuple[dict[int, dict[str, str | None]], str]] = {}
+        self._results: dict[tuple[object, ...], tuple[dict[int, dict[str, str | None]], str]] = {}
 
     def __call__(self, module: str, world_size: int, check: str, timeout: float = 240, **env: str) -> None:
         """Fail with the traceback of every rank on which ``check`` failed, or with the output if it never ended."""
-        key = (module, world_size)
+        key = (module, world_size, *sorted(env.items()))
         if key not in self._results:
-            out = self._tmp / f"{module}-{world_size}"
+            out = self._tmp / f"{module}-{world_size}-{len(self._results)}"
             out.mkdir()
             try:
                 output = mpirun(world_size, "-m", "tests.battery", module, str(out), timeout=timeout, **env).stdout

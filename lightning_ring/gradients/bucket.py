@@ -1,0 +1,144 @@
+"""Flat buckets: several parameters' gradients side by side in one buffer, so that they travel as one message."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+_ALIGNMENT_BYTES = 64  # a cache line: views start where vector kernels like it
+_MIB = 2**20
+
+
+class Bucket:
+    """One flat buffer with a view for each parameter's gradient, and a tail of flags that travels with them.
+
+    Layout of ``flat`` (1-D, the parameters' dtype and device)::
+
+        gradient 0 | padding | gradient 1 | padding | ... | used flags (one per parameter) | stop flag
+
+    A flag is 0 or 1 before the reduction and positive after it where any rank had set it: whether any rank has a
+    gradient for a parameter, and whether any rank was asked to stop, is known without a message of its own.
+
+    Attributes:
+        pending: Parameters whose gradient this backward has yet to produce.
+        launched: Whether the buffer has left in this backward.
+        contributed: For each parameter whether this rank put a gradient into the buffer.
+    """
+
+    def __init__(self, names: Sequence[str], params: Sequence[Parameter]) -> None:
+        self.names = list(names)
+        self.params = list(params)
+        offsets, end = _offsets(self.params)
+        like = self.params[0]
+        self.flat = torch.zeros(end + len(self.params) + 1, dtype=like.dtype, device=like.device)
+        self.views = [_view_like(self.flat, offset, param) for offset, param in zip(offsets, self.params, strict=True)]
+        self.used = self.flat[end : end + len(self.params)]
+        self.stop = self.flat[-1:]
+        self.pending = 0
+        self.launched = False
+        self.contributed = [False] * len(self.params)
+
+    def begin(self) -> bool:
+        """Get ready for a backward; False if every parameter is frozen, so that nothing can come."""
+        self.pending = sum(param.requires_grad for param in self.params)
+        self.launched = False
+        return self.pending > 0
+
+    def fill(self, fresh: Sequence[bool], *, stop: bool) -> None:
+        """Put every ``param.grad`` into the buffer, zeros where there is none; those in ``fresh`` count as used.
+
+        A gradient that already is the bucket's view is not copied; the rest is copied in one multi-tensor call. A
+        fresh one is dropped from ``param.grad``: should autograd accumulate into it again in the same backward, that
+        late part is then seen separately instead of racing with the reduction under way.
+        """
+        sources, targets, absent = [], [], []
+        for index, (param, view) in enumerate(zip(self.params, self.views, strict=True)):
+            grad = param.grad
+            self.contributed[index] = fresh[index] and grad is not None
+            if grad is None:
+                absent.append(view)
+                continue
+            grad = grad.to_dense() if grad.is_sparse else grad.detach()
+            is_view = grad.data_ptr() == view.data_ptr() and grad.stride() == view.stride()
+            if not is_view:
+                sources.append(grad)
+                targets.append(view)
+            if self.contributed[index]:
+                param.grad = None
+            elif is_view:  # an average of an earlier backward: it counts if some rank adds to it, else it must stay
+                param.grad = grad.clone()
+        if sources:
+            torch._foreach_copy_(targets, sources)
+        if absent:
+            torch._foreach_zero_(absent)
+        if all(self.contributed):
+            self.used.fill_(1)
+        else:
+            self.used.copy_(torch.tensor(self.contributed, dtype=self.flat.dtype))
+        self.stop.fill_(stop)
+        self.launched = True
+
+    def publish(self) -> None:
+        """Make the reduced gradients the parameters' ``.grad``; one that no rank used is left as it was."""
+        used = None if all(self.contributed) else self.used.tolist()  # waits for the device, only where flags matter
+        for index, (param, view) in enumerate(zip(self.params, self.views, strict=True)):
+            if self.contributed[index] or (used is not None and used[index] > 0 and param.requires_grad):
+                param.grad = view
+
+    def describe(self) -> str:
+        others = f" and {len(self.names) - 1} more" if len(self.names) > 1 else ""
+        return f"{self.names[0]}{others}, {self.flat.numel() * self.flat.element_size() / _MIB:.3g} MiB"
+
+
+def plan_buckets(
+    named_params: Sequence[tuple[str, Parameter]], bucket_cap_mb: float, first_bucket_mb: float = 1.0
+) -> list[Bucket]:
+    """Fill buckets with ``named_params`` in the order given (the reverse of use), one dtype and device to a bucket.
+
+    Args:
+        named_params: Each parameter once, in the order in which backward is expected to produce gradients.
+        bucket_cap_mb: Size in MiB past which a bucket takes no further parameter; one larger parameter fills one alone.
+        first_bucket_mb: The same for the first bucket of each dtype and device, smaller so that the wire starts early.
+    """
+    kinds = {(param.dtype, param.device) for _, param in named_params}
+    buckets: list[tuple[int, Bucket]] = []
+    for kind in kinds:
+        members = [(i, n, p) for i, (n, p) in enumerate(named_params) if (p.dtype, p.device) == kind]
+        numbered = _number_by_size([p for _, _, p in members], bucket_cap_mb * _MIB, first_bucket_mb * _MIB)
+        for _, group in groupby(zip(numbered, members, strict=True), key=lambda pair: pair[0]):
+            last, names, params = zip(*(member for _, member in group), strict=True)
+            buckets.append((last[-1], Bucket(names, params)))
+    # a bucket can leave once its last gradient is there: that position decides the one order of travel on every rank
+    return [bucket for _, bucket in sorted(buckets, key=lambda pair: pair[0])]
+
+
+def _number_by_size(params: Sequence[Parameter], cap: float, first_cap: float) -> list[int]:
+    numbers, number, size = [], 0, 0
+    for param in params:
+        nbytes = param.numel() * param.element_size()
+        limit = cap if number else min(cap, first_cap)
+        if size and size + nbytes > limit:
+            number, size = number + 1, 0
+        numbers.append(number)
+        size += nbytes
+    return numbers
+
+
+def _offsets(params: Sequence[Parameter]) -> tuple[list[int], int]:
+    """Where each parameter starts, in elements, and where the last one ends; each start is aligned."""
+    step = max(1, _ALIGNMENT_BYTES // params[0].element_size())
+    offsets, end = [], 0
+    for param in params:
+        offsets.append(end)
+        end += -(-param.numel() // step) * step
+    return offsets, end
+
+
+def _view_like(flat: Tensor, offset: int, param: Parameter) -> Tensor:
+    """View into ``flat`` with ``param``'s shape, and its strides (channels-last, say) where they fill memory densely."""
+    strides = torch.empty_like(param, device="meta").stride()
+    return flat.as_strided(param.size(), strides, flat.storage_offset() + offset)

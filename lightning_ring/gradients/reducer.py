@@ -1,0 +1,288 @@
+"""When buckets travel: gradients are averaged over the ranks while backward still goes on."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+from torch.nn import Parameter
+
+from lightning_ring.comm.communicator import Communicator, ReduceOp, Work
+from lightning_ring.gradients.bucket import Bucket, plan_buckets
+
+log = logging.getLogger(__name__)
+
+
+class Reducer:
+    """Averages parameters' gradients over the ranks of ``comm``, bucket by bucket, overlapping backward.
+
+    A hook on every parameter tells when its gradient is there; once all of a bucket's are, and every bucket before it
+    has left, the bucket leaves. `finish` sends what is left, waits, and puts the averages into ``param.grad``. It is
+    called by whoever runs backward through `backward`; for a plain ``loss.backward()`` the autograd engine calls it.
+
+    Buckets leave in one order on every rank, the reverse of use: first of registration, then, from the second backward
+    on, the order in which rank 0's first backward produced the gradients. A parameter that some ranks used averages
+    with zeros from the others; one that no rank used keeps its ``.grad``.
+
+    Args:
+        comm: Who takes part.
+        named_parameters: Name and parameter, in order of registration. Shared parameters may repeat.
+        bucket_cap_mb: Bucket size in MiB.
+        warn: Called with a message for the user, at most once a message.
+
+    Attributes:
+        enabled: While False, backward leaves gradients local (`no_sync`).
+        stop_requested: Set to ask all ranks to stop; travels with the next backward.
+        active_ranks: Ranks that the sum is divided by; `None` means all.
+        num_finished: Backward passes reduced so far.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        named_parameters: Iterable[tuple[str, Parameter]],
+        *,
+        bucket_cap_mb: float = 25.0,
+        warn: Callable[[str], None] = log.warning,
+    ) -> None:
+        self.enabled = True
+        self.stop_requested = False
+        self.active_ranks: int | None = None
+        self.num_finished = 0
+        self._comm = comm
+        self._cap = bucket_cap_mb
+        self._warn = warn
+        self._warned: set[str] = set()
+        self._names: dict[Parameter, str] = {}
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._slots: dict[Parameter, tuple[Bucket, int]] = {}
+        self.buckets: list[Bucket] = []
+        self._ready: set[Parameter] = set()  # gradient produced by this backward
+        self._unsent: set[Parameter] = set()  # gradient accumulated while reduction was off: travels with the next
+        self._late: set[Parameter] = set()  # gradient produced again after its bucket had left
+        self._order: list[Parameter] | None = []  # order of the first backward's gradients; None once it was used
+        self._delayed = False  # no overlap: everything leaves in `finish`
+        self._active = False
+        self._explicit = False
+        self._queue: list[Bucket] = []
+        self._next = 0
+        self._works: list[tuple[Bucket, Work]] = []
+        self._stop_flag: Tensor | None = None
+        self._stop_event: torch.cuda.Event | None = None
+        self.track(named_parameters)
+
+    def track(self, named_parameters: Iterable[tuple[str, Parameter]]) -> None:
+        """Take in parameters that are new (later added or thawed); every rank must do so at the same point."""
+        new = [
+            (name, param)
+            for name, param in _unique(named_parameters)
+            if param not in self._slots and param.requires_grad
+        ]
+        if not new:
+            return
+        for name, param in new:
+            self._names[param] = name
+            self._hooks.append(param.register_post_accumulate_grad_hook(self._on_gradient))
+        self._take(plan_buckets(new[::-1], self._cap))
+
+    def is_tracked(self, param: Parameter) -> bool:
+        return param in self._slots
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward inside leaves gradients local; they travel with the next backward outside."""
+        before, self.enabled = self.enabled, False
+        try:
+            yield
+        finally:
+            self.enabled = before
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Around the outermost backward: on leaving, gradients are averaged. Nothing happens inside `no_sync`."""
+        if not self.enabled or self._active:
+            yield
+            return
+        self._begin()
+        self._explicit = True
+        try:
+            yield
+            self.finish()
+        finally:
+            self._explicit = self._active = False
+
+    def finish(self) -> None:
+        """Send what has not left, wait for everything, publish the averages. Without a backward under way: nothing.
+
+        Raises:
+            CollectiveError: A bucket did not arrive in time; the message names it.
+            PeerFailedError: Another rank failed meanwhile.
+        """
+        if not self._active:
+            return
+        while self._next < len(self._queue):
+            self._launch()
+        late, self._late = self._late, set()
+        extra = [(param, param.grad) for param in late if param.grad is not None]
+        for bucket, work in self._works:
+            work.wait()
+            self._divide(bucket.flat)
+        for bucket in self._queue:
+            bucket.publish()
+        if late:
+            self._add_late(extra)
+        self._note_stop()
+        self._works = []
+        self._unsent.clear()
+        self._active = False
+        self.num_finished += 1
+
+    def reduce_without_backward(self) -> None:
+        """Take part in a reduction with what was accumulated before, or with zeros, when this rank had no backward."""
+        with self.backward():
+            pass
+
+    def agreed_to_stop(self) -> bool:
+        """Whether some rank had asked to stop in the last finished backward: the same answer on every rank, once."""
+        flag, self._stop_flag = self._stop_flag, None
+        if flag is None:
+            return False
+        if self._stop_event is not None:
+            self._stop_event.synchronize()
+        return bool(flag.item() > 0)
+
+    def remove(self) -> None:
+        """Remove the hooks; the gradients stay."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def _take(self, buckets: Sequence[Bucket]) -> None:
+        self.buckets += buckets
+        for bucket in buckets:
+            for index, param in enumerate(bucket.params):
+                self._slots[param] = bucket, index
+
+    def _begin(self) -> None:
+        for _, work in self._works:  # of a backward that raised: its buffers are needed again
+            work.wait()
+        self._works = []
+        self._rebuild_in_order_of_use()
+        self._active = True
+        self._ready.clear()
+        self._late.clear()
+        self._next = 0
+        # a bucket of frozen parameters only (a GAN's other half) stays at home
+        self._queue = [bucket for bucket in self.buckets if bucket.begin() or self._has_unsent(bucket)]
+
+    def _has_unsent(self, bucket: Bucket) -> bool:
+        return bool(self._unsent) and any(param in self._unsent for param in bucket.params)
+
+    def _on_gradient(self, param: Parameter) -> None:
+        if param.grad is not None and param.grad.is_sparse:
+            self._warn_once(
+                f"the gradient of {self._names[param]} is sparse and travels dense; with the strategy `ring` sparse "
+                "gradients save no communication, and optimizers for sparse gradients do not work."
+            )
+        if not self.enabled:
+            self._unsent.add(param)
+            return
+        if not self._active:
+            self._begin()
+        if not self._explicit:
+            Variable._execution_engine.queue_callback(self._finish_if_outermost)
+        bucket, _ = self._slots[param]
+        if param in self._ready or bucket.launched:
+            if bucket.launched:
+                self._late.add(param)
+            return
+        self._ready.add(param)
+        if self._order is not None:
+            self._order.append(param)
+        bucket.pending -= 1
+        while not self._delayed and self._next < len(self._queue) and self._queue[self._next].pending == 0:
+            self._launch()
+
+    def _finish_if_outermost(self) -> None:
+        # With reentrant checkpointing this runs at the end of inner backwards too, while the outer one is still inside
+        # the checkpoint's node. What never gets here is finished before the optimizer's step.
+        if torch._C._current_autograd_node() is None:
+            self.finish()
+
+    def _launch(self) -> None:
+        bucket = self._queue[self._next]
+        fresh = [param in self._ready or param in self._unsent for param in bucket.params]
+        bucket.fill(fresh, stop=self.stop_requested)
+        self._works.append((bucket, self._send(bucket.flat, f"bucket {self._next} ({bucket.describe()})")))
+        self._next += 1
+
+    def _send(self, flat: Tensor, name: str) -> Work:
+        op = ReduceOp.AVG if self.active_ranks is None else ReduceOp.SUM
+        return self._comm.all_reduce_(flat, op=op, name=name)
+
+    def _divide(self, flat: Tensor) -> None:
+        if self.active_ranks is not None:
+            flat.div_(self.active_ranks)
+
+    def _add_late(self, extra: Sequence[tuple[Parameter, Tensor]]) -> None:
+        """Average what backward produced after its bucket had left (a shared module under reentrant checkpointing)."""
+        self._warn_once(
+            "backward produced a gradient again after it had been sent (reentrant checkpointing of a module that is "
+            "used more than once). It was sent a second time; from now on gradients are sent after backward, without "
+            "overlap. Use `checkpoint(..., use_reentrant=False)` to get the overlap back."
+        )
+        self._delayed = True
+        grads = dict(extra)
+        for bucket in self._queue:
+            if not any(param in grads for param in bucket.params):
+                continue
+            flat = torch.zeros_like(bucket.flat)
+            offset = bucket.flat.storage_offset()
+            for param, view in zip(bucket.params, bucket.views, strict=True):
+                if param in grads:
+                    flat.as_strided(view.size(), view.stride(), view.storage_offset() - offset).copy_(grads[param])
+            self._send(flat, f"late part of {bucket.describe()}").wait()
+            self._divide(flat)
+            bucket.flat.add_(flat)
+
+    def _rebuild_in_order_of_use(self) -> None:
+        """After the first backward, fill buckets anew in the order in which rank 0's gradients came."""
+        if self._order is None or not self.num_finished:
+            return
+        order = [self._names[param] for param in self._order]
+        self._order = None
+        order = self._comm.broadcast_object(order)
+        position = {name: index for index, name in enumerate(order)}
+        now = [(name, param) for bucket in self.buckets for name, param in zip(bucket.names, bucket.params, strict=True)]
+        then = sorted(now, key=lambda pair: position.get(pair[0], len(position)))
+        if [name for name, _ in then] != [name for name, _ in now]:
+            self.buckets = []
+            self._take(plan_buckets(then, self._cap))
+
+    def _note_stop(self) -> None:
+        if not self._works:
+            return
+        flag = self._works[-1][0].stop
+        if flag.is_cuda:  # read it a step later, so that the host runs ahead of the device
+            self._stop_flag = flag.to("cpu", non_blocking=True)
+            self._stop_event = torch.cuda.Event()
+            self._stop_event.record()
+        else:
+            self._stop_flag = flag.clone()
+
+    def _warn_once(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            self._warn(message)
+
+
+def _unique(named_parameters: Iterable[tuple[str, Parameter]]) -> Iterator[tuple[str, Parameter]]:
+    seen: set[Parameter] = set()
+    for name, param in named_parameters:
+        if param not in seen:
+            seen.add(param)
+            yield name, param

@@ -1,0 +1,36 @@
+"""The communicator that checks run on: chosen by ``RING_CHECK_BACKEND``, opened once in each rank of a battery."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from functools import cache
+from typing import Any
+
+import torch.distributed as dist
+from mpi4py import MPI
+
+TIMEOUT = timedelta(seconds=30)
+
+
+@cache
+def open_gloo() -> None:
+    """torch.distributed's default group over Gloo; rank 0's port travels over MPI."""
+    world = MPI.COMM_WORLD
+    store = dist.TCPStore("127.0.0.1", 0, world.size, True, wait_for_workers=False) if world.rank == 0 else None
+    port = world.bcast(store.port if store else None)
+    store = store or dist.TCPStore("127.0.0.1", port, world.size, False, timeout=TIMEOUT)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size, timeout=TIMEOUT)
+
+
+@cache
+def communicator() -> Any:
+    if os.environ.get("RING_CHECK_BACKEND", "gloo") == "mpi":
+        from lightning_ring.comm.mpi_backend import MPICommunicator
+
+        return MPICommunicator(timeout=TIMEOUT)
+    from lightning_ring.comm.torch_backend import TorchCommunicator
+
+    open_gloo()
+    return TorchCommunicator(timeout=TIMEOUT)
