@@ -40,12 +40,20 @@ class CollectiveThread:
         self._jobs.put(work)
         return work
 
-    def while_waiting(self, peers: Sequence[int]) -> None:
-        """A transport that waits for ``peers`` calls this in the thread; it raises when the wait must end."""
+    def while_waiting(self, peers: Sequence[int]) -> float:
+        """A transport that waits for ``peers`` calls this in the thread; returns for how many seconds it may go on.
+
+        Raises:
+            RingError: The wait must end: it is too long, or the communicator broke meanwhile.
+        """
         self.patience.raise_if_broken()
         work = self.running
-        if work is not None and time.monotonic() - work.started > self.patience.seconds:
+        if work is None:
+            return self.patience.seconds
+        left = work.started + self.patience.seconds - time.monotonic()
+        if left <= 0:
             raise self.patience.late(work.description, peers)
+        return left
 
     def wait(self, work: ThreadWork) -> None:
         """Called in the user's thread."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import pickle
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -24,8 +25,12 @@ DIRECT_BYTES = 16 * 1024  # per rank; up to this an all-reduce is one message to
 class Transport(ring.PointToPoint, Protocol):
     """A `PointToPoint` whose waits can be ended from outside."""
 
-    while_waiting: Callable[[Sequence[int]], None]
-    """Called with the ranks waited for, again and again during a wait; what it raises ends the wait."""
+    piece_bytes: int
+    """Messages are cut to about this length."""
+
+    while_waiting: Callable[[Sequence[int]], float]
+    """Called with the ranks waited for, again and again during a wait, which goes on for as many more seconds as it
+    returns; what it raises ends the wait."""
 
     def close(self, broken: bool) -> None: ...
 
@@ -65,50 +70,52 @@ class RingCommunicator:
         self._patience.check = check
 
     def all_reduce_(self, tensor: Tensor, *, op: ReduceOp = ReduceOp.SUM, name: str = "") -> Work:
-        flat = _flat(tensor, "all_reduce_")
+        flat = contiguous_flat(tensor, "all_reduce_")
         ring.check_reducible(flat, op)
         what = describe("all_reduce", op.value, flat.dtype, f"{flat.numel()} elements", name=name)
         if flat.nbytes * (self.world_size - 1) <= DIRECT_BYTES:
             return self._start(what, lambda: exchange.all_reduce_directly_(flat, self.transport, op))
-        return self._start(what, lambda: ring.all_reduce_(flat, self.transport, op, scratch=self._landing()))
+        return self._start(what, lambda: self._ring_all_reduce_(flat, op))
 
     def reduce_scatter_(self, flat: Tensor, *, op: ReduceOp = ReduceOp.SUM, name: str = "") -> Work:
-        flat = _flat(flat, "reduce_scatter_")
+        flat = contiguous_flat(flat, "reduce_scatter_")
         ring.check_reducible(flat, op)
         what = describe("reduce_scatter", op.value, flat.dtype, f"{flat.numel()} elements", name=name)
-        return self._start(what, lambda: ring.reduce_scatter_(flat, self.transport, op, scratch=self._landing()))
+        return self._start(what, lambda: self._ring_reduce_scatter_(flat, op))
 
     def all_gather_(self, flat: Tensor, *, name: str = "") -> Work:
-        flat = _flat(flat, "all_gather_")
+        flat = contiguous_flat(flat, "all_gather_")
         what = describe("all_gather", flat.dtype, f"{flat.numel()} elements", name=name)
-        return self._start(what, lambda: ring.all_gather_(flat, self.transport))
+        return self._start(what, lambda: self._ring_all_gather_(flat))
 
     def all_gather(self, tensor: Tensor, *, name: str = "") -> list[Tensor]:
         what = describe("all_gather", tensor.dtype, f"shape {tuple(tensor.shape)}", name=name)
         rows = tensor.new_empty(self.world_size, tensor.numel())
         rows[self.rank] = tensor.detach().reshape(-1)
-        self._start(what, lambda: ring.all_gather_(rows.view(-1), self.transport)).wait()
+        self._start(what, lambda: self._ring_all_gather_(rows.view(-1))).wait()
         return [row.view(tensor.shape) for row in rows]
 
     def all_to_all(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], *, name: str = "") -> Work:
         what = describe("all_to_all", name=name)
         check_all_to_all(inputs, outputs, self.world_size, what)
-        sources = [as_bytes(_flat(tensor, "all_to_all")) for tensor in inputs]
-        targets = [as_bytes(_flat(tensor, "all_to_all")) for tensor in outputs]
+        sources = [as_bytes(contiguous_flat(tensor, "all_to_all")) for tensor in inputs]
+        targets = [as_bytes(contiguous_flat(tensor, "all_to_all")) for tensor in outputs]
 
         def run() -> None:
             sizes = torch.zeros(self.world_size, 2 * self.world_size, dtype=torch.int64)
             sizes[self.rank] = torch.tensor([flat.numel() for flat in (*sources, *targets)])
             check_sizes(exchange.exchange_rows(sizes, self.transport), what)
-            exchange.all_to_all(sources, targets, self.transport)
+            exchange.all_to_all(sources, targets, self.transport, piece_bytes=self.transport.piece_bytes)
 
         return self._start(what, run, alone=True)
 
     def broadcast_(self, tensor: Tensor, *, src: int = 0, name: str = "") -> Work:
-        flat = _flat(tensor, "broadcast_")
+        flat = contiguous_flat(tensor, "broadcast_")
         check_rank(src, self.world_size, "src")
         what = describe("broadcast", f"from rank {src}", flat.dtype, f"{flat.numel()} elements", name=name)
-        return self._start(what, lambda: exchange.broadcast_(flat, self.transport, src))
+        return self._start(
+            what, lambda: exchange.broadcast_(flat, self.transport, src, piece_bytes=self.transport.piece_bytes)
+        )
 
     def broadcast_object(self, obj: T, *, src: int = 0) -> T:
         if self.world_size == 1:
@@ -167,10 +174,18 @@ class RingCommunicator:
 
         return self._thread.submit(what, agree_and_run)
 
-    def _landing(self) -> Tensor:
-        if not self._scratch.numel():
-            self._scratch = torch.empty(ring.scratch_bytes(), dtype=torch.uint8)
-        return self._scratch
+    def _ring_all_reduce_(self, flat: Tensor, op: ReduceOp) -> None:
+        self._ring_reduce_scatter_(flat, op)
+        self._ring_all_gather_(flat)
+
+    def _ring_reduce_scatter_(self, flat: Tensor, op: ReduceOp) -> None:
+        piece_bytes = self.transport.piece_bytes
+        if not self._scratch.numel():  # kept: fresh memory costs a page fault for every 4 KiB
+            self._scratch = torch.empty(ring.scratch_bytes(piece_bytes), dtype=torch.uint8)
+        ring.reduce_scatter_(flat, self.transport, op, piece_bytes=piece_bytes, scratch=self._scratch)
+
+    def _ring_all_gather_(self, flat: Tensor) -> None:
+        ring.all_gather_(flat, self.transport, piece_bytes=self.transport.piece_bytes)
 
 
 def pickled(obj: Any) -> Tensor:
@@ -187,7 +202,7 @@ def unpickled(message: Tensor, src: int) -> Any:
     Raises:
         CollectiveError: Rank ``src`` could not pickle its object.
     """
-    good, obj = pickle.loads(bytes(message.untyped_storage())[: message.numel()])
+    good, obj = pickle.loads(ctypes.string_at(message.data_ptr(), message.numel()))
     if not good:
         raise CollectiveError(f"rank {src} tried to send an object that cannot be pickled: {obj}. Send plain values.")
     return obj
@@ -218,7 +233,7 @@ def check_sizes(sizes: Tensor, what: str) -> None:
         )
 
 
-def _flat(tensor: Tensor, method: str) -> Tensor:
+def contiguous_flat(tensor: Tensor, method: str) -> Tensor:
     if tensor.device.type != "cpu":
         raise ConfigurationError(f"{method}: this backend moves CPU tensors, not {tensor.device}. Use NCCL for CUDA.")
     if not tensor.is_contiguous():

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_ring.comm.communicator import as_bytes
 from lightning_ring.comm.patience import CHECK_SECONDS, Check
+from lightning_ring.comm.ring import PIECE_BYTES
 from lightning_ring.comm.ring_communicator import RingCommunicator
 from lightning_ring.errors import CollectiveError, PeerFailedError, RingError
 
@@ -71,11 +72,13 @@ class Message:
 class ThreadTransport:
     """`PointToPoint` of one thread-rank. The receiver's copy ends a message, so sending copies nothing."""
 
+    piece_bytes = PIECE_BYTES
+
     def __init__(self, world: ThreadWorld, rank: int) -> None:
         self._world = world
         self.rank = rank
         self.world_size = world.world_size
-        self.while_waiting: Callable[[Sequence[int]], None] = lambda peers: None
+        self.while_waiting: Callable[[Sequence[int]], float] = lambda peers: 0.0
 
     def isend(self, tensor: Tensor, dst: int) -> Message:
         message = Message(as_bytes(tensor), dst)
