@@ -64,7 +64,7 @@ class Communicator(Protocol):
         ...
 
     def all_gather_(self, flat: Tensor, *, name: str = "") -> Work:
-        """Fill ``flat`` (1-D, any length) from the ranks' shards of it (`shard`): the second half of a ring all-reduce."""
+        """Fill ``flat`` (1-D, any length) from the ranks' shards of it (`shard`): the second half of an all-reduce."""
         ...
 
     def all_gather(self, tensor: Tensor, *, name: str = "") -> list[Tensor]:
@@ -72,7 +72,7 @@ class Communicator(Protocol):
         ...
 
     def all_to_all(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], *, name: str = "") -> Work:
-        """Send ``inputs[r]`` to rank r and receive rank r's tensor for this rank into ``outputs[r]`` (sizes may differ)."""
+        """Send ``inputs[r]`` to rank r, and fill ``outputs[r]`` with what it has for this rank (sizes may differ)."""
         ...
 
     def broadcast_(self, tensor: Tensor, *, src: int = 0, name: str = "") -> Work:

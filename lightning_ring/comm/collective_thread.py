@@ -1,0 +1,126 @@
+"""One thread that runs collectives in the order they were handed in, beside the computation."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+
+from lightning_ring.comm.patience import CHECK_SECONDS, Patience, transport_error
+from lightning_ring.errors import CollectiveError, RingError
+
+STUCK_SECONDS = 5.0  # past the timeout: the thread itself hangs inside the transport
+
+
+class CollectiveThread:
+    """Runs jobs first in, first out; after the first error every job, under way or to come, ends with that error."""
+
+    def __init__(self, patience: Patience) -> None:
+        self.patience = patience
+        self.running: ThreadWork | None = None
+        self._jobs: SimpleQueue[ThreadWork | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def submit(self, description: str, run: Callable[[], None]) -> ThreadWork:
+        """Queue ``run``; ``description`` stands in errors.
+
+        Raises:
+            RingError: The error that broke the communicator earlier.
+        """
+        self.patience.raise_if_broken()
+        if self._closed:
+            raise CollectiveError(f"{description}: this communicator was closed; build a new one.")
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="ring-collectives", daemon=True)
+            self._thread.start()
+        work = ThreadWork(self, description, run)
+        self._jobs.put(work)
+        return work
+
+    def while_waiting(self, peers: Sequence[int]) -> float:
+        """A transport that waits for ``peers`` calls this in the thread; returns for how many seconds it may go on.
+
+        Raises:
+            RingError: The wait must end: it is too long, or the communicator broke meanwhile.
+        """
+        self.patience.raise_if_broken()
+        work = self.running
+        if work is None:
+            return self.patience.seconds
+        left = work.started + self.patience.seconds - time.monotonic()
+        if left <= 0:
+            raise self.patience.late(work.description, peers)
+        return left
+
+    def wait(self, work: ThreadWork) -> None:
+        """Called in the user's thread."""
+        while not work.finished.wait(CHECK_SECONDS):
+            self.patience.ask_check()
+            running = self.running
+            if running and time.monotonic() - running.started > self.patience.seconds + STUCK_SECONDS:
+                raise self.patience.fail(self.patience.late(running.description))
+        if work.error is not None:
+            self.patience.raise_named(work.error)
+
+    def close(self) -> bool:
+        """Let what is queued finish or fail, then end the thread. Returns whether it ended within the timeout."""
+        if not self._closed:
+            self._closed = True
+            self._jobs.put(None)
+        if self._thread is None or self._thread is threading.current_thread():
+            return True
+        until = time.monotonic() + self.patience.seconds + STUCK_SECONDS
+        while self._thread.is_alive() and time.monotonic() < until:
+            with contextlib.suppress(RingError):  # a failed peer ends the wait; whoever waits for the work is told
+                self.patience.ask_check()
+            self._thread.join(CHECK_SECONDS)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while (work := self._jobs.get()) is not None:
+            if self.patience.error is None:
+                self._run_one(work)
+            work.finish(self.patience.error)
+
+    def _run_one(self, work: ThreadWork) -> None:
+        work.started = time.monotonic()
+        self.running = work
+        try:
+            work.run()
+        except RingError as error:
+            self.patience.fail(error)
+        except BaseException as error:
+            self.patience.fail(transport_error(work.description, error))
+        self.running = None
+
+
+class ThreadWork:
+    """A `Work` of a `CollectiveThread`."""
+
+    __slots__ = ("_thread", "description", "error", "finished", "run", "started")
+
+    def __init__(self, thread: CollectiveThread, description: str, run: Callable[[], None]) -> None:
+        self._thread = thread
+        self.description = description
+        self.run: Callable[[], None] = run
+        self.started = 0.0
+        self.error: RingError | None = None
+        self.finished = threading.Event()
+
+    def wait(self) -> None:
+        self._thread.wait(self)
+
+    def done(self) -> bool:
+        return self.finished.is_set()
+
+    def finish(self, error: RingError | None) -> None:
+        self.error = error
+        self.run = _nothing  # lets go of the tensors
+        self.finished.set()
+
+
+def _nothing() -> None:
+    return None

@@ -1,0 +1,92 @@
+"""How long, and for whom, a communicator waits: the timeout, the check on peers, and the first error, which stays."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+from lightning_ring.errors import CollectiveError, RingError
+
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+CHECK_SECONDS = 0.02  # how often a waiting rank asks whether its peers are alive
+GRACE_SECONDS = 1.0  # a transport often sees a dead peer before the job's watch can name it
+
+Check = Callable[[], None]
+
+
+class TransportError(CollectiveError):
+    """What MPI or torch.distributed raised; the cause is often a peer that failed, which a check may name later."""
+
+
+class Patience:
+    """Shared by all that a communicator has under way.
+
+    ``check`` raises a `RingError` once a peer is known to have failed.
+    """
+
+    def __init__(self, timeout: timedelta = DEFAULT_TIMEOUT, check: Check | None = None) -> None:
+        self.timeout = timeout
+        self.check = check
+        self.error: RingError | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def seconds(self) -> float:
+        return self.timeout.total_seconds()
+
+    def fail(self, error: RingError) -> RingError:
+        """Break the communicator with ``error``, unless an earlier one did; returns the one that holds."""
+        with self._lock:
+            if self.error is None:
+                self.error = error
+            return self.error
+
+    def raise_if_broken(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+    def ask_check(self) -> None:
+        if self.check is None:
+            return
+        try:
+            self.check()
+        except RingError as error:
+            raise self.fail(error) from None
+
+    def raise_named(self, error: RingError) -> None:
+        """Raise ``error``; a bare transport error gives the check a moment to say which rank failed."""
+        if isinstance(error, TransportError) and self.check is not None:
+            until = time.monotonic() + GRACE_SECONDS
+            while time.monotonic() < until:
+                try:
+                    self.check()
+                except RingError as named:
+                    self.error = named
+                    raise named from error
+                time.sleep(CHECK_SECONDS)
+        raise error
+
+    def late(self, description: str, peers: Sequence[int] = ()) -> CollectiveError:
+        waits = f"still waiting for {ranks_text(peers)}" if peers else "it is not known which ranks are missing"
+        return CollectiveError(
+            f"{description} did not finish within {self.seconds:g} s: {waits}. A rank left the job, is busy elsewhere "
+            "or never called this collective: see that rank's output. If it is only slow, give a longer timeout."
+        )
+
+
+def transport_error(description: str, error: BaseException) -> TransportError:
+    """What a transport raised, as an error that names the collective."""
+    wrapped = TransportError(
+        f"{description} failed: {type(error).__name__}: {error}. Most likely another rank failed first: see its output."
+    )
+    wrapped.__cause__ = error
+    return wrapped
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """``rank 3``, or ``ranks 0, 2, 5``; of many, the first ten."""
+    distinct = sorted(set(ranks))
+    shown = ", ".join(map(str, distinct[:10])) + (", …" if len(distinct) > 10 else "")
+    return f"rank{'s' if len(distinct) > 1 else ''} {shown}"

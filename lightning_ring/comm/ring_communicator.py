@@ -1,0 +1,245 @@
+"""A whole `Communicator` over send and receive: what the MPI and the thread backend share."""
+
+from __future__ import annotations
+
+import ctypes
+import pickle
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from lightning_ring.comm import exchange, ring
+from lightning_ring.comm.agreement import HEADER_BYTES, check_agreement, describe, header
+from lightning_ring.comm.collective_thread import CollectiveThread
+from lightning_ring.comm.communicator import CompletedWork, ReduceOp, Work, as_bytes
+from lightning_ring.comm.patience import Check, Patience
+from lightning_ring.errors import CollectiveError, ConfigurationError
+
+T = TypeVar("T")
+DIRECT_BYTES = 16 * 1024  # per rank; up to this an all-reduce is one message to everybody
+
+
+class Transport(ring.PointToPoint, Protocol):
+    """A `PointToPoint` whose waits can be ended from outside."""
+
+    piece_bytes: int
+    """Messages are cut to about this length."""
+
+    while_waiting: Callable[[Sequence[int]], float]
+    """Called with the ranks waited for, again and again during a wait, which goes on for as many more seconds as it
+    returns; what it raises ends the wait."""
+
+    def close(self, broken: bool) -> None: ...
+
+
+class RingCommunicator:
+    """Collectives run one after another in a thread of their own, in the order of the calls.
+
+    Before each, the ranks exchange a header (`agreement`), so that diverged calls are an error on every rank. After an
+    error the communicator is broken: what is under way and every later call raise that same error.
+    """
+
+    def __init__(self, transport: Transport, timeout: timedelta, check: Check | None = None) -> None:
+        self.transport = transport
+        self._patience = Patience(timeout, check)
+        self._thread = CollectiveThread(self._patience)
+        transport.while_waiting = self._thread.while_waiting
+        self._headers = torch.zeros(transport.world_size, HEADER_BYTES, dtype=torch.uint8)
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._num_calls = 0
+        self._closed = False
+
+    @property
+    def rank(self) -> int:
+        return self.transport.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.transport.world_size
+
+    @property
+    def check(self) -> Check | None:
+        """Called about every 20 ms while this rank waits; raises a `RingError` once a peer is known to have failed."""
+        return self._patience.check
+
+    @check.setter
+    def check(self, check: Check | None) -> None:
+        self._patience.check = check
+
+    def all_reduce_(self, tensor: Tensor, *, op: ReduceOp = ReduceOp.SUM, name: str = "") -> Work:
+        flat = contiguous_flat(tensor, "all_reduce_")
+        ring.check_reducible(flat, op)
+        what = describe("all_reduce", op.value, flat.dtype, f"{flat.numel()} elements", name=name)
+        if flat.nbytes * (self.world_size - 1) <= DIRECT_BYTES:
+            return self._start(what, lambda: exchange.all_reduce_directly_(flat, self.transport, op))
+        return self._start(what, lambda: self._ring_all_reduce_(flat, op))
+
+    def reduce_scatter_(self, flat: Tensor, *, op: ReduceOp = ReduceOp.SUM, name: str = "") -> Work:
+        flat = contiguous_flat(flat, "reduce_scatter_")
+        ring.check_reducible(flat, op)
+        what = describe("reduce_scatter", op.value, flat.dtype, f"{flat.numel()} elements", name=name)
+        return self._start(what, lambda: self._ring_reduce_scatter_(flat, op))
+
+    def all_gather_(self, flat: Tensor, *, name: str = "") -> Work:
+        flat = contiguous_flat(flat, "all_gather_")
+        what = describe("all_gather", flat.dtype, f"{flat.numel()} elements", name=name)
+        return self._start(what, lambda: self._ring_all_gather_(flat))
+
+    def all_gather(self, tensor: Tensor, *, name: str = "") -> list[Tensor]:
+        what = describe("all_gather", tensor.dtype, f"shape {tuple(tensor.shape)}", name=name)
+        rows = tensor.new_empty(self.world_size, tensor.numel())
+        rows[self.rank] = tensor.detach().reshape(-1)
+        self._start(what, lambda: self._ring_all_gather_(rows.view(-1))).wait()
+        return [row.view(tensor.shape) for row in rows]
+
+    def all_to_all(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], *, name: str = "") -> Work:
+        what = describe("all_to_all", name=name)
+        check_all_to_all(inputs, outputs, self.world_size, what)
+        sources = [as_bytes(contiguous_flat(tensor, "all_to_all")) for tensor in inputs]
+        targets = [as_bytes(contiguous_flat(tensor, "all_to_all")) for tensor in outputs]
+
+        def run() -> None:
+            sizes = torch.zeros(self.world_size, 2 * self.world_size, dtype=torch.int64)
+            sizes[self.rank] = torch.tensor([flat.numel() for flat in (*sources, *targets)])
+            check_sizes(exchange.exchange_rows(sizes, self.transport), what)
+            exchange.all_to_all(sources, targets, self.transport, piece_bytes=self.transport.piece_bytes)
+
+        return self._start(what, run, alone=True)
+
+    def broadcast_(self, tensor: Tensor, *, src: int = 0, name: str = "") -> Work:
+        flat = contiguous_flat(tensor, "broadcast_")
+        check_rank(src, self.world_size, "src")
+        what = describe("broadcast", f"from rank {src}", flat.dtype, f"{flat.numel()} elements", name=name)
+        return self._start(
+            what, lambda: exchange.broadcast_(flat, self.transport, src, piece_bytes=self.transport.piece_bytes)
+        )
+
+    def broadcast_object(self, obj: T, *, src: int = 0) -> T:
+        if self.world_size == 1:
+            return obj
+        check_rank(src, self.world_size, "src")
+        message = pickled(obj) if self.rank == src else torch.empty(0, dtype=torch.uint8)
+        size = torch.tensor([message.numel()])
+        received: list[Tensor] = []
+
+        def run() -> None:
+            exchange.broadcast_(size, self.transport, src)
+            received.append(message if self.rank == src else torch.empty(int(size), dtype=torch.uint8))
+            exchange.broadcast_(received[0], self.transport, src)
+
+        self._start(describe("broadcast_object", f"from rank {src}"), run).wait()
+        value = unpickled(received[0], src)
+        return obj if self.rank == src else value
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        if self.world_size == 1:
+            return [obj]
+        message = pickled(obj)
+        received: list[Tensor] = []
+
+        def run() -> None:
+            sizes = torch.zeros(self.world_size, 1, dtype=torch.int64)
+            sizes[self.rank] = message.numel()
+            exchange.exchange_rows(sizes, self.transport)
+            received.extend(torch.empty(int(size), dtype=torch.uint8) for size in sizes)
+            exchange.all_to_all([message] * self.world_size, received, self.transport)
+
+        self._start(describe("all_gather_object"), run).wait()
+        return [unpickled(message, rank) for rank, message in enumerate(received)]
+
+    def barrier(self) -> None:
+        self._start(describe("barrier"), _nothing).wait()  # the exchange of headers is the barrier
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            ended = self._thread.close()
+            self.transport.close(broken=self._patience.error is not None or not ended)
+
+    def _start(self, what: str, run: Callable[[], object], *, alone: bool = False) -> Work:
+        """Queue one collective; with one rank nothing is done, unless it does something ``alone``."""
+        if self.world_size == 1 and not alone:
+            self._patience.raise_if_broken()
+            return CompletedWork()
+        self._num_calls += 1
+        call = self._num_calls
+
+        def agree_and_run() -> None:
+            self._headers[self.rank] = header(what)
+            check_agreement(exchange.exchange_rows(self._headers, self.transport), call)
+            run()
+
+        return self._thread.submit(what, agree_and_run)
+
+    def _ring_all_reduce_(self, flat: Tensor, op: ReduceOp) -> None:
+        self._ring_reduce_scatter_(flat, op)
+        self._ring_all_gather_(flat)
+
+    def _ring_reduce_scatter_(self, flat: Tensor, op: ReduceOp) -> None:
+        piece_bytes = self.transport.piece_bytes
+        if not self._scratch.numel():  # kept: fresh memory costs a page fault for every 4 KiB
+            self._scratch = torch.empty(ring.scratch_bytes(piece_bytes), dtype=torch.uint8)
+        ring.reduce_scatter_(flat, self.transport, op, piece_bytes=piece_bytes, scratch=self._scratch)
+
+    def _ring_all_gather_(self, flat: Tensor) -> None:
+        ring.all_gather_(flat, self.transport, piece_bytes=self.transport.piece_bytes)
+
+
+def pickled(obj: Any) -> Tensor:
+    """``obj`` as uint8, or the error of pickling it, so that all ranks learn of it and none waits for ever."""
+    try:
+        message = pickle.dumps((True, obj))
+    except Exception as error:
+        message = pickle.dumps((False, f"{type(error).__name__}: {error}"))
+    return torch.frombuffer(bytearray(message), dtype=torch.uint8)
+
+
+def unpickled(message: Tensor, src: int) -> Any:
+    """
+    Raises:
+        CollectiveError: Rank ``src`` could not pickle its object.
+    """
+    good, obj = pickle.loads(ctypes.string_at(message.data_ptr(), message.numel()))
+    if not good:
+        raise CollectiveError(f"rank {src} tried to send an object that cannot be pickled: {obj}. Send plain values.")
+    return obj
+
+
+def check_rank(rank: int, world_size: int, argument: str) -> None:
+    if not 0 <= rank < world_size:
+        raise ConfigurationError(f"{argument}={rank}, but ranks go from 0 to {world_size - 1}.")
+
+
+def check_all_to_all(inputs: Sequence[Tensor], outputs: Sequence[Tensor], world_size: int, what: str) -> None:
+    if len(inputs) != world_size or len(outputs) != world_size:
+        raise ConfigurationError(
+            f"{what}: {len(inputs)} inputs and {len(outputs)} outputs for {world_size} ranks; give one of each a rank."
+        )
+
+
+def check_sizes(sizes: Tensor, what: str) -> None:
+    """``sizes``: one row per rank, bytes of its inputs, then of its outputs. The message is the same on every rank."""
+    world_size = sizes.shape[0]
+    sent, expected = sizes[:, :world_size], sizes[:, world_size:].t()
+    wrong = (sent != expected).nonzero().tolist()
+    if wrong:
+        source, target = wrong[0]
+        raise CollectiveError(
+            f"{what}: rank {source} sends {int(sent[source, target])} bytes to rank {target}, which expects "
+            f"{int(expected[source, target])} ({len(wrong)} of {world_size**2} pairs differ). Exchange the sizes first."
+        )
+
+
+def contiguous_flat(tensor: Tensor, method: str) -> Tensor:
+    if tensor.device.type != "cpu":
+        raise ConfigurationError(f"{method}: this backend moves CPU tensors, not {tensor.device}. Use NCCL for CUDA.")
+    if not tensor.is_contiguous():
+        raise ConfigurationError(f"{method} works in place and needs a contiguous tensor; this one is a strided view.")
+    return tensor.detach().view(-1)
+
+
+def _nothing() -> None:
+    return None

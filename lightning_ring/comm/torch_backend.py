@@ -1,0 +1,163 @@
+"""torch.distributed: Gloo between CPUs, and with it NCCL between GPUs (`nccl_backend`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_ring.comm.agreement import describe
+from lightning_ring.comm.communicator import Communicator, ReduceOp, Work
+from lightning_ring.comm.nccl_backend import NCCLCommunicator
+from lightning_ring.comm.patience import DEFAULT_TIMEOUT, Check
+from lightning_ring.comm.ring import check_reducible
+from lightning_ring.comm.ring_communicator import DIRECT_BYTES, RingCommunicator, contiguous_flat
+from lightning_ring.errors import ConfigurationError
+
+PIECE_BYTES = 1024 * 1024  # measured on loopback: 256 KiB pieces are half as fast, whole chunks no faster
+SLICE = timedelta(milliseconds=20)
+
+_NATIVE = (torch.float32, torch.float64)
+_OPS = {
+    ReduceOp.SUM: dist.ReduceOp.SUM,
+    ReduceOp.AVG: dist.ReduceOp.SUM,
+    ReduceOp.MIN: dist.ReduceOp.MIN,
+    ReduceOp.MAX: dist.ReduceOp.MAX,
+    ReduceOp.PRODUCT: dist.ReduceOp.PRODUCT,
+}
+
+
+def open_torch_communicator(
+    backend: str = "gloo",
+    *,
+    ranks: list[int] | None = None,
+    timeout: timedelta = DEFAULT_TIMEOUT,
+    check: Check | None = None,
+) -> Communicator:
+    """A communicator over ``ranks`` (all by default) with process groups of its own; ``backend`` is gloo or nccl.
+
+    Collective over the whole default group, which must be up; NCCL uses the current CUDA device.
+
+    Raises:
+        ConfigurationError: The default group is not up, or this torch lacks ``backend``.
+    """
+    if not dist.is_initialized():
+        raise ConfigurationError(
+            "torch.distributed is not initialised; call torch.distributed.init_process_group first."
+        )
+    if backend not in ("gloo", "nccl"):
+        raise ConfigurationError(f"backend={backend!r}; torch.distributed is used with 'gloo' or 'nccl' here.")
+    if backend == "nccl" and not (dist.is_nccl_available() and torch.cuda.is_available()):
+        raise ConfigurationError(
+            "backend='nccl' needs CUDA GPUs and a torch built with NCCL; this process sees none. Use 'gloo' on CPU."
+        )
+    # Gloo's own limit comes second, so that the error of this communicator, which names the collective, comes first.
+    host_group = _own_group(ranks, timeout + timedelta(seconds=30), "gloo")
+    host = GlooCommunicator(host_group, timeout=timeout, check=check, owns_group=True)
+    if backend == "gloo":
+        return host
+    return NCCLCommunicator(_own_group(ranks, timeout, "nccl"), host, owns_group=True)
+
+
+def _own_group(ranks: list[int] | None, timeout: timedelta, backend: str) -> dist.ProcessGroup:
+    group = dist.new_group(ranks, timeout=timeout, backend=backend)
+    if not isinstance(group, dist.ProcessGroup):
+        raise ConfigurationError(f"rank {dist.get_rank()} opens a communicator for ranks {ranks}, which leave it out.")
+    return group
+
+
+class GlooCommunicator(RingCommunicator):
+    """CPU tensors over a Gloo ``group`` (the default one if not given), which nobody else may use meanwhile.
+
+    The halves of an all-reduce are this package's ring over Gloo's send and receive: Gloo's own reduce-scatter takes
+    longer than its all-reduce. Whole all-reduces of float32 and float64 are Gloo's own, which needs no interpreter
+    while it runs; AVG then divides before it sums, as DistributedDataParallel does: its bits, for any number of ranks.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+        check: Check | None = None,
+        owns_group: bool = False,
+    ) -> None:
+        self._group = group or dist.group.WORLD
+        if self._group is None:
+            raise ConfigurationError("torch.distributed is not initialised; call init_process_group first.")
+        super().__init__(GlooTransport(self._group, owns_group), timeout, check)
+
+    def all_reduce_(self, tensor: Tensor, *, op: ReduceOp = ReduceOp.SUM, name: str = "") -> Work:
+        if tensor.dtype not in _NATIVE or tensor.nbytes * (self.world_size - 1) <= DIRECT_BYTES:
+            return super().all_reduce_(tensor, op=op, name=name)
+        flat = contiguous_flat(tensor, "all_reduce_")
+        check_reducible(flat, op)
+        what = describe("all_reduce", op.value, flat.dtype, f"{flat.numel()} elements", name=name)
+
+        def run() -> None:
+            if op is ReduceOp.AVG:
+                flat.div_(self.world_size)
+            work = dist.all_reduce(flat, op=_OPS[op], group=self._group, async_op=True)
+            wait_in_slices(work, self.transport.while_waiting)
+
+        return self._start(what, run)
+
+
+def wait_in_slices(work: dist.Work, while_waiting: Callable[[Sequence[int]], float]) -> None:
+    """Wait for a Gloo collective and see every 20 ms whether the wait must end (a message's wait cannot be resumed)."""
+    while True:
+        try:
+            work.wait(SLICE)
+            return
+        except RuntimeError:
+            if work.is_completed():
+                raise
+            while_waiting(())
+
+
+class GlooMessage:
+    """A send or a receive under way."""
+
+    __slots__ = ("peer", "tensor", "work")
+
+    def __init__(self, work: dist.Work, tensor: Tensor, peer: int) -> None:
+        self.work = work
+        self.tensor = tensor  # kept alive: Gloo holds a bare pointer
+        self.peer = peer
+
+
+class GlooTransport:
+    """`PointToPoint` over a Gloo process group; ranks are those of the group."""
+
+    piece_bytes = PIECE_BYTES
+
+    def __init__(self, group: dist.ProcessGroup, owns_group: bool) -> None:
+        self._group = group
+        self._owns_group = owns_group
+        self._abandoned: list[GlooMessage] = []
+        self.rank = group.rank()
+        self.world_size = group.size()
+        self.while_waiting: Callable[[Sequence[int]], float] = lambda peers: DEFAULT_TIMEOUT.total_seconds()
+
+    def isend(self, tensor: Tensor, dst: int) -> GlooMessage:
+        return GlooMessage(self._group.send([tensor], dst, 0), tensor, dst)
+
+    def irecv(self, tensor: Tensor, src: int) -> GlooMessage:
+        return GlooMessage(self._group.recv([tensor], src, 0), tensor, src)
+
+    def wait(self, requests: Sequence[GlooMessage]) -> None:
+        for index, request in enumerate(requests):
+            left = self.while_waiting((request.peer,))
+            try:
+                request.work.wait(timedelta(seconds=left + 0.01))
+            except RuntimeError:
+                self._abandoned.extend(requests[index:])
+                self.while_waiting((request.peer,))  # raises if the time is up: that error names the collective
+                raise
+
+    def close(self, broken: bool) -> None:
+        if self._owns_group and not broken and dist.is_initialized():
+            dist.destroy_process_group(self._group)

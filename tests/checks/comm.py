@@ -1,0 +1,261 @@
+"""Checks of the communicators between processes, run on every rank of one mpirun by `tests.battery`."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from mpi4py import MPI
+from torch import Tensor
+
+from lightning_ring.comm import Communicator, ReduceOp, shard
+from lightning_ring.comm.torch_backend import open_torch_communicator
+from lightning_ring.errors import CollectiveError, ConfigurationError, PeerFailedError, RingError
+from tests.comm.test_ring import COMPLEX, FLOATS, INTEGERS, allowed, plain, tolerance, values
+
+WORLD = MPI.COMM_WORLD
+BACKENDS = ["gloo"]
+
+
+@contextlib.contextmanager
+def opened(backend: str, timeout: float = 60.0) -> Iterator[Communicator]:
+    """A new communicator over all ranks."""
+    if backend == "mpi":
+        from lightning_ring.comm.mpi_backend import MPICommunicator
+
+        comm: Communicator = MPICommunicator(timeout=timedelta(seconds=timeout))
+    else:
+        if not dist.is_initialized():
+            start_gloo()
+        comm = open_torch_communicator("gloo", timeout=timedelta(seconds=timeout))
+    yield comm
+    comm.close()
+
+
+def start_gloo() -> None:
+    """torch.distributed's default group, whose port rank 0 hands out over MPI."""
+    listener = socket.create_server(("127.0.0.1", 0)) if WORLD.rank == 0 else None
+    port = WORLD.bcast(listener.getsockname()[1] if listener else None)
+    store = dist.TCPStore(
+        "127.0.0.1",
+        port,
+        WORLD.size,
+        is_master=WORLD.rank == 0,
+        timeout=timedelta(seconds=30),
+        master_listen_fd=listener.detach() if listener else None,
+    )
+    dist.init_process_group("gloo", store=store, rank=WORLD.rank, world_size=WORLD.size, timeout=timedelta(seconds=60))
+
+
+def each() -> Iterator[Communicator]:
+    for backend in BACKENDS:
+        with opened(backend) as comm:
+            yield comm
+
+
+def assert_same_everywhere(comm: Communicator, tensor: Tensor) -> None:
+    for other in WORLD.allgather(tensor.reshape(-1).view(torch.uint8).numpy().tobytes()):
+        assert other == tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def check_every_dtype_and_op_equals_a_plain_reduction() -> None:
+    for comm in each():
+        for dtype, op in allowed():
+            for numel in (7, 5003):  # short: exchanged directly; long: the ring
+                inputs = values(numel, dtype, comm.world_size)
+                output = inputs[comm.rank].clone()
+                comm.all_reduce_(output, op=op, name=f"{dtype} {op.name}").wait()
+                torch.testing.assert_close(output, plain(inputs, op), **tolerance(dtype))
+                assert_same_everywhere(comm, output)
+
+
+def check_sums_equal_those_of_mpi_and_torch() -> None:
+    for comm in each():
+        for numel in (0, 1, 1000, 300_001):
+            mine = torch.randint(-1000, 1000, (numel,)).double() / 8  # sums of these are exact in any order
+            expected, reduced, ours = torch.empty_like(mine), mine.clone(), mine.clone()
+            WORLD.Allreduce(mine.numpy(), expected.numpy())
+            dist.all_reduce(reduced)
+            comm.all_reduce_(ours).wait()
+            assert torch.equal(ours, expected)
+            assert torch.equal(ours, reduced)
+
+
+def check_average_of_two_ranks_has_the_bits_of_distributed_data_parallel() -> None:
+    for comm in each():
+        mine = torch.randn(70_001, generator=torch.Generator().manual_seed(comm.rank))
+        theirs = mine / comm.world_size  # what DistributedDataParallel does, with Gloo
+        dist.all_reduce(theirs)
+        comm.all_reduce_(mine, op=ReduceOp.AVG).wait()
+        if comm.world_size <= 2:
+            assert torch.equal(mine, theirs)
+        torch.testing.assert_close(mine, theirs)
+        assert_same_everywhere(comm, mine)
+
+
+def check_the_halves() -> None:
+    for comm in each():
+        for dtype in FLOATS + INTEGERS + COMPLEX:
+            for numel in (0, 1, 7, 70_001):
+                inputs = values(numel, dtype, comm.world_size)
+                expected = plain(inputs, ReduceOp.SUM)
+                flat = inputs[comm.rank].clone()
+                comm.reduce_scatter_(flat).wait()
+                own = shard(flat, comm.world_size, comm.rank)
+                torch.testing.assert_close(own, shard(expected, comm.world_size, comm.rank), **tolerance(dtype))
+                comm.all_gather_(flat).wait()
+                torch.testing.assert_close(flat, expected, **tolerance(dtype))
+                assert_same_everywhere(comm, flat)
+
+
+def check_more_than_16_megabytes() -> None:
+    for comm in each():
+        tensor = torch.arange(6_000_001, dtype=torch.float32).remainder_(1000) + comm.rank
+        expected = torch.arange(6_000_001, dtype=torch.float32).remainder_(1000) + (comm.world_size - 1) / 2
+        comm.all_reduce_(tensor, op=ReduceOp.AVG).wait()
+        torch.testing.assert_close(tensor, expected)
+        comm.broadcast_(tensor.add_(comm.rank), src=comm.world_size - 1).wait()
+        torch.testing.assert_close(tensor, expected + comm.world_size - 1)
+        assert_same_everywhere(comm, tensor)
+
+
+def check_many_in_flight() -> None:
+    for comm in each():
+        tensors = [torch.full((1 + 3000 * index,), float(comm.rank + index)) for index in range(30)]
+        works = [comm.all_reduce_(tensor, name=f"bucket {index}") for index, tensor in enumerate(tensors)]
+        for index in reversed(range(30)):  # in any order
+            works[index].wait()
+            total = comm.world_size * index + comm.world_size * (comm.world_size - 1) / 2
+            assert torch.equal(tensors[index], torch.full_like(tensors[index], total))
+            assert works[index].done()
+
+
+def check_gather_exchange_and_broadcast() -> None:
+    for comm in each():
+        ranks = range(comm.world_size)
+        for dtype in (torch.float32, torch.bfloat16, torch.bool, torch.int16, torch.complex64, torch.float8_e4m3fn):
+            mine = torch.tensor([[comm.rank % 2, 1]]).to(dtype)
+            for rank, gathered in enumerate(comm.all_gather(mine)):
+                assert torch.equal(gathered.to(torch.cfloat), torch.tensor([[rank % 2, 1]]).to(torch.cfloat))
+            sent = [torch.full((comm.rank + 2 * peer,), comm.rank % 2).to(dtype) for peer in ranks]
+            received = [torch.empty(peer + 2 * comm.rank, dtype=dtype) for peer in ranks]
+            comm.all_to_all(sent, received).wait()
+            for peer in ranks:
+                assert received[peer].to(torch.cfloat).tolist() == [peer % 2] * (peer + 2 * comm.rank)
+            for src in ranks:
+                tensor = torch.full((3, 2), comm.rank % 2).to(dtype)
+                comm.broadcast_(tensor, src=src).wait()
+                assert torch.equal(tensor.to(torch.cfloat), torch.full((3, 2), src % 2).to(torch.cfloat))
+        comm.all_reduce_(torch.tensor(1.0)).wait()  # no dimension
+        comm.barrier()
+
+
+def check_objects() -> None:
+    for comm in each():
+        mine = {"rank": comm.rank, "state": torch.full((comm.rank * 1000,), 7.0), "text": "ß" * 300_000}
+        for rank, theirs in enumerate(comm.all_gather_object(mine)):
+            assert theirs["rank"] == rank
+            assert torch.equal(theirs["state"], torch.full((rank * 1000,), 7.0))
+        for src in range(comm.world_size):
+            assert comm.broadcast_object(mine if comm.rank == src else None, src=src)["rank"] == src
+        if comm.world_size > 1:
+            with pytest.raises(CollectiveError, match="rank 0 tried to send an object that cannot be pickled"):
+                comm.broadcast_object(lambda: None)
+            comm.barrier()
+
+
+def check_barrier_waits_for_the_last() -> None:
+    for comm in each():
+        if comm.rank == comm.world_size - 1:
+            time.sleep(0.3)
+        arrived = time.time()
+        comm.barrier()
+        assert time.time() >= max(WORLD.allgather(arrived)) - 0.05
+
+
+def check_different_tensors_are_an_error_on_every_rank() -> None:
+    for backend in BACKENDS if WORLD.size > 1 else []:
+        for numel, dtype in (
+            (1000 + 1000 * (WORLD.rank == 1), torch.float32),
+            (9, (torch.int32, torch.float32)[WORLD.rank % 2]),
+        ):
+            with opened(backend) as comm:
+                with pytest.raises(CollectiveError, match="bucket 5") as caught:
+                    comm.all_reduce_(torch.ones(numel, dtype=dtype), name="bucket 5").wait()
+                assert len(set(WORLD.allgather(str(caught.value)))) == 1
+                for text in (str(numel), str(dtype).removeprefix("torch.")):
+                    assert text in str(caught.value)
+                with pytest.raises(CollectiveError) as again:
+                    comm.all_reduce_(torch.ones(3)).wait()
+                assert again.value is caught.value
+
+
+def check_other_calls_are_an_error_on_every_rank() -> None:
+    for backend in BACKENDS if WORLD.size > 1 else []:
+        with opened(backend) as comm:
+            mine = comm.barrier if comm.rank == 0 else comm.all_reduce_(torch.ones(100_000), name="loss").wait
+            with pytest.raises(CollectiveError, match=r'rank 0: barrier.*: all_reduce "loss"') as caught:
+                mine()
+            assert len(set(WORLD.allgather(str(caught.value)))) == 1
+
+
+def check_past_the_timeout_the_collective_and_the_missing_rank_are_named() -> None:
+    for backend in BACKENDS if WORLD.size > 1 else []:
+        with opened(backend, timeout=0.7) as comm:
+            if comm.rank != 1:
+                began = time.monotonic()
+                with pytest.raises(CollectiveError, match=r'all_reduce "bucket 9".*within 0.7 s.*waiting for rank 1\b'):
+                    comm.all_reduce_(torch.ones(100_000), name="bucket 9").wait()
+                assert 0.6 < time.monotonic() - began < 10
+                with pytest.raises(CollectiveError, match="bucket 9"):
+                    comm.barrier()
+            WORLD.Barrier()
+
+
+def check_the_check_ends_a_wait() -> None:
+    for backend in BACKENDS if WORLD.size > 1 else []:
+        with opened(backend, timeout=5) as comm:
+            if comm.rank != 1:
+                begin = time.monotonic()
+
+                def check(begin: float = begin) -> None:
+                    if time.monotonic() > begin + 0.2:
+                        raise PeerFailedError("rank 1 was killed by signal 9")
+
+                comm.check = check  # type: ignore[attr-defined]
+                for call in (comm.barrier, lambda: comm.all_gather_object(1)):
+                    with pytest.raises(PeerFailedError, match="rank 1 was killed"):
+                        call()
+                assert time.monotonic() < begin + 4
+            WORLD.Barrier()
+
+
+def check_refusals() -> None:
+    for comm in each():
+        for tensor in (torch.ones(4, 4).t(), torch.zeros(3, dtype=torch.bool), torch.zeros(3, device="meta")):
+            with pytest.raises(ConfigurationError):
+                comm.all_reduce_(tensor)
+        with pytest.raises(ConfigurationError, match="ranks go from 0"):
+            comm.broadcast_(torch.zeros(3), src=comm.world_size)
+        with pytest.raises(ConfigurationError, match="0 inputs and 0 outputs"):
+            comm.all_to_all([], [])
+        comm.barrier()  # nothing was broken
+
+
+def check_closed_twice() -> None:
+    for comm in each():
+        tensor = torch.ones(500_000)
+        work = comm.all_reduce_(tensor)
+        comm.close()
+        comm.close()
+        work.wait()
+        assert tensor[-1] == comm.world_size
+        if comm.world_size > 1:
+            with pytest.raises(RingError, match="closed"):
+                comm.barrier()

@@ -1,0 +1,157 @@
+"""The ring against a plain reduction, on thread-ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_ring.comm import ReduceOp, shard
+from lightning_ring.comm.exchange import all_reduce_directly_, broadcast_
+from lightning_ring.comm.ring import all_gather_, all_reduce_, reduce_scatter_, scratch_bytes
+from lightning_ring.comm.thread_backend import run_ranks
+
+WORLD_SIZES = [1, 2, 3, 4, 8]
+LENGTHS = [0, 1, 7, 1024, 5003]  # 0, 1, 7: some ranks get an empty shard
+FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
+COMPLEX = [torch.complex64, torch.complex128]
+SMALL_PIECES = 256  # bytes, so that short tensors travel in many pieces too
+
+
+def values(numel: int, dtype: torch.dtype, world_size: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(numel + world_size)
+    if dtype is torch.bool:
+        return [torch.rand(numel, generator=generator) < 0.5 for _ in range(world_size)]
+    if dtype in INTEGERS:
+        return [torch.randint(1, 4, (numel,), generator=generator).to(dtype) for _ in range(world_size)]
+    real = [torch.randn(numel, dtype=torch.float64, generator=generator) for _ in range(world_size)]
+    if dtype.is_complex:
+        return [torch.complex(part, part.flip(0) * 2).to(dtype) for part in real]
+    return [part.to(dtype) for part in real]
+
+
+def plain(inputs: list[Tensor], op: ReduceOp) -> Tensor:
+    """The same reduction without a ring, in double precision."""
+    dtype = inputs[0].dtype
+    wide = torch.stack([tensor.to(torch.float64 if dtype in FLOATS else dtype) for tensor in inputs])
+    if op is ReduceOp.MIN:
+        return wide.amin(0).to(dtype)
+    if op is ReduceOp.MAX:
+        return wide.amax(0).to(dtype)
+    if op is ReduceOp.PRODUCT:
+        return wide.prod(0).to(dtype)
+    total = wide.sum(0)
+    if op is ReduceOp.AVG:
+        total = total.div(len(inputs), rounding_mode="trunc" if dtype in INTEGERS else None)
+    return total.to(dtype)
+
+
+def tolerance(dtype: torch.dtype) -> dict[str, float]:
+    bits = {torch.float16: 2e-2, torch.bfloat16: 1e-1, torch.float32: 1e-4, torch.complex64: 1e-4}
+    return {"rtol": bits.get(dtype, 1e-9), "atol": bits.get(dtype, 1e-9)}
+
+
+def assert_reduced(outputs: list[Tensor], inputs: list[Tensor], op: ReduceOp) -> None:
+    torch.testing.assert_close(outputs[0], plain(inputs, op), **tolerance(inputs[0].dtype))
+    for output in outputs:
+        assert torch.equal(output, outputs[0])  # all ranks hold the same bits
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("numel", LENGTHS)
+@pytest.mark.parametrize("reduce", [all_reduce_, all_reduce_directly_])
+def test_all_reduce_equals_sum(world_size, numel, reduce):
+    inputs = values(numel, torch.float64, world_size)
+    outputs = run_ranks(world_size, lambda comm: reduce(inputs[comm.rank].clone(), comm.transport))
+    assert_reduced(outputs, inputs, ReduceOp.SUM)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("numel", LENGTHS)
+def test_many_small_pieces_change_nothing(world_size, numel):
+    inputs = values(numel, torch.float32, world_size)
+
+    def rank(comm):
+        scratch = torch.empty(scratch_bytes(SMALL_PIECES), dtype=torch.uint8)
+        cut = inputs[comm.rank].clone()
+        all_reduce_(cut, comm.transport, piece_bytes=SMALL_PIECES, scratch=scratch)
+        return cut, all_reduce_(inputs[comm.rank].clone(), comm.transport)
+
+    for cut, whole in run_ranks(world_size, rank):
+        assert torch.equal(cut, whole)
+
+
+def allowed() -> list[tuple[torch.dtype, ReduceOp]]:
+    pairs = [(dtype, op) for dtype in FLOATS + INTEGERS for op in ReduceOp]
+    pairs += [(dtype, op) for dtype in COMPLEX for op in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT)]
+    return [*pairs, (torch.bool, ReduceOp.MIN), (torch.bool, ReduceOp.MAX)]
+
+
+@pytest.mark.parametrize(("dtype", "op"), allowed())
+def test_every_dtype_and_op(dtype, op):
+    inputs = values(301, dtype, 3)
+
+    def rank(comm):
+        ring = all_reduce_(inputs[comm.rank].clone(), comm.transport, op, piece_bytes=SMALL_PIECES)
+        return ring, all_reduce_directly_(inputs[comm.rank].clone(), comm.transport, op)
+
+    results = run_ranks(3, rank)
+    assert_reduced([ring for ring, _ in results], inputs, op)
+    assert_reduced([direct for _, direct in results], inputs, op)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("numel", LENGTHS)
+def test_reduce_scatter_leaves_rank_r_with_shard_r(world_size, numel):
+    inputs = values(numel, torch.float64, world_size)
+
+    def rank(comm):
+        return reduce_scatter_(inputs[comm.rank].clone(), comm.transport, ReduceOp.AVG, piece_bytes=SMALL_PIECES)
+
+    expected = plain(inputs, ReduceOp.AVG)
+    for index, output in enumerate(run_ranks(world_size, rank)):
+        torch.testing.assert_close(shard(output, world_size, index), shard(expected, world_size, index))
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("numel", LENGTHS)
+def test_all_gather_fills_from_the_shards(world_size, numel):
+    whole = torch.arange(numel, dtype=torch.float32)
+
+    def rank(comm):
+        flat = torch.full((numel,), -1.0)
+        shard(flat, world_size, comm.rank).copy_(shard(whole, world_size, comm.rank))
+        return all_gather_(flat, comm.transport, piece_bytes=SMALL_PIECES)
+
+    for output in run_ranks(world_size, rank):
+        assert torch.equal(output, whole)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("numel", LENGTHS)
+@pytest.mark.parametrize("last", [False, True])
+def test_broadcast(world_size, numel, last):
+    src = world_size - 1 if last else 0
+
+    def rank(comm):
+        flat = torch.arange(numel) + 10_000 * comm.rank
+        return broadcast_(flat, comm.transport, src, piece_bytes=SMALL_PIECES)
+
+    for output in run_ranks(world_size, rank):
+        assert torch.equal(output, torch.arange(numel) + 10_000 * src)
+
+
+def test_average_of_two_has_the_bits_of_halves_added():
+    """DistributedDataParallel divides first and sums then; for two ranks both orders round alike."""
+    inputs = values(4099, torch.float32, 2)
+    outputs = run_ranks(2, lambda comm: all_reduce_(inputs[comm.rank].clone(), comm.transport, ReduceOp.AVG))
+    assert torch.equal(outputs[0], inputs[0] / 2 + inputs[1] / 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("reduce", [all_reduce_, all_reduce_directly_])
+def test_average_of_large_16_bit_values_does_not_overflow(dtype, reduce):
+    largest = torch.finfo(dtype).max
+    outputs = run_ranks(4, lambda comm: reduce(torch.full((9,), largest, dtype=dtype), comm.transport, ReduceOp.AVG))
+    assert torch.equal(outputs[0], torch.full((9,), largest, dtype=dtype))
