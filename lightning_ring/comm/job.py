@@ -1,0 +1,143 @@
+"""What a process opens once and keeps: the store, torch.distributed's default group, the watch over the other ranks."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import socket
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from lightning_ring.comm.communicator import Communicator
+from lightning_ring.comm.ranks import RankInfo, check_gpu_assignment
+from lightning_ring.comm.rendezvous import open_store
+from lightning_ring.comm.torch_backend import open_torch_communicator
+from lightning_ring.comm.watch import JobWatch
+from lightning_ring.errors import ConfigurationError, RankDiscoveryError
+
+
+@dataclass
+class Job:
+    """This process among its peers.
+
+    ``watch`` is `None` in a single process; ``communicator`` is the one opened last, open until the next one is.
+    """
+
+    info: RankInfo
+    process_group_backend: str
+    watch: JobWatch | None
+    communicator: Communicator | None = None
+
+    def check(self) -> None:
+        """Raise `PeerFailedError` once another rank has failed."""
+        if self.watch is not None:
+            self.watch.check()
+
+
+_job: Job | None = None
+
+
+def connect(info: RankInfo, device: torch.device, timeout: timedelta) -> Job:
+    """Open what all later communicators of this process stand on; the second call returns what the first one opened.
+
+    torch.distributed's default group is up afterwards, NCCL where ``device`` is CUDA and Gloo for CPU tensors, so that
+    torchmetrics, SyncBatchNorm and the like work. Collective.
+
+    Raises:
+        RankDiscoveryError: The process was connected as another rank before, or two ranks were given one GPU.
+    """
+    global _job
+    if _job is not None:
+        if (_job.info.rank, _job.info.world_size) != (info.rank, info.world_size):
+            raise RankDiscoveryError(
+                f"this process is rank {_job.info.rank} of {_job.info.world_size} already and cannot become rank "
+                f"{info.rank} of {info.world_size}. Start a new process for another job."
+            )
+        if _job.watch is not None:
+            _job.watch.reset()
+        return _job
+    watch = None
+    if info.world_size == 1:
+        _open_default_group(dist.HashStore(), info, device, timeout)
+    else:
+        store = open_store(info, timeout)
+        watch = JobWatch(info, store, timeout=timeout)
+        if device.type == "cuda":  # before NCCL starts and says it in its own words
+            _check_gpus(info, device, store)
+        _open_default_group(store, info, device, timeout)
+    _job = Job(info, dist.get_backend(), watch)
+    return _job
+
+
+def open_communicator(job: Job, backend: str, device: torch.device, timeout: timedelta) -> None:
+    """Give ``job`` a fresh communicator, and close the one before: an error may have broken it. Collective.
+
+    Args:
+        job: From `connect`.
+        backend: ``"auto"``, ``"nccl"``, ``"gloo"`` or ``"mpi"``; auto is NCCL on CUDA, MPI on CPU where MPI started the
+            ranks, else Gloo.
+        device: Where gradients live.
+        timeout: Past it a collective raises.
+
+    Raises:
+        ConfigurationError: The backend cannot serve ``device``, or MPI did not start the ranks.
+    """
+    if job.communicator is not None:
+        job.communicator.close()
+        job.communicator = None
+    job.communicator = _open(job, _chosen(backend, job, device), timeout)
+
+
+def _chosen(backend: str, job: Job, device: torch.device) -> str:
+    if backend == "auto":
+        backend = "nccl" if device.type == "cuda" else "mpi" if job.info.source == "mpi" else "gloo"
+    if backend == "nccl" and device.type != "cuda":
+        raise ConfigurationError(f"backend='nccl' moves CUDA tensors, the model is on {device}. Use backend='auto'.")
+    if backend == "mpi":
+        if device.type != "cpu":
+            raise ConfigurationError(
+                f"backend='mpi' moves CPU tensors, the model is on {device}. Use backend='auto' (NCCL on CUDA)."
+            )
+        if job.info.source != "mpi":
+            raise ConfigurationError(
+                f"backend='mpi' needs ranks that MPI started, these come from {job.info.source}. Start them with "
+                "`mpirun -n N python ...` or `ringrun -n N python ...`, or use backend='gloo'."
+            )
+    return backend
+
+
+def _open(job: Job, backend: str, timeout: timedelta) -> Communicator:
+    if backend == "mpi":
+        from lightning_ring.comm.mpi_backend import MPICommunicator  # imports mpi4py, which starts MPI
+
+        return MPICommunicator(timeout=timeout, check=job.check)
+    return open_torch_communicator(backend, timeout=timeout, check=job.check)
+
+
+def _open_default_group(store: dist.Store, info: RankInfo, device: torch.device, timeout: timedelta) -> None:
+    if dist.is_initialized():  # the user's script opened one, or an earlier strategy of Lightning's
+        return
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore("default", store),
+        rank=info.rank,
+        world_size=info.world_size,
+        timeout=timeout,
+        device_id=device if device.type == "cuda" else None,
+    )
+    atexit.register(_close_default_group)
+
+
+def _close_default_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _check_gpus(info: RankInfo, device: torch.device, store: dist.Store) -> None:
+    mine = (socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid))
+    store.set(f"gpu/{info.rank}", json.dumps(mine))
+    check_gpu_assignment([tuple(json.loads(store.get(f"gpu/{rank}"))) for rank in range(info.world_size)])

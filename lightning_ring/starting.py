@@ -1,0 +1,55 @@
+"""What the Trainer was asked for, which devices the ranks take, and who starts them."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch.accelerators import Accelerator, CPUAccelerator
+from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
+
+from lightning_ring.errors import RankDiscoveryError
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """``Trainer(devices=, num_nodes=)`` as written: ``devices`` is ``"auto"`` where nothing was, ``num_nodes`` then 1."""
+
+    devices: Any = "auto"
+    num_nodes: int = 1
+
+
+def asked_of_trainer() -> Asked:
+    """The arguments of the Trainer that is being built.
+
+    Lightning replaces ``devices="auto"`` by a number before a strategy sees it; whether the user asked for one device or
+    for none in particular can only be read from the connector's own arguments, which are still on the stack.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        if isinstance(frame.f_locals.get("self"), _AcceleratorConnector) and frame.f_code.co_name == "__init__":
+            return Asked(frame.f_locals["devices"], frame.f_locals["num_nodes"])
+        frame = frame.f_back  # type: ignore[assignment]
+    return Asked()
+
+
+def devices_for(accelerator: Accelerator | None, asked: list[torch.device] | None, local_size: int) -> list[torch.device]:
+    """One device for each of the ``local_size`` ranks that the launcher started on this node.
+
+    Raises:
+        RankDiscoveryError: More ranks than devices: two ranks would share one.
+    """
+    if accelerator is None or isinstance(accelerator, CPUAccelerator):
+        return [torch.device("cpu")] * local_size
+    if asked is not None and len(asked) == local_size:
+        return asked
+    there = accelerator.auto_device_count()
+    if there == 1 and local_size > 1 or there < local_size:
+        raise RankDiscoveryError(
+            f"the launcher started {local_size} ranks on this node, which has {there} {type(accelerator).__name__} "
+            f"device(s): rank {there} and rank 0 would share one. Start at most {there} ranks on this node, or use "
+            "Trainer(accelerator='cpu')."
+        )
+    return accelerator.get_parallel_devices(accelerator.parse_devices(local_size))

@@ -1,0 +1,28 @@
+"""Requests to stop: a signal becomes a flag, so that all ranks can stop at the same step."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+
+STOP_SIGNAL_VARIABLE = "RING_STOP_SIGNAL"  # our launchers name a signal here that mpirun forwards instead of killing
+
+
+def on_stop_signal(ask_to_stop: Callable[[], None]) -> None:
+    """Call ``ask_to_stop`` on SIGTERM, and on the signal that the launcher named. Only the main thread can ask for it."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+
+    def handler(signum: int, frame: FrameType | None) -> None:
+        ask_to_stop()
+
+    for signum in stop_signals():
+        signal.signal(signum, handler)
+
+
+def stop_signals() -> list[signal.Signals]:
+    named = os.environ.get(STOP_SIGNAL_VARIABLE)
+    return [signal.SIGTERM] + ([signal.Signals[named]] if named else [])

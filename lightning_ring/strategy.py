@@ -1,0 +1,501 @@
+"""`RingStrategy`: Lightning's hooks, each a line or two onto the rooms that do the work."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import cache
+from typing import Any, TypeVar
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
+from lightning.pytorch.plugins import CheckpointIO, Precision
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.data import DistributedSampler
+
+from lightning_ring.comm.communicator import Communicator, ReduceOp
+from lightning_ring.comm.job import Job, connect, open_communicator
+from lightning_ring.comm.replicate import (
+    broadcast_buffers,
+    broadcast_module,
+    broadcast_optimizer_state,
+    check_same_model,
+)
+from lightning_ring.environment import RingEnvironment
+from lightning_ring.gradients import Reducer
+from lightning_ring.options import Backend, BroadcastBuffers, RingOptions, StartMethod, Uneven
+from lightning_ring.random_state import collect_random_state, restore_random_state
+from lightning_ring.starting import asked_of_trainer, choose_launcher, devices_for
+from lightning_ring.stopping import on_stop_signal
+from lightning_ring.uneven import AgreedLoader, agree_on_batches, check_join_allowed
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_CHECKPOINT_KEY = "lightning_ring"
+_REDUCE_OPS = {  # as `sync_dist`, torchmetrics and users spell them
+    **{name: op for op in ReduceOp for name in (op.value, op.value.upper())},
+    **{getattr(torch.distributed.ReduceOp, op.name): op for op in ReduceOp},
+    "mean": ReduceOp.AVG,
+    "MEAN": ReduceOp.AVG,
+}
+
+
+class RingStrategy(DDPStrategy):
+    """Synchronous data-parallel training over a ring all-reduce: ``Trainer(strategy="ring")``.
+
+    Gradients travel in flat buckets while backward goes on, and are averaged over all ranks. The module is not wrapped.
+    One process alone communicates nothing and registers no hook.
+
+    Args:
+        backend: Who moves gradients. ``"auto"``: NCCL on CUDA, MPI on CPU when MPI started the ranks, else Gloo.
+        bucket_cap_mb: Bucket size in MiB; the first bucket to fill takes 1 MiB, so that the wire starts early.
+        compression: What gradients travel as; `None` is their own dtype.
+        broadcast_buffers: When rank 0's buffers (BatchNorm statistics) replace the other ranks': at the ``"start"``,
+            also at each training ``"epoch"``, evaluation and checkpoint, or also at each training ``"step"``.
+        uneven: When ranks have different numbers of training batches: ``"error"`` names rank and step; with ``"join"``
+            gradients divide by the ranks that still hold data, and a finished rank keeps stepping with the others.
+        start_method: How plain ``python train.py`` starts its ranks: ``"popen"`` runs the script once a rank, through
+            the mpirun beside this Python where there is one; ``"spawn"`` and ``"fork"`` (notebooks) as DDP has them.
+        timeout: Past it a collective that has not finished raises on every rank.
+        stall_warning: After it a collective that has not finished is reported in the log.
+        force_communication: Run buckets and collectives in a single process too, to measure them.
+        accelerator, parallel_devices, checkpoint_io, precision_plugin: As every Lightning strategy takes them.
+
+    Raises:
+        ConfigurationError: An argument cannot work; the message says what was expected.
+        RankDiscoveryError: The launcher's variables contradict each other.
+    """
+
+    strategy_name = "ring"
+
+    def __init__(
+        self,
+        *,
+        backend: Backend = "auto",
+        bucket_cap_mb: float = 25.0,
+        compression: None = None,
+        broadcast_buffers: BroadcastBuffers = "epoch",
+        uneven: Uneven = "error",
+        start_method: StartMethod = "popen",
+        timeout: timedelta = timedelta(minutes=30),
+        stall_warning: timedelta = timedelta(seconds=60),
+        force_communication: bool = False,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        self.options = RingOptions(
+            backend=backend,
+            bucket_cap_mb=bucket_cap_mb,
+            compression=compression,
+            broadcast_buffers=broadcast_buffers,
+            uneven=uneven,
+            start_method=start_method,
+            timeout=timeout,
+            stall_warning=stall_warning,
+            force_communication=force_communication,
+        )
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=RingEnvironment(),
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            timeout=timeout,
+            start_method=start_method,
+        )
+        self._job: Job | None = None
+        self._reducer: Reducer | None = None
+        self._agreed_loader: AgreedLoader | None = None
+        self._step_has_data = True
+        self._stand_in: Tensor | None = None
+        self._window_ranks: int | None = None
+        self._stop_asked = False
+        self._random_states: list[dict[str, Any]] | None = None
+
+    # -- ranks and devices
+
+    @property
+    def ring_environment(self) -> RingEnvironment:
+        assert isinstance(self.cluster_environment, RingEnvironment)
+        return self.cluster_environment
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    def set_world_ranks(self) -> None:
+        rank_zero_only.rank = fabric_rank_zero_only.rank = self.global_rank
+
+    def _configure_launcher(self) -> None:
+        asked = asked_of_trainer()
+        environment = self.ring_environment
+        if environment.creates_processes_externally:
+            environment.validate_asked(asked)
+            self.parallel_devices = devices_for(self.accelerator, self.parallel_devices, environment.info.local_size)
+        assert self.parallel_devices is not None
+        self._launcher = choose_launcher(self, environment, len(self.parallel_devices), asked)
+
+    def setup_environment(self) -> None:
+        assert self.accelerator is not None
+        self.ring_environment.discover()
+        self.set_world_ranks()
+        self.accelerator.setup_device(self.root_device)
+        self.setup_distributed()
+
+    def setup_distributed(self) -> None:
+        reset_seed()
+        self._job = connect(self.ring_environment.info, self.root_device, self.options.timeout)
+        if self.world_size > 1 or self.options.force_communication:
+            open_communicator(self._job, self.options.backend, self.root_device, self.options.timeout)
+        self._process_group_backend = self._job.process_group_backend
+
+    # -- set-up and tear-down
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        assert self.accelerator is not None and self.model is not None
+        self.accelerator.setup(trainer)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting and self._layer_sync:
+            self.model = self._layer_sync.apply(self.model)
+        self.model = self.precision_plugin.convert_module(self.model)
+        self.model_to_device()
+        if self._comm is not None:
+            check_same_model(self.model, self._comm)
+            broadcast_module(self.model, self._comm)
+        if fitting:
+            self.configure_ddp()
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if fitting:
+            _optimizers_to_device(self.optimizers, self.root_device)
+            for optimizer in self.optimizers if self._reducer else ():
+                optimizer.register_step_pre_hook(self._before_step)
+
+    def configure_ddp(self) -> None:
+        """Put the gradients into buckets; the module stays unwrapped."""
+        if self._comm is None:
+            return
+        assert self.model is not None
+        self._reducer = Reducer(
+            self._comm,
+            self.model.named_parameters(),
+            bucket_cap_mb=self.options.bucket_cap_mb,
+            warn=lambda message: rank_zero_warn(f"lightning_ring: {message}"),
+        )
+        rank_zero_info(
+            f"lightning_ring: {self.world_size} ranks on {self.ring_environment.info.num_nodes} node(s), gradients by "
+            f"{type(self._comm).__name__} in {len(self._reducer.buckets)} bucket(s) of up to "
+            f"{self.options.bucket_cap_mb:g} MiB"
+        )
+
+    def teardown(self) -> None:
+        if self._reducer is not None:
+            self._reducer.remove()
+            self._reducer = None
+        self._agreed_loader = None
+        super().teardown()
+
+    def on_exception(self, exception: BaseException) -> None:
+        self._report(exception)
+
+    # -- training
+
+    def process_dataloader(self, dataloader: object) -> object:
+        trainer = self._trainer
+        if self._comm is None or trainer is None:
+            return dataloader
+        _say_what_is_padded(dataloader, self.world_size)
+        if trainer.state.stage != RunningStage.TRAINING or trainer.state.fn != TrainerFn.FITTING:
+            return dataloader
+        agreed = agree_on_batches(
+            dataloader,
+            self._comm,
+            self.options.uneven,
+            limit=trainer.limit_train_batches,
+            needed=_batches_until_the_end(trainer),
+        )
+        if isinstance(agreed, AgreedLoader):
+            if self.options.uneven == "join":
+                assert self.lightning_module is not None
+                check_join_allowed(1 if self._agreed_loader is None else 2, self.lightning_module.automatic_optimization)
+            self._agreed_loader = agreed
+        return agreed
+
+    def on_train_start(self) -> None:
+        self._catch_stop_signals()
+        super().on_train_start()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self._reducer is not None:
+            if self._reducer.agreed_to_stop():
+                raise SIGTERMException(143)  # 128 + SIGTERM, on every rank at the same step
+            self._take_turn()
+        when = self.options.broadcast_buffers
+        if when == "step" or (when == "epoch" and batch_idx == 0):
+            self._broadcast_buffers()
+        super().on_train_batch_start(batch, batch_idx)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._stand_in = None
+        output = None
+        if self._step_has_data:
+            with self._reporting_failures():
+                output = super().training_step(*args, **kwargs)
+        assert self.lightning_module is not None
+        if output is not None or self._reducer is None or not self.lightning_module.automatic_optimization:
+            return output
+        if self._step_has_data:
+            _warn_of_none(self.global_rank)
+        # a loss that depends on nothing: its backward takes part in the reduction, with zeros
+        self._stand_in = torch.zeros((), device=self.root_device, requires_grad=True)
+        return self._stand_in
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        reducer = self._reducer
+        if reducer is None:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        assert self.lightning_module is not None
+        self._track_new_parameters(reducer)
+        self.pre_backward(closure_loss)
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
+        # gradients are averaged before the precision plugin's `post_backward`, which calls the user's
+        # `on_after_backward`: there they are equal on all ranks already
+        with self._reporting_failures(), reducer.backward():
+            self.precision_plugin.backward(closure_loss, self.lightning_module, optimizer, *args, **kwargs)
+        closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
+        self.post_backward(closure_loss)
+        return closure_loss
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        if self._reducer is None:
+            yield
+            return
+        with self._reducer.no_sync():
+            yield
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        def closure_or_none() -> Any:
+            loss = closure()
+            if self._stand_in is None or any(p.grad is not None for g in optimizer.param_groups for p in g["params"]):
+                return loss
+            return None  # no rank has a gradient: a loss scaler must not look for one
+
+        return super().optimizer_step(optimizer, closure_or_none, model, **kwargs)
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        assert self._reducer is not None
+        self._reducer.finish()
+
+    def _track_new_parameters(self, reducer: Reducer) -> None:
+        """Parameters added or thawed after the start (fine-tuning callbacks): in the optimizer, not in a bucket yet."""
+        params = [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
+        if all(reducer.is_tracked(param) or not param.requires_grad for param in params):
+            return
+        assert self.model is not None
+        reducer.track(self.model.named_parameters())
+
+    def _take_turn(self) -> None:
+        assert self._reducer is not None
+        if self._agreed_loader is None:
+            return
+        turn = self._agreed_loader.take_turn()
+        self._step_has_data = turn.has_data
+        trainer = self._trainer
+        assert trainer is not None
+        # over several micro-batches a rank counts if it had data for the first: then it holds part of the gradient
+        first = trainer.fit_loop.epoch_loop.batch_progress.current.ready % trainer.accumulate_grad_batches == 1
+        if first or trainer.accumulate_grad_batches == 1:
+            self._window_ranks = turn.active_ranks
+        self._reducer.active_ranks = None if self._window_ranks == self.world_size else self._window_ranks
+
+    # -- evaluation
+
+    def on_validation_start(self) -> None:
+        self._before_evaluation()
+
+    def on_test_start(self) -> None:
+        self._before_evaluation()
+
+    def on_predict_start(self) -> None:
+        self._before_evaluation()
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._reporting_failures():
+            self._stop_if_asked()
+            return super().validation_step(*args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._reporting_failures():
+            self._stop_if_asked()
+            return super().test_step(*args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._reporting_failures():
+            self._stop_if_asked()
+            return super().predict_step(*args, **kwargs)
+
+    def _before_evaluation(self) -> None:
+        self._catch_stop_signals()
+        if self.options.broadcast_buffers != "start":
+            self._broadcast_buffers()
+
+    def _broadcast_buffers(self) -> None:
+        if self._comm is not None and self.model is not None:
+            broadcast_buffers(self.model, self._comm)
+
+    # -- collectives that Lightning and the user call
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        if self._comm is not None and not self._alone:
+            self._comm.barrier()
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        if self._comm is None or self._alone:
+            return obj
+        return self._comm.broadcast_object(obj, src=src)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        if self._comm is None or not isinstance(tensor, Tensor):
+            return tensor
+        op = _REDUCE_OPS.get(reduce_op)
+        if group is not None or op is None or tensor.device.type != self.root_device.type:
+            return super().reduce(tensor, group, reduce_op)
+        flat = tensor.detach().contiguous()
+        if op is ReduceOp.AVG and not flat.is_floating_point():
+            self._comm.all_reduce_(flat, op=ReduceOp.SUM, name="reduce").wait()
+            return tensor.copy_(flat / self.world_size)
+        self._comm.all_reduce_(flat, op=op, name="reduce").wait()
+        return tensor.copy_(flat) if flat.data_ptr() != tensor.data_ptr() else tensor
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        if self._comm is None and group is None:
+            return tensor.unsqueeze(0)
+        return super().all_gather(tensor, group, sync_grads)
+
+    # -- checkpoints
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        states = [collect_random_state()]
+        if self._comm is not None and not self._alone:
+            if self.options.broadcast_buffers != "start":
+                self._broadcast_buffers()
+            states = self._comm.all_gather_object(states[0])
+        if "optimizer_states" in checkpoint:
+            checkpoint[_CHECKPOINT_KEY] = {"random_states": states}
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        self._random_states = checkpoint.get(_CHECKPOINT_KEY, {}).get("random_states")
+        return checkpoint
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        super().load_optimizer_state_dict(checkpoint)
+        if self._comm is not None:
+            for optimizer in self.optimizers:
+                broadcast_optimizer_state(optimizer, self._comm)
+        self._restore_random_state()
+
+    def _restore_random_state(self) -> None:
+        # here, and not later: the loaders' iterators that come next draw their seeds from this state
+        states, self._random_states = self._random_states, None
+        if states is None:
+            return
+        if len(states) != self.world_size:
+            rank_zero_warn(
+                f"lightning_ring: the checkpoint holds the random states of {len(states)} ranks, this job has "
+                f"{self.world_size}. They are not restored: dropout and augmentation draw other numbers than they "
+                "would have without the interruption."
+            )
+            return
+        restore_random_state(states[self.global_rank])
+
+    # -- failures and requests to stop
+
+    @property
+    def _comm(self) -> Communicator | None:
+        """`None` in a single process, and before `setup_environment`."""
+        if self._job is None or (self.world_size == 1 and not self.options.force_communication):
+            return None
+        return self._job.communicator
+
+    @property
+    def _trainer(self) -> pl.Trainer | None:
+        return self.lightning_module._trainer if self.lightning_module is not None else None
+
+    @property
+    def _alone(self) -> bool:
+        """After an exception ranks no longer run the same code: what they do on their way out must not wait for others."""
+        return self._trainer is not None and self._trainer.state.status == TrainerStatus.INTERRUPTED
+
+    def _report(self, exception: BaseException) -> None:
+        if self._job is not None and self._job.watch is not None and not isinstance(exception, SystemExit):
+            self._job.watch.report(exception)
+
+    @contextmanager
+    def _reporting_failures(self) -> Iterator[None]:
+        # at once, before callbacks handle the exception: they may save checkpoints while the other ranks wait
+        try:
+            yield
+        except Exception as exception:
+            self._report(exception)
+            raise
+
+    def _catch_stop_signals(self) -> None:
+        # instead of Lightning's handler, which starts a collective wherever the signal happens to find the rank
+        if self._comm is not None and self.world_size > 1:
+            on_stop_signal(self._ask_to_stop)
+
+    def _ask_to_stop(self) -> None:
+        self._stop_asked = True
+        if self._reducer is not None:
+            self._reducer.stop_requested = True
+
+    def _stop_if_asked(self) -> None:
+        if self._stop_asked and self._reducer is None:
+            raise SIGTERMException(143)
+
+
+@cache
+def _warn_of_none(rank: int) -> None:
+    log.warning(
+        "lightning_ring: training_step returned None on rank %d: for that step its gradient counts as zero, and the "
+        "average still divides by all ranks.",
+        rank,
+    )
+
+
+def _batches_until_the_end(trainer: pl.Trainer) -> float:
+    """Training batches after which ``max_steps`` ends training; infinity where it does not."""
+    if trainer.max_steps == -1:
+        return math.inf
+    return (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches
+
+
+def _say_what_is_padded(dataloader: object, world_size: int) -> None:
+    sampler = getattr(dataloader, "sampler", None)
+    if not isinstance(sampler, DistributedSampler) or isinstance(sampler, UnrepeatedDistributedSampler):
+        return
+    padded = 0 if sampler.drop_last else sampler.total_size - len(sampler.dataset)  # type: ignore[arg-type]
+    if padded:
+        rank_zero_warn(
+            f"lightning_ring: {len(sampler.dataset)} samples do not divide by {world_size} ranks: "  # type: ignore[arg-type]
+            f"{type(sampler).__name__} repeats {padded} of them each epoch, so that all ranks have equally many."
+        )

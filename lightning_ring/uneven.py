@@ -1,0 +1,146 @@
+"""Training loaders of different length on different ranks: found before anybody waits for a batch that never comes."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from lightning.pytorch.utilities.data import sized_len
+
+from lightning_ring.comm.communicator import Communicator
+from lightning_ring.errors import ConfigurationError, UnevenBatchesError
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One batch of the training loader: how many ranks had data for it, and whether this one did."""
+
+    active_ranks: int
+    has_data: bool
+
+
+class AgreedLoader:
+    """A training loader whose every batch is agreed upon by all ranks, one small message a batch.
+
+    It stands in where lengths are unknown (iterable data sets), or where ``uneven="join"`` lets ranks run out at
+    different steps: it then goes on, on every rank, until the last one has no data, repeating its own last batch for the
+    hooks that look at batches; the strategy runs no training step on it.
+
+    Raises:
+        UnevenBatchesError: With ``policy="error"``, on every rank, at the step for which some rank has no batch.
+    """
+
+    def __init__(self, loader: Any, comm: Communicator, policy: Literal["error", "join"], length: int | None) -> None:
+        self._loader = loader
+        self._comm = comm
+        self._policy = policy
+        self._length = length
+        self._turns: deque[Turn] = deque()  # Lightning fetches ahead: a turn is taken when its batch is trained on
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_loader":  # being unpickled: nothing to delegate to yet
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+    def __len__(self) -> int:
+        if self._length is None:
+            raise TypeError(f"{type(self._loader).__name__} has no length on some rank")
+        return self._length
+
+    def __iter__(self) -> Iterator[Any]:
+        self._turns.clear()
+        batches = iter(self._loader)
+        last: Any = None
+        step = 0
+        while True:
+            try:
+                batch, has_data = next(batches), True
+            except StopIteration:
+                batch, has_data = last, False
+            having = [bool(flag) for flag in self._comm.all_gather_object(has_data)]
+            if not any(having):
+                return
+            if not all(having):
+                self._allow(having, step)
+            self._turns.append(Turn(sum(having), has_data))
+            yield batch
+            last, step = batch, step + 1
+
+    def take_turn(self) -> Turn:
+        return self._turns.popleft()
+
+    def _allow(self, having: list[bool], step: int) -> None:
+        without = [rank for rank, has in enumerate(having) if not has]
+        if self._policy == "error":
+            raise UnevenBatchesError(
+                f"rank {_listed(without)} ran out of training batches at step {step} of the epoch (counted from 0), "
+                f"while rank {_listed([rank for rank, has in enumerate(having) if has])} still had some. {_WHAT_TO_DO}"
+            )
+        if step == 0:
+            raise UnevenBatchesError(
+                f"rank {_listed(without)} has no training batch at all, so it cannot join in. Give every rank at least "
+                "one batch."
+            )
+
+
+_WHAT_TO_DO = (
+    "Give every rank the same number of batches (a DistributedSampler, which Lightning puts in unless "
+    "use_distributed_sampler=False, or limit_train_batches), or let the others finish with RingStrategy(uneven='join')."
+)
+
+
+def agree_on_batches(
+    loader: Any, comm: Communicator, policy: Literal["error", "join"], *, limit: float, needed: float
+) -> Any:
+    """``loader`` itself where all ranks have equally many batches, else what ``policy`` says. Collective.
+
+    Args:
+        loader: This rank's training loader.
+        policy: ``"error"`` or ``"join"``.
+        limit: ``Trainer(limit_train_batches=)``: a number of batches if an int, a fraction if a float.
+        needed: Batches after which training ends anyway (from ``max_steps``); ``inf`` if open.
+
+    Raises:
+        UnevenBatchesError: With ``policy="error"``, where the lengths are known and differ, before the first step.
+    """
+    lengths: list[int | None] = comm.all_gather_object(sized_len(loader))
+    if any(length is None for length in lengths):
+        return AgreedLoader(loader, comm, policy, None)
+    used = [_limited(length, limit) for length in lengths if length is not None]
+    if min(used) == max(used) or min(used) >= needed:
+        return loader
+    if policy == "error":
+        fewest, most = used.index(min(used)), used.index(max(used))
+        raise UnevenBatchesError(
+            f"ranks have different numbers of training batches: rank {fewest} has {used[fewest]}, rank {most} has "
+            f"{used[most]}. At step {used[fewest]} of the epoch (counted from 0) rank {fewest} would have none. "
+            f"{_WHAT_TO_DO}"
+        )
+    return AgreedLoader(loader, comm, policy, max(length for length in lengths if length is not None))
+
+
+def check_join_allowed(num_loaders: int, automatic_optimization: bool) -> None:
+    """``uneven="join"`` needs one training loader and automatic optimization: else the ranks' collectives differ."""
+    if not automatic_optimization:
+        raise ConfigurationError(
+            "RingStrategy(uneven='join') was given a module with manual optimization, in which a finished rank cannot "
+            "know how many backward passes the others run. Use automatic optimization, or uneven='error'."
+        )
+    if num_loaders > 1:
+        raise ConfigurationError(
+            f"RingStrategy(uneven='join') was given {num_loaders} training loaders, expected one. Combine them into "
+            "one data set, or use uneven='error'."
+        )
+
+
+def _limited(length: int, limit: float) -> int:
+    if isinstance(limit, int):
+        return min(length, limit)
+    return int(length * limit)
+
+
+def _listed(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8]))
+    return shown if len(ranks) <= 8 else f"{shown} and {len(ranks) - 8} more"

@@ -1,0 +1,105 @@
+"""Small modules and loaders that several checks train, and `fit`, which trains one under a strategy by name."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from typing import Any
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.plugins.environments import MPIEnvironment
+from lightning.pytorch.strategies import DDPStrategy
+from mpi4py import MPI
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_ring  # noqa: F401  registers "ring"
+
+RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+torch.set_num_threads(1)
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+warnings.filterwarnings("ignore", module="lightning")
+
+
+class Classifier(L.LightningModule):
+    """A perceptron (no BatchNorm unless asked) with what a check wants to see noted in ``seen``."""
+
+    def __init__(self, *, batch_norm: bool = False, dropout: float = 0.0, lr: float = 0.1, momentum: float = 0.9) -> None:
+        super().__init__()
+        norm = [nn.BatchNorm1d(16)] if batch_norm else []
+        self.net = nn.Sequential(nn.Linear(8, 16), *norm, nn.Tanh(), nn.Dropout(dropout), nn.Linear(16, 4))
+        self.lr = lr
+        self.momentum = momentum
+        self.seen: dict[str, list[Any]] = {"loss": [], "index": [], "gradient": [], "eval": []}
+
+    def loss(self, batch: tuple[Tensor, ...]) -> Tensor:
+        return F.cross_entropy(self.net(batch[0].to(self.net[0].weight.dtype)), batch[1])
+
+    def training_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.seen["loss"].append(loss.detach().clone())
+        self.seen["index"].append(batch[2].tolist())
+        self.log("loss", loss, sync_dist=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> None:
+        self.seen["eval"].append(batch[2].tolist())
+        self.log("val_loss", self.loss(batch), sync_dist=True)
+
+    test_step = validation_step
+
+    def predict_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> Tensor:
+        return batch[2]
+
+    def on_after_backward(self) -> None:
+        grads = [p.grad.detach().reshape(-1).double() for p in self.parameters() if p.grad is not None]
+        self.seen["gradient"].append(torch.cat(grads).clone() if grads else torch.zeros(0))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=self.momentum)
+
+
+def data(num: int = 48, seed: int = 0) -> TensorDataset:
+    generator = torch.Generator().manual_seed(seed)
+    return TensorDataset(
+        torch.randn(num, 8, generator=generator), torch.randint(0, 4, (num,), generator=generator), torch.arange(num)
+    )
+
+
+def loader(num: int = 48, batch_size: int = 4, **kwargs: Any) -> DataLoader:
+    return DataLoader(data(num), batch_size=batch_size, **kwargs)
+
+
+def ddp(**kwargs: Any) -> DDPStrategy:
+    """Lightning's own strategy over Gloo, on the ranks that MPI started."""
+    return DDPStrategy(cluster_environment=MPIEnvironment(), process_group_backend="gloo", **kwargs)
+
+
+def trainer(strategy: Any = "ring", **kwargs: Any) -> L.Trainer:
+    if isinstance(strategy, DDPStrategy) and type(strategy) is DDPStrategy:
+        kwargs.setdefault("devices", SIZE)
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+    defaults: dict[str, Any] = {"accelerator": "cpu", "max_epochs": 2, "num_sanity_val_steps": 0, **quiet}
+    return L.Trainer(strategy=strategy, **(defaults | kwargs))
+
+
+def fit(strategy: Any, module: L.LightningModule, train: Any = None, val: Any = None, **kwargs: Any) -> L.Trainer:
+    run = trainer(strategy, **kwargs)
+    run.fit(module, loader() if train is None else train, val, ckpt_path=kwargs.pop("ckpt_path", None))
+    return run
+
+
+def parameters(module: nn.Module) -> Tensor:
+    """All parameters as one float64 vector: float32 values keep their bits."""
+    return torch.cat([p.detach().reshape(-1).double() for p in module.parameters()])
+
+
+def assert_all_ranks_equal(values: Tensor) -> None:
+    gathered = MPI.COMM_WORLD.allgather(values.double().numpy().tobytes())
+    assert all(other == gathered[0] for other in gathered), "ranks hold different bits"
+
+
+def relative_difference(a: Tensor, b: Tensor) -> float:
+    return float((a - b).norm() / b.norm())
