@@ -137,7 +137,6 @@ class GlooTransport:
     def __init__(self, group: dist.ProcessGroup, owns_group: bool) -> None:
         self._group = group
         self._owns_group = owns_group
-        self._abandoned: list[GlooMessage] = []
         self.rank = group.rank()
         self.world_size = group.size()
         self.while_waiting: Callable[[Sequence[int]], float] = lambda peers: DEFAULT_TIMEOUT.total_seconds()
@@ -149,12 +148,11 @@ class GlooTransport:
         return GlooMessage(self._group.recv([tensor], src, 0), tensor, src)
 
     def wait(self, requests: Sequence[GlooMessage]) -> None:
-        for index, request in enumerate(requests):
+        for request in requests:
             left = self.while_waiting((request.peer,))
             try:
                 request.work.wait(timedelta(seconds=left + 0.01))
             except RuntimeError:
-                self._abandoned.extend(requests[index:])
                 self.while_waiting((request.peer,))  # raises if the time is up: that error names the collective
                 raise
 

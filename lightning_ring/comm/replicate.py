@@ -1,0 +1,219 @@
+"""One rank's parameters, buffers and optimizer state to all, in a few flat messages; and are the models the same?"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from lightning_ring.comm.agreement import by_rank
+from lightning_ring.comm.communicator import Communicator
+from lightning_ring.errors import ConfigurationError, ModelMismatchError
+
+MESSAGE_BYTES = 250 * 1024 * 1024
+SHOWN = 4  # differences in an error
+
+
+def broadcast_module(module: nn.Module, comm: Communicator, src: int = 0) -> None:
+    """Replace every parameter and buffer by rank ``src``'s, in place; shared ones travel once.
+
+    The ranks' modules must have equal shapes: `check_same_model` first.
+
+    Raises:
+        ConfigurationError: A parameter or buffer holds no values yet (meta device, lazy) or is sparse.
+    """
+    named = dict(chain(module.named_parameters(), module.named_buffers()))
+    _require_values(named)
+    broadcast_tensors(named.values(), comm, src)
+
+
+def broadcast_buffers(module: nn.Module, comm: Communicator, src: int = 0) -> None:
+    """Replace every buffer (such as BatchNorm's running statistics) by rank ``src``'s, in place."""
+    named = dict(module.named_buffers())
+    _require_values(named)
+    broadcast_tensors(named.values(), comm, src)
+
+
+@torch.no_grad()
+def broadcast_tensors(tensors: Iterable[Tensor], comm: Communicator, src: int = 0) -> None:
+    """Replace ``tensors`` (same shapes and dtypes on all ranks, any strides) by rank ``src``'s, in place."""
+    if comm.world_size == 1:
+        return
+    for message in _messages(tensors):
+        if len(message) == 1 and message[0].is_contiguous():
+            comm.broadcast_(message[0], src=src, name="replicate").wait()
+            continue
+        flat = torch.cat([tensor.reshape(-1) for tensor in message])
+        comm.broadcast_(flat, src=src, name="replicate").wait()
+        if comm.rank != src:
+            parts = flat.split([tensor.numel() for tensor in message])
+            for tensor, part in zip(message, parts, strict=True):
+                tensor.copy_(part.view(tensor.shape))
+
+
+def _messages(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Tensors of one dtype and device together, up to `MESSAGE_BYTES`; what is longer travels alone."""
+    open_messages: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in map(_without_repeats, tensors):
+        if tensor.numel() == 0:
+            continue
+        message = open_messages.setdefault((tensor.dtype, tensor.device), [])
+        if message and sum(other.nbytes for other in message) + tensor.nbytes > MESSAGE_BYTES:
+            yield list(message)
+            message.clear()
+        message.append(tensor)
+    yield from open_messages.values()
+
+
+def _without_repeats(tensor: Tensor) -> Tensor:
+    """One of each element that `Tensor.expand` repeats: several places of one memory cannot be written."""
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.shape[dim] > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor.detach()
+
+
+def _require_values(named: dict[str, Tensor]) -> None:
+    for name, tensor in named.items():
+        if is_lazy(tensor) or tensor.is_meta:
+            state = "lazy" if is_lazy(tensor) else "on the meta device"
+            raise ConfigurationError(
+                f"{name} holds no values yet (it is {state}), so one rank's cannot be "
+                "sent to the others. Materialise the model first: run one batch through lazy modules, or "
+                "call to_empty() and initialise."
+            )
+        if tensor.layout is not torch.strided:
+            raise ConfigurationError(
+                f"{name} is stored as {tensor.layout}; only dense parameters and buffers are sent."
+            )
+
+
+# --- optimizer state
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Stands for a tensor in what is pickled."""
+
+    index: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    on_accelerator: bool
+
+
+def broadcast_optimizer_state(optimizer: Optimizer, comm: Communicator, src: int = 0) -> None:
+    """Replace the optimizer's state and its groups' values by rank ``src``'s; ranks that have none yet get it.
+
+    Tensors keep their dtype (`Optimizer.load_state_dict` would cast them to the parameter's).
+
+    Raises:
+        ModelMismatchError: The ranks' optimizers differ in kind or in the parameters of their groups.
+    """
+    if comm.world_size == 1:
+        return
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    kinds = comm.all_gather_object(f"{type(optimizer).__name__} with {sizes} parameters in its groups")
+    if len(set(kinds)) > 1:
+        raise ModelMismatchError(f"the ranks have different optimizers: {by_rank(kinds)}. Build the same on all.")
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    tensors: list[Tensor] = []
+    state = {index: optimizer.state[param] for index, param in enumerate(params) if param in optimizer.state}
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    outline = comm.broadcast_object(_outline((state, groups), tensors) if comm.rank == src else None, src=src)
+    if comm.rank != src:
+        device = params[0].device if params else torch.device("cpu")
+        tensors = [
+            torch.empty(p.shape, dtype=p.dtype, device=device if p.on_accelerator else "cpu") for p in _places(outline)
+        ]
+    broadcast_tensors(tensors, comm, src)
+    if comm.rank != src:
+        state, groups = _filled(outline, tensors)
+        for index, param in enumerate(params):
+            optimizer.state.pop(param, None)
+            if index in state:
+                optimizer.state[param] = state[index]
+        for group, values in zip(optimizer.param_groups, groups, strict=True):
+            group.update(values)
+
+
+def _outline(value: Any, tensors: list[Tensor]) -> Any:
+    """``value`` with a `_Place` for each tensor, which is appended to ``tensors``."""
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return _Place(len(tensors) - 1, value.dtype, tuple(value.shape), value.device.type != "cpu")
+    if isinstance(value, dict):
+        return {key: _outline(item, tensors) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_outline(item, tensors) for item in value)
+    return value
+
+
+def _places(outline: Any) -> list[_Place]:
+    if isinstance(outline, _Place):
+        return [outline]
+    items = outline.values() if isinstance(outline, dict) else outline if type(outline) in (list, tuple) else ()
+    return [place for item in items for place in _places(item)]
+
+
+def _filled(outline: Any, tensors: list[Tensor]) -> Any:
+    if isinstance(outline, _Place):
+        return tensors[outline.index]
+    if isinstance(outline, dict):
+        return {key: _filled(item, tensors) for key, item in outline.items()}
+    if type(outline) in (list, tuple):
+        return type(outline)(_filled(item, tensors) for item in outline)
+    return outline
+
+
+# --- are the models the same?
+
+
+def check_same_model(module: nn.Module, comm: Communicator) -> None:
+    """Compare names, shapes, dtypes, devices and ``requires_grad`` of all parameters and buffers over all ranks.
+
+    Raises:
+        ModelMismatchError: They differ; the message is the same on every rank.
+        ConfigurationError: They agree, but hold no values yet (see `broadcast_module`).
+    """
+    mine = _description(module)
+    digest = hashlib.blake2b(repr(mine).encode()).hexdigest()
+    if comm.world_size > 1 and len(set(comm.all_gather_object(digest))) > 1:
+        raise ModelMismatchError(_difference(comm.all_gather_object(mine)))
+    _require_values(dict(chain(module.named_parameters(), module.named_buffers())))
+
+
+def _description(module: nn.Module) -> dict[str, str]:
+    described = {}
+    for kind, named in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
+        for name, tensor in named:
+            shape = "not initialised" if is_lazy(tensor) else tuple(tensor.shape)
+            text = f"{str(tensor.dtype).removeprefix('torch.')} {shape} on {tensor.device.type}"
+            frozen = kind == "parameter" and not tensor.requires_grad
+            described[f"{kind} {name}"] = text + (", frozen" if frozen else "")
+    return described
+
+
+def _difference(descriptions: list[dict[str, str]]) -> str:
+    names = list(dict.fromkeys(chain.from_iterable(descriptions)))
+    texts = {name: [described.get(name, "missing") for described in descriptions] for name in names}
+    different = [name for name, row in texts.items() if len(set(row)) > 1]
+    counts = [f"{len(described)} parameters and buffers" for described in descriptions]
+    lines = [f"{name}: {by_rank(texts[name])}" for name in different[:SHOWN]]
+    if len(different) > SHOWN:
+        lines.append(f"and {len(different) - SHOWN} more")
+    if not different:
+        at = next(i for i, row in enumerate(zip(*descriptions, strict=True)) if len(set(row)) > 1)
+        lines = [f"they come in another order, from number {at}: {by_rank([list(d)[at] for d in descriptions])}"]
+    if len(set(counts)) > 1:
+        lines.insert(0, by_rank(counts))
+    return (
+        "the ranks hold different models, and cannot be trained as one: " + ". ".join(lines) + ". Build the model "
+        "from the same code and configuration on every rank."
+    )

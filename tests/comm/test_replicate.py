@@ -1,0 +1,207 @@
+"""Replication on thread-ranks: what travels, and what the ranks are told where their models differ."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_ring.comm import replicate
+from lightning_ring.comm.replicate import (
+    broadcast_buffers,
+    broadcast_module,
+    broadcast_optimizer_state,
+    check_same_model,
+)
+from lightning_ring.comm.thread_backend import run_ranks
+from lightning_ring.errors import ConfigurationError, ModelMismatchError
+
+
+class Everything(nn.Module):
+    """Parameters and buffers of every kind that a model may hold."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        g = torch.Generator().manual_seed(seed)
+        self.weight = nn.Parameter(torch.randn(5, 3, generator=g))
+        self.tied = self.weight
+        self.strided = nn.Parameter(torch.randn(4, 6, generator=g).t())
+        self.scale = nn.Parameter(torch.randn((), generator=g))
+        self.rounded = nn.Parameter(torch.randn(7, generator=g).bfloat16(), requires_grad=False)
+        self.none = nn.Parameter(torch.empty(0, 3))
+        self.norm = nn.BatchNorm1d(3)
+        self.norm.running_mean.normal_(generator=g)
+        self.register_buffer("mask", torch.rand(9, generator=g) < 0.5)
+        self.register_buffer("count", torch.tensor(seed), persistent=False)
+        self.register_buffer("repeated", torch.randn(1, 4, generator=g).expand(3, 4))
+        self.register_buffer("phase", torch.randn(3, dtype=torch.complex64, generator=g))
+
+
+def tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def assert_same(one: nn.Module, other: nn.Module) -> None:
+    for name, tensor in tensors(one).items():
+        assert torch.equal(tensor, tensors(other)[name]), name
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("message_bytes", [1, 64, 1 << 20])
+def test_all_ranks_get_every_tensor_of_the_source(world_size, message_bytes, monkeypatch):
+    monkeypatch.setattr(replicate, "MESSAGE_BYTES", message_bytes)
+    src = world_size - 1
+
+    def rank(comm):
+        module = Everything(comm.rank)
+        identities = [id(tensor) for tensor in tensors(module).values()]
+        check_same_model(module, comm)
+        broadcast_module(module, comm, src=src)
+        assert [id(tensor) for tensor in tensors(module).values()] == identities  # in place
+        assert module.tied is module.weight
+        return module
+
+    for module in run_ranks(world_size, rank):
+        assert_same(module, Everything(src))
+
+
+def test_few_messages_however_many_parameters():
+    def rank(comm):
+        names = []
+        original = comm.broadcast_
+        comm.broadcast_ = lambda tensor, **kwargs: (names.append(tensor.dtype), original(tensor, **kwargs))[1]
+        broadcast_module(nn.Sequential(*(nn.BatchNorm1d(3) for _ in range(50))), comm)
+        return names
+
+    assert sorted(map(str, run_ranks(2, rank)[0])) == ["torch.float32", "torch.int64"]
+
+
+def test_buffers_alone():
+    def rank(comm):
+        module = Everything(comm.rank)
+        broadcast_buffers(module, comm)
+        return module
+
+    module = run_ranks(2, rank)[1]
+    assert torch.equal(module.norm.running_mean, Everything(0).norm.running_mean)
+    assert torch.equal(module.weight, Everything(1).weight)
+
+
+def trained(seed: int, optimizer_class: type, steps: int, **kwargs):
+    torch.manual_seed(seed)
+    model = nn.Linear(3, 2)
+    optimizer = optimizer_class(model.parameters(), **kwargs)
+    for _ in range(steps):
+        model(torch.randn(4, 3)).sum().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize(
+    ("optimizer_class", "kwargs"),
+    [
+        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+        (torch.optim.AdamW, {"lr": 0.1, "amsgrad": True}),
+        (torch.optim.AdamW, {"lr": torch.tensor(0.1), "capturable": False, "foreach": False}),
+    ],
+)
+def test_ranks_without_optimizer_state_get_it_and_step_alike(optimizer_class, kwargs):
+    def rank(comm):
+        kwargs_here = {key: value.clone() if torch.is_tensor(value) else value for key, value in kwargs.items()}
+        steps = 3 if comm.rank == 0 else comm.rank - 1  # rank 1 has no state, rank 2 has other state
+        model, optimizer = trained(comm.rank, optimizer_class, steps, **kwargs_here)
+        if comm.rank == 0:
+            optimizer.param_groups[0]["lr"] *= 0.5
+        broadcast_module(model, comm)
+        broadcast_optimizer_state(optimizer, comm)
+        model.weight.grad = torch.ones_like(model.weight)
+        model.bias.grad = torch.ones_like(model.bias)
+        optimizer.step()
+        return model, optimizer
+
+    results = run_ranks(3, rank)
+    for model, optimizer in results:
+        assert_same(model, results[0][0])
+        assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(0.05)
+        assert str(optimizer.state_dict()) == str(results[0][1].state_dict())
+
+
+def test_optimizer_state_keeps_its_dtype():
+    def rank(comm):
+        weight = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+        if comm.rank == 0:
+            optimizer.state[weight] = {"master": torch.full((3,), 1 / 3), "history": [torch.ones(2), 5], "note": "x"}
+        broadcast_optimizer_state(optimizer, comm)
+        return optimizer.state[weight]
+
+    state = run_ranks(2, rank)[1]
+    assert torch.equal(state["master"], torch.full((3,), 1 / 3))
+    assert torch.equal(state["history"][0], torch.ones(2))
+    assert (state["history"][1], state["note"]) == (5, "x")
+
+
+def errors(build, error_class=ModelMismatchError, world_size=3):
+    def rank(comm):
+        with pytest.raises(error_class) as caught:
+            check_same_model(build(comm.rank), comm)
+        comm.barrier()  # the communicator is still good
+        return str(caught.value)
+
+    messages = run_ranks(world_size, rank)
+    assert len(set(messages)) == 1  # every rank is told the same
+    return messages[0]
+
+
+def test_a_different_shape_names_the_parameter_and_the_ranks():
+    message = errors(lambda rank: nn.Linear(4 + (rank == 1), 2))
+    assert "parameter weight: ranks 0, 2: float32 (2, 4) on cpu; rank 1: float32 (2, 5) on cpu" in message
+
+
+def test_different_dtypes_and_frozen_parameters():
+    message = errors(lambda rank: nn.Linear(4, 2).to(torch.float64 if rank == 2 else torch.float32))
+    assert "rank 2: float64 (2, 4)" in message
+    message = errors(lambda rank: nn.Linear(4, 2).requires_grad_(rank != 0))
+    assert "rank 0: float32 (2, 4) on cpu, frozen" in message
+
+
+def test_another_number_of_parameters_and_of_buffers():
+    message = errors(lambda rank: nn.Linear(4, 2, bias=rank != 1))
+    assert "ranks 0, 2: 2 parameters and buffers; rank 1: 1 parameters and buffers" in message
+    assert "parameter bias: ranks 0, 2: float32 (2,) on cpu; rank 1: missing" in message
+    message = errors(lambda rank: nn.BatchNorm1d(2, track_running_stats=rank == 0))
+    assert "buffer running_mean: rank 0: float32 (2,) on cpu; ranks 1, 2: missing" in message
+
+
+def test_another_order():
+    def build(rank):
+        names = ["a", "b"] if rank else ["b", "a"]
+        return nn.ModuleDict({name: nn.Linear(2, 2) for name in names})
+
+    assert "another order, from number 0: rank 0: parameter b.weight; ranks 1, 2: parameter a.weight" in errors(build)
+
+
+def test_of_many_differences_the_first_are_shown():
+    message = errors(lambda rank: nn.Sequential(*(nn.Linear(2 + rank, 2) for _ in range(20))))
+    assert "parameter 0.weight" in message
+    assert "and 16 more" in message
+
+
+def test_parameters_without_values_are_refused():
+    message = errors(lambda rank: nn.LazyLinear(3), ConfigurationError)
+    assert "weight holds no values yet (it is lazy)" in message
+    message = errors(lambda rank: nn.Linear(2, 3, device="meta"), ConfigurationError)
+    assert "weight holds no values yet (it is on the meta device)" in message
+    assert "parameter weight: rank 0: float32 not initialised on cpu" in errors(
+        lambda rank: nn.LazyLinear(3, bias=False) if rank == 0 else nn.Linear(2, 3, bias=False)
+    )
+
+
+def test_different_optimizers_are_refused_on_every_rank():
+    def rank(comm):
+        model = nn.Linear(2, 2)
+        params = list(model.parameters())[: 1 + comm.rank]
+        with pytest.raises(ModelMismatchError, match=r"rank 0: SGD with \[1\] parameters in its groups; rank 1: SGD"):
+            broadcast_optimizer_state(torch.optim.SGD(params, lr=0.1), comm)
+
+    run_ranks(2, rank)
