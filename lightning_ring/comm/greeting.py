@@ -1,0 +1,126 @@
+"""How ranks find rank 0's store: one line over TCP that proves who answered.
+
+torch's ``TCPStore`` waits for ever, whatever its timeout, for a server that accepts a connection and then says
+nothing, as any other program does on a port that was taken. A greeting, all of whose waits are bounded, comes first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+
+from lightning_ring.errors import RankDiscoveryError
+
+_ANSWER_SECONDS = 5.0  # how long a server that accepted may take to say its line
+
+
+def listen(address: str, port: int = 0) -> socket.socket:
+    """A listening socket on ``address``; port 0 lets the system choose one that is free.
+
+    Raises:
+        RankDiscoveryError: The port is taken, or the address is not this host's.
+    """
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        # A job that just ended leaves its port in TIME_WAIT; only a live listener is in the way
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address, port))
+        listener.listen(1024)
+    except OSError as error:
+        listener.close()
+        raise RankDiscoveryError(
+            f"Rank 0 cannot listen on port {port} of {address or 'this host'}: {error.strerror or error}. Another "
+            "program, or a job that is still ending, may have taken it: choose another MASTER_PORT, or start the ranks "
+            "with mpirun or ringrun, which need none."
+        ) from error
+    return listener
+
+
+class Greeter:
+    """Tells each of ``count`` callers, once they say who they are, where the store is (`greet` calls). A thread."""
+
+    def __init__(self, listener: socket.socket, token: str, count: int) -> None:
+        self._listener = listener
+        self._token = token
+        self._missing = set(range(1, count + 1))
+        self._payload = "-"
+        self._thread = threading.Thread(target=self._serve, name="ring-greeter", daemon=True)
+
+    def start(self, payload: str) -> None:
+        """Begin to answer with ``payload``, one word."""
+        self._payload = payload
+        self._thread.start()
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread, which a close alone does not
+        self._listener.close()
+
+    def _serve(self) -> None:
+        while self._missing:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return  # closed
+            with connection, contextlib.suppress(OSError, ValueError):
+                connection.settimeout(_ANSWER_SECONDS)
+                rank = int(_read_line(connection))
+                connection.sendall(f"lightning_ring {self._token} {self._payload}\n".encode())
+                self._missing.discard(rank)
+        self._listener.close()
+
+
+def greet(
+    address: str, port: int, token: str, rank: int, timeout: float, *, listening: bool = False
+) -> tuple[str, str]:
+    """Ask the `Greeter` at ``address``; its payload, and this host's address on the way there.
+
+    With ``listening`` the greeter is known to be up, so that a refusal is an answer; without, it may still start.
+
+    Raises:
+        RankDiscoveryError: Nobody answered within ``timeout`` seconds, or somebody else did.
+    """
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            with socket.create_connection((address, port), timeout=max(0.1, deadline - time.monotonic())) as connection:
+                connection.settimeout(_ANSWER_SECONDS)
+                own_address = connection.getsockname()[0]
+                answer = _ask(connection, rank)
+        except OSError as error:  # not listening yet, or its host is still starting
+            if listening or time.monotonic() > deadline:
+                raise RankDiscoveryError(
+                    f"Rank {rank} could not reach rank 0 at {address}:{port} within {timeout:.0f} s ({error}). Rank 0 "
+                    "may have failed to start, or a firewall, or a wrong MASTER_ADDR, lies between."
+                ) from error
+            time.sleep(0.1)
+            continue
+        words = answer.split()
+        if len(words) == 3 and words[:2] == ["lightning_ring", token]:
+            return words[2], own_address
+        raise RankDiscoveryError(
+            f"Rank {rank} asked {address}:{port} for rank 0 of its job and another program answered "
+            f"({answer[:60]!r}): the port is taken. Choose another MASTER_PORT, or start the ranks with mpirun or "
+            "ringrun, which need none."
+        )
+
+
+def _ask(connection: socket.socket, rank: int) -> str:
+    """The server's line; empty if it says none in time, which no `Greeter` does."""
+    try:
+        connection.sendall(f"{rank}\n".encode())
+        return _read_line(connection)
+    except TimeoutError:
+        return ""
+
+
+def _read_line(connection: socket.socket) -> str:
+    data = b""
+    while not data.endswith(b"\n") and len(data) < 4096:
+        part = connection.recv(256)
+        if not part:
+            break
+        data += part
+    return data.decode(errors="replace").strip()

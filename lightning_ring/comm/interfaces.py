@@ -1,0 +1,52 @@
+"""This host's network interfaces, and which of them is worth trying first."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import sys
+from collections.abc import Mapping
+
+_SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
+_VIRTUAL = ("lo", "docker", "br-", "virbr", "veth", "cni", "flannel", "lxc", "podman")
+
+
+def ipv4_addresses() -> list[tuple[str, str]]:
+    """``(interface, address)`` of every interface with an IPv4 address; empty where the system does not tell."""
+    found: list[tuple[str, str]] = []
+    if not sys.platform.startswith("linux"):
+        return found
+    import fcntl  # deferred: exists on Unix only
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            with contextlib.suppress(OSError):  # an interface without an address
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+                found.append((name, socket.inet_ntoa(answer[20:24])))
+    return found
+
+
+def interface_of(address: str) -> str | None:
+    """Name of the interface that has ``address``."""
+    return next((name for name, known in ipv4_addresses() if known == address), None)
+
+
+def reachable_candidates(environ: Mapping[str, str]) -> list[str]:
+    """This host's addresses that another host may reach, likeliest first.
+
+    First the interfaces that the user named for Gloo or NCCL, then what the host's name resolves to, then the rest,
+    bridges of containers and virtual machines last. Loopback is left out.
+    """
+    wanted = environ.get("GLOO_SOCKET_IFNAME") or environ.get("NCCL_SOCKET_IFNAME", "")
+    names = [name for name in wanted.split(",") if name and name[0] not in "^="]
+    addresses = [(name, address) for name, address in ipv4_addresses() if not address.startswith("127.")]
+    own_name: list[str] = []
+    with contextlib.suppress(OSError):
+        own_name = [a for a in socket.gethostbyname_ex(socket.gethostname())[2] if not a.startswith("127.")]
+    ordered = [a for name, a in addresses if any(name.startswith(prefix) for prefix in names)]
+    ordered += own_name
+    ordered += [a for name, a in addresses if not name.startswith(_VIRTUAL)]
+    ordered += [a for _, a in addresses]
+    return list(dict.fromkeys(ordered))
