@@ -114,7 +114,8 @@ def wait_in_slices(work: dist.Work, while_waiting: Callable[[Sequence[int]], flo
             return
         except RuntimeError:
             if work.is_completed():
-                raise
+                work.wait()  # over since: returns, or raises its own error instead of the slice's
+                return
             while_waiting(())
 
 
