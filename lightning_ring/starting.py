@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch.accelerators import Accelerator, CPUAccelerator
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 
+from lightning_ring.environment import RingEnvironment
 from lightning_ring.errors import RankDiscoveryError
 
 
@@ -35,6 +36,28 @@ def asked_of_trainer() -> Asked:
     return Asked()
 
 
+def check_asked(asked: Asked, environment: RingEnvironment) -> None:
+    """Compare what the Trainer was asked for with what the launcher started; what was left open is taken from there.
+
+    Raises:
+        RankDiscoveryError: They disagree; states both.
+    """
+    num_devices = environment.local_size() if asked.devices == "auto" else _count(asked.devices)
+    # 1 is also what Lightning makes of a num_nodes that nobody wrote
+    if num_devices != environment.local_size() or asked.num_nodes not in (1, environment.num_nodes()):
+        environment.validate_settings(num_devices, asked.num_nodes)
+
+
+def _count(devices: Any) -> int:
+    """How many devices ``Trainer(devices=)`` names: a number, ``"2"``, ``-1``, a list, or ``"0,1"``."""
+    if isinstance(devices, (list, tuple)):
+        return len(devices)
+    if isinstance(devices, str) and "," in devices:
+        return len([part for part in devices.split(",") if part.strip()])
+    count = int(devices)
+    return torch.cuda.device_count() if count == -1 else count
+
+
 def devices_for(accelerator: Accelerator | None, asked: list[torch.device] | None, local_size: int) -> list[torch.device]:
     """One device for each of the ``local_size`` ranks that the launcher started on this node.
 
@@ -53,3 +76,7 @@ def devices_for(accelerator: Accelerator | None, asked: list[torch.device] | Non
             "Trainer(accelerator='cpu')."
         )
     return accelerator.get_parallel_devices(accelerator.parse_devices(local_size))
+
+
+def choose_launcher(strategy: Any, environment: RingEnvironment, num_processes: int, asked: Asked) -> Any:
+    return None

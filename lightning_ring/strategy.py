@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import cache
 from typing import Any, TypeVar
@@ -35,12 +35,13 @@ from lightning_ring.comm.replicate import (
     check_same_model,
 )
 from lightning_ring.environment import RingEnvironment
+from lightning_ring.foreign import explain_foreign_modules
 from lightning_ring.gradients import Reducer
 from lightning_ring.options import Backend, BroadcastBuffers, RingOptions, StartMethod, Uneven
 from lightning_ring.random_state import collect_random_state, restore_random_state
-from lightning_ring.starting import asked_of_trainer, choose_launcher, devices_for
+from lightning_ring.starting import asked_of_trainer, check_asked, choose_launcher, devices_for
 from lightning_ring.stopping import on_stop_signal
-from lightning_ring.uneven import AgreedLoader, agree_on_batches, check_join_allowed
+from lightning_ring.uneven import AgreedLoader, Turn, agree_on_batches, check_join_allowed, leaving_no_trace
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -119,10 +120,12 @@ class RingStrategy(DDPStrategy):
             timeout=timeout,
             start_method=start_method,
         )
+        explain_foreign_modules()
         self._job: Job | None = None
         self._reducer: Reducer | None = None
         self._agreed_loader: AgreedLoader | None = None
-        self._step_has_data = True
+        self._turn: Turn | None = None
+        self._in_step = False
         self._stand_in: Tensor | None = None
         self._window_ranks: int | None = None
         self._stop_asked = False
@@ -140,27 +143,29 @@ class RingStrategy(DDPStrategy):
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     def set_world_ranks(self) -> None:
+        if not self.ring_environment.creates_processes_externally:
+            super().set_world_ranks()  # ranks that Lightning spawns or forks
         rank_zero_only.rank = fabric_rank_zero_only.rank = self.global_rank
 
     def _configure_launcher(self) -> None:
         asked = asked_of_trainer()
         environment = self.ring_environment
         if environment.creates_processes_externally:
-            environment.validate_asked(asked)
-            self.parallel_devices = devices_for(self.accelerator, self.parallel_devices, environment.info.local_size)
+            check_asked(asked, environment)
+            self.parallel_devices = devices_for(self.accelerator, self.parallel_devices, environment.local_size())
         assert self.parallel_devices is not None
         self._launcher = choose_launcher(self, environment, len(self.parallel_devices), asked)
 
     def setup_environment(self) -> None:
         assert self.accelerator is not None
-        self.ring_environment.discover()
         self.set_world_ranks()
+        self.ring_environment.discover()
         self.accelerator.setup_device(self.root_device)
         self.setup_distributed()
 
     def setup_distributed(self) -> None:
         reset_seed()
-        self._job = connect(self.ring_environment.info, self.root_device, self.options.timeout)
+        self._job = connect(self.ring_environment.discover(), self.root_device, self.options.timeout)
         if self.world_size > 1 or self.options.force_communication:
             open_communicator(self._job, self.options.backend, self.root_device, self.options.timeout)
         self._process_group_backend = self._job.process_group_backend
@@ -199,7 +204,7 @@ class RingStrategy(DDPStrategy):
             warn=lambda message: rank_zero_warn(f"lightning_ring: {message}"),
         )
         rank_zero_info(
-            f"lightning_ring: {self.world_size} ranks on {self.ring_environment.info.num_nodes} node(s), gradients by "
+            f"lightning_ring: {self.world_size} ranks on {self.ring_environment.num_nodes()} node(s), gradients by "
             f"{type(self._comm).__name__} in {len(self._reducer.buckets)} bucket(s) of up to "
             f"{self.options.bucket_cap_mb:g} MiB"
         )
@@ -208,7 +213,7 @@ class RingStrategy(DDPStrategy):
         if self._reducer is not None:
             self._reducer.remove()
             self._reducer = None
-        self._agreed_loader = None
+        self._agreed_loader = self._turn = None
         super().teardown()
 
     def on_exception(self, exception: BaseException) -> None:
@@ -252,15 +257,19 @@ class RingStrategy(DDPStrategy):
         super().on_train_batch_start(batch, batch_idx)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        module = self.lightning_module
+        assert module is not None
+        has_data = self._turn is None or self._turn.has_data
         self._stand_in = None
-        output = None
-        if self._step_has_data:
-            with self._reporting_failures():
+        self._in_step = True
+        try:
+            with self._reporting_failures(), nullcontext() if has_data else leaving_no_trace(module):
                 output = super().training_step(*args, **kwargs)
-        assert self.lightning_module is not None
-        if output is not None or self._reducer is None or not self.lightning_module.automatic_optimization:
+        finally:
+            self._in_step = False
+        if self._reducer is None or not module.automatic_optimization or (output is not None and has_data):
             return output
-        if self._step_has_data:
+        if has_data:
             _warn_of_none(self.global_rank)
         # a loss that depends on nothing: its backward takes part in the reduction, with zeros
         self._stand_in = torch.zeros((), device=self.root_device, requires_grad=True)
@@ -315,8 +324,7 @@ class RingStrategy(DDPStrategy):
         assert self._reducer is not None
         if self._agreed_loader is None:
             return
-        turn = self._agreed_loader.take_turn()
-        self._step_has_data = turn.has_data
+        self._turn = turn = self._agreed_loader.take_turn()
         trainer = self._trainer
         assert trainer is not None
         # over several micro-batches a rank counts if it had data for the first: then it holds part of the gradient
@@ -377,12 +385,14 @@ class RingStrategy(DDPStrategy):
         op = _REDUCE_OPS.get(reduce_op)
         if group is not None or op is None or tensor.device.type != self.root_device.type:
             return super().reduce(tensor, group, reduce_op)
-        flat = tensor.detach().contiguous()
-        if op is ReduceOp.AVG and not flat.is_floating_point():
-            self._comm.all_reduce_(flat, op=ReduceOp.SUM, name="reduce").wait()
-            return tensor.copy_(flat / self.world_size)
-        self._comm.all_reduce_(flat, op=op, name="reduce").wait()
-        return tensor.copy_(flat) if flat.data_ptr() != tensor.data_ptr() else tensor
+        flat = tensor.detach().clone(memory_format=torch.contiguous_format)
+        turn = self._turn if self._in_step else None
+        if turn is not None and not turn.has_data and op in (ReduceOp.SUM, ReduceOp.AVG):
+            flat.zero_()  # this rank repeats its last batch, which counted already
+        by = turn.active_ranks if turn is not None else self.world_size
+        summed = op is ReduceOp.AVG and (turn is not None or not flat.is_floating_point())
+        self._comm.all_reduce_(flat, op=ReduceOp.SUM if summed else op, name="reduce").wait()
+        return tensor.copy_(flat / by if summed else flat)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         if self._comm is None and group is None:

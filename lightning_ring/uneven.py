@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
+from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.data import sized_len
 
 from lightning_ring.comm.communicator import Communicator
@@ -25,8 +29,8 @@ class AgreedLoader:
     """A training loader whose every batch is agreed upon by all ranks, one small message a batch.
 
     It stands in where lengths are unknown (iterable data sets), or where ``uneven="join"`` lets ranks run out at
-    different steps: it then goes on, on every rank, until the last one has no data, repeating its own last batch for the
-    hooks that look at batches; the strategy runs no training step on it.
+    different steps: it then goes on, on every rank, until the last one has no data. A rank that ran out repeats its own
+    last batch (`leaving_no_trace`).
 
     Raises:
         UnevenBatchesError: With ``policy="error"``, on every rank, at the step for which some rank has no batch.
@@ -133,6 +137,27 @@ def check_join_allowed(num_loaders: int, automatic_optimization: bool) -> None:
             f"RingStrategy(uneven='join') was given {num_loaders} training loaders, expected one. Combine them into "
             "one data set, or use uneven='error'."
         )
+
+
+@contextmanager
+def leaving_no_trace(module: LightningModule) -> Iterator[None]:
+    """Around the training step of a rank that ran out of data: it repeats its last batch, so that it makes the same
+    collective calls as the others (``self.log(..., sync_dist=True)``, ``self.all_gather``), and none of it counts: no
+    gradient, no buffer, no weight in logged means."""
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    log = module.log
+    module.log = functools.partial(_log_without_weight, log)  # type: ignore[method-assign]
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        del module.log  # type: ignore[attr-defined]
+        for buffer, before in buffers:
+            buffer.copy_(before)
+
+
+def _log_without_weight(log: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    log(*args, **(kwargs | {"batch_size": 0}))
 
 
 def _limited(length: int, limit: float) -> int:

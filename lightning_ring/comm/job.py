@@ -93,7 +93,7 @@ def open_communicator(job: Job, backend: str, device: torch.device, timeout: tim
 
 def _chosen(backend: str, job: Job, device: torch.device) -> str:
     if backend == "auto":
-        backend = "nccl" if device.type == "cuda" else "mpi" if job.info.source == "mpi" else "gloo"
+        backend = "nccl" if device.type == "cuda" else "gloo"
     if backend == "nccl" and device.type != "cuda":
         raise ConfigurationError(f"backend='nccl' moves CUDA tensors, the model is on {device}. Use backend='auto'.")
     if backend == "mpi":
