@@ -11,8 +11,8 @@ from lightning.pytorch.trainer import trainer as trainer_module
 from lightning_ring.errors import ConfigurationError
 
 _ADVICE = (
-    "lightning_ring works with the package `lightning`: write `import lightning as L` or `import lightning.pytorch as pl` "
-    "in place of `import pytorch_lightning as pl`, everywhere."
+    "lightning_ring works with the package `lightning`: write `import lightning as L` or "
+    "`import lightning.pytorch as pl` in place of `import pytorch_lightning as pl`, everywhere."
 )
 
 

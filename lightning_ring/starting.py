@@ -58,7 +58,9 @@ def _count(devices: Any) -> int:
     return torch.cuda.device_count() if count == -1 else count
 
 
-def devices_for(accelerator: Accelerator | None, asked: list[torch.device] | None, local_size: int) -> list[torch.device]:
+def devices_for(
+    accelerator: Accelerator | None, asked: list[torch.device] | None, local_size: int
+) -> list[torch.device]:
     """One device for each of the ``local_size`` ranks that the launcher started on this node.
 
     Raises:
@@ -69,7 +71,7 @@ def devices_for(accelerator: Accelerator | None, asked: list[torch.device] | Non
     if asked is not None and len(asked) == local_size:
         return asked
     there = accelerator.auto_device_count()
-    if there == 1 and local_size > 1 or there < local_size:
+    if (there == 1 and local_size > 1) or there < local_size:
         raise RankDiscoveryError(
             f"the launcher started {local_size} ranks on this node, which has {there} {type(accelerator).__name__} "
             f"device(s): rank {there} and rank 0 would share one. Start at most {there} ranks on this node, or use "

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
 from typing import Any, TypeVar
@@ -16,7 +15,6 @@ from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
 from lightning.pytorch.plugins import CheckpointIO, Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
@@ -24,9 +22,9 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.data import DistributedSampler
 
-from lightning_ring.comm.communicator import Communicator, ReduceOp
+from lightning_ring.collectives import reduce_, reduce_op_of
+from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.job import Job, connect, open_communicator
 from lightning_ring.comm.replicate import (
     broadcast_buffers,
@@ -38,21 +36,20 @@ from lightning_ring.environment import RingEnvironment
 from lightning_ring.foreign import explain_foreign_modules
 from lightning_ring.gradients import Reducer
 from lightning_ring.options import Backend, BroadcastBuffers, RingOptions, StartMethod, Uneven
-from lightning_ring.random_state import collect_random_state, restore_random_state
+from lightning_ring.random_state import RandomStates
 from lightning_ring.starting import asked_of_trainer, check_asked, choose_launcher, devices_for
 from lightning_ring.stopping import on_stop_signal
-from lightning_ring.uneven import AgreedLoader, Turn, agree_on_batches, check_join_allowed, leaving_no_trace
+from lightning_ring.uneven import (
+    AgreedLoader,
+    Turns,
+    agree_on_batches,
+    batches_until_the_end,
+    check_join_allowed,
+    say_what_is_padded,
+)
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-
-_CHECKPOINT_KEY = "lightning_ring"
-_REDUCE_OPS = {  # as `sync_dist`, torchmetrics and users spell them
-    **{name: op for op in ReduceOp for name in (op.value, op.value.upper())},
-    **{getattr(torch.distributed.ReduceOp, op.name): op for op in ReduceOp},
-    "mean": ReduceOp.AVG,
-    "MEAN": ReduceOp.AVG,
-}
 
 
 class RingStrategy(DDPStrategy):
@@ -123,13 +120,10 @@ class RingStrategy(DDPStrategy):
         explain_foreign_modules()
         self._job: Job | None = None
         self._reducer: Reducer | None = None
-        self._agreed_loader: AgreedLoader | None = None
-        self._turn: Turn | None = None
-        self._in_step = False
+        self._turns = Turns()
         self._stand_in: Tensor | None = None
-        self._window_ranks: int | None = None
         self._stop_asked = False
-        self._random_states: list[dict[str, Any]] | None = None
+        self._random_states = RandomStates()
 
     # -- ranks and devices
 
@@ -213,7 +207,7 @@ class RingStrategy(DDPStrategy):
         if self._reducer is not None:
             self._reducer.remove()
             self._reducer = None
-        self._agreed_loader = self._turn = None
+        self._turns = Turns()
         super().teardown()
 
     def on_exception(self, exception: BaseException) -> None:
@@ -225,7 +219,7 @@ class RingStrategy(DDPStrategy):
         trainer = self._trainer
         if self._comm is None or trainer is None:
             return dataloader
-        _say_what_is_padded(dataloader, self.world_size)
+        say_what_is_padded(dataloader, self.world_size)
         if trainer.state.stage != RunningStage.TRAINING or trainer.state.fn != TrainerFn.FITTING:
             return dataloader
         agreed = agree_on_batches(
@@ -233,24 +227,24 @@ class RingStrategy(DDPStrategy):
             self._comm,
             self.options.uneven,
             limit=trainer.limit_train_batches,
-            needed=_batches_until_the_end(trainer),
+            needed=batches_until_the_end(trainer),
         )
-        if isinstance(agreed, AgreedLoader):
-            if self.options.uneven == "join":
-                assert self.lightning_module is not None
-                check_join_allowed(1 if self._agreed_loader is None else 2, self.lightning_module.automatic_optimization)
-            self._agreed_loader = agreed
+        self._turns.loader = agreed if isinstance(agreed, AgreedLoader) else None
         return agreed
 
     def on_train_start(self) -> None:
         self._catch_stop_signals()
+        if self._turns.loader is not None and self.options.uneven == "join":
+            assert self._trainer is not None and self.lightning_module is not None
+            loaders = self._trainer.fit_loop._combined_loader
+            check_join_allowed(len(loaders.flattened) if loaders else 0, self.lightning_module.automatic_optimization)
         super().on_train_start()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if self._reducer is not None:
+        if self._reducer is not None and self._trainer is not None:
             if self._reducer.agreed_to_stop():
                 raise SIGTERMException(143)  # 128 + SIGTERM, on every rank at the same step
-            self._take_turn()
+            self._reducer.active_ranks = self._turns.take(batch_idx, self._trainer.accumulate_grad_batches)
         when = self.options.broadcast_buffers
         if when == "step" or (when == "epoch" and batch_idx == 0):
             self._broadcast_buffers()
@@ -259,14 +253,10 @@ class RingStrategy(DDPStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         module = self.lightning_module
         assert module is not None
-        has_data = self._turn is None or self._turn.has_data
         self._stand_in = None
-        self._in_step = True
-        try:
-            with self._reporting_failures(), nullcontext() if has_data else leaving_no_trace(module):
-                output = super().training_step(*args, **kwargs)
-        finally:
-            self._in_step = False
+        with self._reporting_failures(), self._turns.step(module):
+            output = super().training_step(*args, **kwargs)
+        has_data = self._turns.has_data
         if self._reducer is None or not module.automatic_optimization or (output is not None and has_data):
             return output
         if has_data:
@@ -320,19 +310,6 @@ class RingStrategy(DDPStrategy):
         assert self.model is not None
         reducer.track(self.model.named_parameters())
 
-    def _take_turn(self) -> None:
-        assert self._reducer is not None
-        if self._agreed_loader is None:
-            return
-        self._turn = turn = self._agreed_loader.take_turn()
-        trainer = self._trainer
-        assert trainer is not None
-        # over several micro-batches a rank counts if it had data for the first: then it holds part of the gradient
-        first = trainer.fit_loop.epoch_loop.batch_progress.current.ready % trainer.accumulate_grad_batches == 1
-        if first or trainer.accumulate_grad_batches == 1:
-            self._window_ranks = turn.active_ranks
-        self._reducer.active_ranks = None if self._window_ranks == self.world_size else self._window_ranks
-
     # -- evaluation
 
     def on_validation_start(self) -> None:
@@ -382,17 +359,10 @@ class RingStrategy(DDPStrategy):
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         if self._comm is None or not isinstance(tensor, Tensor):
             return tensor
-        op = _REDUCE_OPS.get(reduce_op)
+        op = reduce_op_of(reduce_op)
         if group is not None or op is None or tensor.device.type != self.root_device.type:
             return super().reduce(tensor, group, reduce_op)
-        flat = tensor.detach().clone(memory_format=torch.contiguous_format)
-        turn = self._turn if self._in_step else None
-        if turn is not None and not turn.has_data and op in (ReduceOp.SUM, ReduceOp.AVG):
-            flat.zero_()  # this rank repeats its last batch, which counted already
-        by = turn.active_ranks if turn is not None else self.world_size
-        summed = op is ReduceOp.AVG and (turn is not None or not flat.is_floating_point())
-        self._comm.all_reduce_(flat, op=ReduceOp.SUM if summed else op, name="reduce").wait()
-        return tensor.copy_(flat / by if summed else flat)
+        return reduce_(tensor, self._comm, op, self._turns.during_step)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         if self._comm is None and group is None:
@@ -402,18 +372,15 @@ class RingStrategy(DDPStrategy):
     # -- checkpoints
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        states = [collect_random_state()]
-        if self._comm is not None and not self._alone:
-            if self.options.broadcast_buffers != "start":
-                self._broadcast_buffers()
-            states = self._comm.all_gather_object(states[0])
-        if "optimizer_states" in checkpoint:
-            checkpoint[_CHECKPOINT_KEY] = {"random_states": states}
+        together = None if self._alone else self._comm
+        if together is not None and self.options.broadcast_buffers != "start":
+            self._broadcast_buffers()
+        self._random_states.save(checkpoint, together)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
-        self._random_states = checkpoint.get(_CHECKPOINT_KEY, {}).get("random_states")
+        self._random_states.load(checkpoint)
         return checkpoint
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -421,21 +388,8 @@ class RingStrategy(DDPStrategy):
         if self._comm is not None:
             for optimizer in self.optimizers:
                 broadcast_optimizer_state(optimizer, self._comm)
-        self._restore_random_state()
-
-    def _restore_random_state(self) -> None:
         # here, and not later: the loaders' iterators that come next draw their seeds from this state
-        states, self._random_states = self._random_states, None
-        if states is None:
-            return
-        if len(states) != self.world_size:
-            rank_zero_warn(
-                f"lightning_ring: the checkpoint holds the random states of {len(states)} ranks, this job has "
-                f"{self.world_size}. They are not restored: dropout and augmentation draw other numbers than they "
-                "would have without the interruption."
-            )
-            return
-        restore_random_state(states[self.global_rank])
+        self._random_states.restore(self.global_rank, self.world_size)
 
     # -- failures and requests to stop
 
@@ -490,22 +444,3 @@ def _warn_of_none(rank: int) -> None:
         "average still divides by all ranks.",
         rank,
     )
-
-
-def _batches_until_the_end(trainer: pl.Trainer) -> float:
-    """Training batches after which ``max_steps`` ends training; infinity where it does not."""
-    if trainer.max_steps == -1:
-        return math.inf
-    return (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches
-
-
-def _say_what_is_padded(dataloader: object, world_size: int) -> None:
-    sampler = getattr(dataloader, "sampler", None)
-    if not isinstance(sampler, DistributedSampler) or isinstance(sampler, UnrepeatedDistributedSampler):
-        return
-    padded = 0 if sampler.drop_last else sampler.total_size - len(sampler.dataset)  # type: ignore[arg-type]
-    if padded:
-        rank_zero_warn(
-            f"lightning_ring: {len(sampler.dataset)} samples do not divide by {world_size} ranks: "  # type: ignore[arg-type]
-            f"{type(sampler).__name__} repeats {padded} of them each epoch, so that all ranks have equally many."
-        )

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sized
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
 from lightning.pytorch.utilities.data import sized_len
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch.utils.data import DistributedSampler
 
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.errors import ConfigurationError, UnevenBatchesError
@@ -30,7 +34,7 @@ class AgreedLoader:
 
     It stands in where lengths are unknown (iterable data sets), or where ``uneven="join"`` lets ranks run out at
     different steps: it then goes on, on every rank, until the last one has no data. A rank that ran out repeats its own
-    last batch (`leaving_no_trace`).
+    last batch (`Turns.step`).
 
     Raises:
         UnevenBatchesError: With ``policy="error"``, on every rank, at the step for which some rank has no batch.
@@ -89,6 +93,47 @@ class AgreedLoader:
             )
 
 
+class Turns:
+    """Which ranks hold data for the batch at hand. Without an `AgreedLoader` all of them do.
+
+    Attributes:
+        loader: The training loader whose batches are agreed upon.
+        during_step: The current turn while a training step runs, else `None`.
+    """
+
+    def __init__(self) -> None:
+        self.loader: AgreedLoader | None = None
+        self.during_step: Turn | None = None
+        self._current: Turn | None = None
+        self._window_ranks = 0
+
+    @property
+    def has_data(self) -> bool:
+        return self._current is None or self._current.has_data
+
+    def take(self, batch_idx: int, accumulate_grad_batches: int) -> int | None:
+        """Go on to the next batch; returns how many ranks its gradient averages over, `None` where that is all.
+
+        Over several micro-batches a rank counts if it had data for the first: then it holds part of the gradient.
+        """
+        if self.loader is None:
+            return None
+        self._current = self.loader.take_turn()
+        if batch_idx % accumulate_grad_batches == 0:
+            self._window_ranks = self._current.active_ranks
+        return self._window_ranks
+
+    @contextmanager
+    def step(self, module: LightningModule) -> Iterator[None]:
+        """Around a training step."""
+        self.during_step = self._current
+        try:
+            with nullcontext() if self.has_data else _leaving_no_trace(module):
+                yield
+        finally:
+            self.during_step = None
+
+
 _WHAT_TO_DO = (
     "Give every rank the same number of batches (a DistributedSampler, which Lightning puts in unless "
     "use_distributed_sampler=False, or limit_train_batches), or let the others finish with RingStrategy(uneven='join')."
@@ -126,7 +171,11 @@ def agree_on_batches(
 
 
 def check_join_allowed(num_loaders: int, automatic_optimization: bool) -> None:
-    """``uneven="join"`` needs one training loader and automatic optimization: else the ranks' collectives differ."""
+    """``uneven="join"`` needs one training loader and automatic optimization: else the ranks' collectives differ.
+
+    Raises:
+        ConfigurationError: One of them is missing.
+    """
     if not automatic_optimization:
         raise ConfigurationError(
             "RingStrategy(uneven='join') was given a module with manual optimization, in which a finished rank cannot "
@@ -140,7 +189,7 @@ def check_join_allowed(num_loaders: int, automatic_optimization: bool) -> None:
 
 
 @contextmanager
-def leaving_no_trace(module: LightningModule) -> Iterator[None]:
+def _leaving_no_trace(module: LightningModule) -> Iterator[None]:
     """Around the training step of a rank that ran out of data: it repeats its last batch, so that it makes the same
     collective calls as the others (``self.log(..., sync_dist=True)``, ``self.all_gather``), and none of it counts: no
     gradient, no buffer, no weight in logged means."""
@@ -169,3 +218,29 @@ def _limited(length: int, limit: float) -> int:
 def _listed(ranks: list[int]) -> str:
     shown = ", ".join(map(str, ranks[:8]))
     return shown if len(ranks) <= 8 else f"{shown} and {len(ranks) - 8} more"
+
+
+def batches_until_the_end(trainer: Trainer) -> float:
+    """Training batches after which ``max_steps`` ends training; infinity where it does not."""
+    if trainer.max_steps == -1:
+        return math.inf
+    return (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches
+
+
+def say_what_is_padded(dataloader: object, world_size: int) -> None:
+    """Warn on rank 0 where the loader's sampler repeats samples to give all ranks equally many."""
+    sampler = getattr(dataloader, "sampler", None)
+    if not isinstance(sampler, DistributedSampler) or isinstance(sampler, UnrepeatedDistributedSampler):
+        return
+    num_samples = len(cast(Sized, sampler.dataset))
+    num_padded = sampler.total_size - num_samples
+    if sampler.drop_last and num_padded < 0:
+        rank_zero_warn(
+            f"lightning_ring: {num_samples} samples do not divide by {world_size} ranks: {type(sampler).__name__} drops "
+            f"{-num_padded} of them each epoch."
+        )
+    elif num_padded > 0:
+        rank_zero_warn(
+            f"lightning_ring: {num_samples} samples do not divide by {world_size} ranks: {type(sampler).__name__} repeats "
+            f"{num_padded} of them each epoch, so that all ranks have equally many."
+        )

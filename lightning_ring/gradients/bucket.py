@@ -139,6 +139,6 @@ def _offsets(params: Sequence[Parameter]) -> tuple[list[int], int]:
 
 
 def _view_like(flat: Tensor, offset: int, param: Parameter) -> Tensor:
-    """View into ``flat`` with ``param``'s shape, and its strides (channels-last, say) where they fill memory densely."""
+    """View into ``flat`` with ``param``'s shape, and its strides (say, channels-last) where those are dense."""
     strides = torch.empty_like(param, device="meta").stride()
     return flat.as_strided(param.size(), strides, flat.storage_offset() + offset)

@@ -257,7 +257,9 @@ class Reducer:
         self._order = None
         order = self._comm.broadcast_object(order)
         position = {name: index for index, name in enumerate(order)}
-        now = [(name, param) for bucket in self.buckets for name, param in zip(bucket.names, bucket.params, strict=True)]
+        now = [
+            (name, param) for bucket in self.buckets for name, param in zip(bucket.names, bucket.params, strict=True)
+        ]
         then = sorted(now, key=lambda pair: position.get(pair[0], len(position)))
         if [name for name, _ in then] != [name for name, _ in now]:
             self.buckets = []

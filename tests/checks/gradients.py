@@ -265,7 +265,10 @@ def check_two_optimizers_of_a_gan() -> None:
 
     for step in range(2):
         xs = batches(step)
-        for which in (0, 1):  # the critic's gradients must survive the generator's backward, which reaches the critic too
+        for which in (
+            0,
+            1,
+        ):  # the critic's gradients must survive the generator's backward, which reaches the critic too
             with reducer.backward():
                 losses((generator, critic), mine(xs))[which].backward()
             reference_mean(references[0], lambda x, _: losses(references, x)[which], xs)  # noqa: B023
@@ -322,7 +325,11 @@ def check_sparse_gradients_become_dense() -> None:
 def check_mixed_dtypes_and_layouts() -> None:
     torch.manual_seed(0)
     net = nn.ModuleList(
-        [nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last), nn.Linear(4, 4, dtype=torch.float64), nn.Linear(4, 2)]
+        [
+            nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last),
+            nn.Linear(4, 4, dtype=torch.float64),
+            nn.Linear(4, 2),
+        ]
     )
     scalar = nn.Parameter(torch.tensor(2.0))
     net.register_parameter("scalar", scalar)

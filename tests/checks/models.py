@@ -26,7 +26,9 @@ warnings.filterwarnings("ignore", module="lightning")
 class Classifier(L.LightningModule):
     """A perceptron (no BatchNorm unless asked) with what a check wants to see noted in ``seen``."""
 
-    def __init__(self, *, batch_norm: bool = False, dropout: float = 0.0, lr: float = 0.1, momentum: float = 0.9) -> None:
+    def __init__(
+        self, *, batch_norm: bool = False, dropout: float = 0.0, lr: float = 0.1, momentum: float = 0.9
+    ) -> None:
         super().__init__()
         norm = [nn.BatchNorm1d(16)] if batch_norm else []
         self.net = nn.Sequential(nn.Linear(8, 16), *norm, nn.Tanh(), nn.Dropout(dropout), nn.Linear(16, 4))
@@ -80,7 +82,12 @@ def ddp(**kwargs: Any) -> DDPStrategy:
 def trainer(strategy: Any = "ring", **kwargs: Any) -> L.Trainer:
     if isinstance(strategy, DDPStrategy) and type(strategy) is DDPStrategy:
         kwargs.setdefault("devices", SIZE)
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+    quiet = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+    }
     defaults: dict[str, Any] = {"accelerator": "cpu", "max_epochs": 2, "num_sanity_val_steps": 0, **quiet}
     return L.Trainer(strategy=strategy, **(defaults | kwargs))
 

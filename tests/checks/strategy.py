@@ -244,16 +244,22 @@ def check_sampler_is_put_in_for_training_and_evaluation() -> None:
     train = WORLD.allgather(module.seen["index"])
     per_epoch = len(train[0]) // 2
     for epoch in range(2):
-        rows = [index for rank in train for batch in rank[epoch * per_epoch : (epoch + 1) * per_epoch] for index in batch]
+        rows = [
+            index for rank in train for batch in rank[epoch * per_epoch : (epoch + 1) * per_epoch] for index in batch
+        ]
         assert sorted(rows) == list(range(48))
     assert train[0][:per_epoch] != train[0][per_epoch:], "the second epoch is shuffled as the first: no set_epoch"
-    assert sorted(i for rank in WORLD.allgather(module.seen["eval"][-per_epoch:]) for b in rank for i in b) == list(range(48))
+    assert sorted(i for rank in WORLD.allgather(module.seen["eval"][-per_epoch:]) for b in rank for i in b) == list(
+        range(48)
+    )
     predictions = run.predict(module, loader())
     assert sorted(torch.cat(WORLD.allreduce(predictions)).tolist()) == list(range(48))
     module.seen["eval"].clear()
     run.test(module, loader(), verbose=False)
     run.validate(module, loader(), verbose=False)
-    assert sorted(i for rank in WORLD.allgather(module.seen["eval"]) for b in rank for i in b) == sorted(2 * list(range(48)))
+    assert sorted(i for rank in WORLD.allgather(module.seen["eval"]) for b in rank for i in b) == sorted(
+        2 * list(range(48))
+    )
 
 
 def check_padding_is_said_once() -> None:
@@ -540,7 +546,9 @@ def check_one_rank_communicates_nothing() -> None:
     import torch.distributed as dist
 
     calls: list[str] = []
-    originals = {name: getattr(dist, name) for name in ("all_reduce", "broadcast", "barrier", "all_gather", "new_group")}
+    originals = {
+        name: getattr(dist, name) for name in ("all_reduce", "broadcast", "barrier", "all_gather", "new_group")
+    }
     for name, original in originals.items():
         setattr(dist, name, lambda *a, _n=name, _o=original, **k: (calls.append(_n), _o(*a, **k))[1])
     try:

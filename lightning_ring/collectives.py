@@ -1,0 +1,38 @@
+"""The collectives that Lightning asks of a strategy, over a `Communicator`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_ring.comm.communicator import Communicator, ReduceOp
+from lightning_ring.uneven import Turn
+
+_OPS: dict[Any, ReduceOp] = {  # as `sync_dist`, torchmetrics and users spell them
+    **{name: op for op in ReduceOp for name in (op.value, op.value.upper())},
+    **{getattr(torch.distributed.ReduceOp, op.name): op for op in ReduceOp},
+    "mean": ReduceOp.AVG,
+    "MEAN": ReduceOp.AVG,
+}
+
+
+def reduce_op_of(spelled: Any) -> ReduceOp | None:
+    """The `ReduceOp` for what Lightning or torch call it; `None` for an operation that only torch has."""
+    return _OPS.get(spelled)
+
+
+def reduce_(tensor: Tensor, comm: Communicator, op: ReduceOp, turn: Turn | None) -> Tensor:
+    """Reduce ``tensor`` over the ranks, in place, and return it. The mean of integers is cut to an integer.
+
+    ``turn`` is given inside a training step where some ranks may have run out of data: those repeat their last batch,
+    which counted already, so they add nothing to a sum, and a mean divides by the others.
+    """
+    flat = tensor.detach().clone(memory_format=torch.contiguous_format)
+    if turn is not None and not turn.has_data and op in (ReduceOp.SUM, ReduceOp.AVG):
+        flat.zero_()
+    divide_by = turn.active_ranks if turn is not None else comm.world_size
+    divide_here = op is ReduceOp.AVG and (turn is not None or not flat.is_floating_point())
+    comm.all_reduce_(flat, op=ReduceOp.SUM if divide_here else op, name="reduce").wait()
+    return tensor.copy_(flat / divide_by if divide_here else flat)
