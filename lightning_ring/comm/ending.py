@@ -1,0 +1,95 @@
+"""How a rank ends when it must not wait for the others, and how it sees that its launcher has gone."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+_LAUNCHERS = ("mpirun", "mpiexec", "prterun", "prted", "orted", "hydra_pmi_proxy", "slurmstepd")
+_OPEN_MPI_SEGMENTS = ("sm_segment.", "vader_segment.", "osc_sm", "osc_rdma")
+
+
+def say(line: str) -> None:
+    """One line on standard error, also where that is a pipe that nobody reads any more."""
+    with contextlib.suppress(OSError, ValueError):
+        print(f"lightning_ring: {line}", file=sys.stderr, flush=True)
+
+
+def end_process(code: int) -> NoReturn:
+    """End this process now, and with it the MPI job, without exit handlers: MPI_Finalize would wait for the others.
+
+    The launcher (mpirun, torchrun, ringrun) sees a rank that ended with ``code`` and ends the rest; so does the job
+    watch. Not through MPI_Abort, which can block on a cut link, and prints ten lines over the one that matters.
+    """
+    # a thread in C that ends the process anyway, should flushing block on a pipe that nobody reads
+    faulthandler.dump_traceback_later(3, exit=True, file=os.open(os.devnull, os.O_WRONLY))
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(code)
+
+
+class LauncherProbe:
+    """Whether what started this process still lives: its parent, and its launcher where that is an older ancestor.
+
+    Open MPI leaves the ranks running when mpirun is killed with ``kill -9``. A shell between mpirun and the rank
+    survives mpirun too, so the ancestors up to the launcher are remembered, each with its start time.
+    """
+
+    def __init__(self) -> None:
+        self._parent = os.getppid()
+        self._ancestors = _ancestors_up_to_launcher(self._parent)
+
+    def gone(self) -> str | None:
+        """What has gone, in words, or ``None`` while all live."""
+        if os.getppid() != self._parent:
+            return f"its parent process {self._parent} has gone"
+        for pid, started, name in self._ancestors:
+            if _start_time(pid) != started:
+                return f"{name} (pid {pid}), which started it, has gone"
+        return None
+
+
+def _ancestors_up_to_launcher(pid: int) -> list[tuple[int, str, str]]:
+    chain: list[tuple[int, str, str]] = []
+    own_launcher = os.environ.get("RING_LAUNCHER_PID")
+    while pid > 1 and len(chain) < 32:
+        fields = _stat(pid)
+        if fields is None:
+            return []
+        name, parent, started = fields
+        chain.append((pid, started, name))
+        if name in _LAUNCHERS or str(pid) == own_launcher:
+            return chain
+        pid = parent
+    return []  # no launcher that we know: the parent alone is watched
+
+
+def _stat(pid: int) -> tuple[str, int, str] | None:
+    """Name, parent and start time of a process (Linux)."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    name = text[text.index("(") + 1 : text.rindex(")")]
+    fields = text.rpartition(")")[2].split()
+    return (name, int(fields[1]), fields[19]) if fields[0] != "Z" else None
+
+
+def _start_time(pid: int) -> str | None:
+    fields = _stat(pid)
+    return fields[2] if fields is not None else None
+
+
+def remove_segments(pid: int | str = "self") -> None:
+    """Remove the shared-memory files of Open MPI that process ``pid`` maps, which only mpirun would remove."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+            path = line[line.find("/") :] if "/dev/shm/" in line else ""
+            if Path(path).name.startswith(_OPEN_MPI_SEGMENTS):
+                with contextlib.suppress(OSError):
+                    os.unlink(path)

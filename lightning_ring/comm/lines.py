@@ -1,0 +1,87 @@
+"""Messages of the job watch: one JSON object a line, over a TCP connection that never blocks its owner."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+from typing import Any
+
+Message = dict[str, Any]
+
+_LONGEST_LINE = 4 * 1024 * 1024  # bytes; every rank's stacks fit, an endless stream from a stranger does not
+LOST_SECONDS = 15  # a peer that acknowledges nothing for so long is lost: its host is down, or the link is cut
+
+
+def watch_for_loss(connection: socket.socket) -> None:
+    """Let the kernel notice, within `LOST_SECONDS`, that the other host or the way to it is gone.
+
+    The kernel answers for a process that is busy or stopped, so a rank stuck in C code is not taken for dead.
+    """
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if sys.platform.startswith("linux"):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 3)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, LOST_SECONDS * 1000)
+
+
+class LineConnection:
+    """One end of the connection. Not thread-safe: its owner's thread reads and writes."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        watch_for_loss(connection)
+        self.socket = connection
+        self._received = b""
+        self._unsent = b""
+
+    @property
+    def unsent(self) -> bool:
+        return bool(self._unsent)
+
+    def send(self, message: Message) -> None:
+        """Queue ``message`` and send what the kernel takes; `flush` sends the rest."""
+        self._unsent += json.dumps(message).encode() + b"\n"
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what is queued, as far as the kernel takes it. A broken connection shows when reading."""
+        try:
+            while self._unsent:
+                self._unsent = self._unsent[self.socket.send(self._unsent) :]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._unsent = b""
+
+    def receive(self) -> tuple[list[Message], str | None]:
+        """Whole messages that have arrived, and, once the connection is over, why (``"closed"`` or the error)."""
+        over: str | None = None
+        try:
+            while True:
+                part = self.socket.recv(65536)
+                if not part:
+                    over = "closed"
+                    break
+                self._received += part
+                if len(self._received) > _LONGEST_LINE:
+                    over = "a message too long"
+                    break
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            over = error.strerror or str(error)
+        *lines, self._received = self._received.split(b"\n")
+        return [message for line in lines if (message := _parse(line)) is not None], over
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+def _parse(line: bytes) -> Message | None:
+    try:
+        message = json.loads(line)
+    except ValueError:
+        return None
+    return message if isinstance(message, dict) and isinstance(message.get("kind"), str) else None
