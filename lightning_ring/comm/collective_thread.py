@@ -11,6 +11,7 @@ from queue import SimpleQueue
 from lightning_ring.comm.patience import CHECK_SECONDS, Patience, transport_error
 from lightning_ring.errors import CollectiveError, RingError
 
+BROKEN_SECONDS = 0.5
 STUCK_SECONDS = 5.0  # past the timeout: the thread itself hangs inside the transport
 
 
@@ -50,6 +51,7 @@ class CollectiveThread:
         work = self.running
         if work is None:
             return self.patience.seconds
+        work.waits_for = peers
         left = work.started + self.patience.seconds - time.monotonic()
         if left <= 0:
             raise self.patience.late(work.description, peers)
@@ -60,13 +62,22 @@ class CollectiveThread:
         while not work.finished.wait(CHECK_SECONDS):
             self.patience.ask_check()
             running = self.running
-            if running and time.monotonic() - running.started > self.patience.seconds + STUCK_SECONDS:
-                raise self.patience.fail(self.patience.late(running.description))
+            if running is None:
+                continue
+            seconds = time.monotonic() - running.started
+            if not running.warned:
+                running.warned = self.patience.warn_of_stall(running.description, seconds, running.waits_for)
+            if seconds > self.patience.seconds + STUCK_SECONDS:
+                raise self.patience.fail(self.patience.late(running.description, running.waits_for))
         if work.error is not None:
             self.patience.raise_named(work.error)
 
     def close(self) -> bool:
-        """Let what is queued finish or fail, then end the thread. Returns whether it ended within the timeout."""
+        """Let what is queued finish or fail, then end the thread. Returns whether it ended.
+
+        It is waited for up to the timeout, or if the communicator broke, a moment: a thread inside a transport that
+        cannot be interrupted is left to end on its own.
+        """
         if not self._closed:
             self._closed = True
             self._jobs.put(None)
@@ -76,6 +87,9 @@ class CollectiveThread:
         while self._thread.is_alive() and time.monotonic() < until:
             with contextlib.suppress(RingError):  # a failed peer ends the wait; whoever waits for the work is told
                 self.patience.ask_check()
+            if self.patience.error is not None:
+                self._thread.join(BROKEN_SECONDS)
+                break
             self._thread.join(CHECK_SECONDS)
         return not self._thread.is_alive()
 
@@ -100,13 +114,15 @@ class CollectiveThread:
 class ThreadWork:
     """A `Work` of a `CollectiveThread`."""
 
-    __slots__ = ("_thread", "description", "error", "finished", "run", "started")
+    __slots__ = ("_thread", "description", "error", "finished", "run", "started", "waits_for", "warned")
 
     def __init__(self, thread: CollectiveThread, description: str, run: Callable[[], None]) -> None:
         self._thread = thread
         self.description = description
         self.run: Callable[[], None] = run
         self.started = 0.0
+        self.waits_for: Sequence[int] = ()
+        self.warned = False
         self.error: RingError | None = None
         self.finished = threading.Event()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -13,6 +14,8 @@ DEFAULT_TIMEOUT = timedelta(minutes=30)
 CHECK_SECONDS = 0.02  # how often a waiting rank asks whether its peers are alive
 GRACE_SECONDS = 1.0  # a transport often sees a dead peer before the job's watch can name it
 
+_log = logging.getLogger("lightning_ring")
+
 Check = Callable[[], None]
 
 
@@ -23,11 +26,18 @@ class TransportError(CollectiveError):
 class Patience:
     """Shared by all that a communicator has under way.
 
-    ``check`` raises a `RingError` once a peer is known to have failed.
+    ``check`` raises a `RingError` once a peer is known to have failed. A rank that has waited for ``stall_warning``
+    logs what it waits for, once a collective.
     """
 
-    def __init__(self, timeout: timedelta = DEFAULT_TIMEOUT, check: Check | None = None) -> None:
+    def __init__(
+        self,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+        check: Check | None = None,
+        stall_warning: timedelta | None = None,
+    ) -> None:
         self.timeout = timeout
+        self.stall_warning = stall_warning
         self.check = check
         self.error: RingError | None = None
         self._lock = threading.Lock()
@@ -67,6 +77,14 @@ class Patience:
                     raise named from error
                 time.sleep(CHECK_SECONDS)
         raise error
+
+    def warn_of_stall(self, description: str, seconds: float, peers: Sequence[int] = ()) -> bool:
+        """Log that a wait has lasted ``seconds``, if that is long; returns whether it is."""
+        if self.stall_warning is None or seconds < self.stall_warning.total_seconds():
+            return False
+        whom = f" for {ranks_text(peers)}" if peers else ""
+        _log.warning("%s has waited %.0f s%s; it fails after %g s.", description, seconds, whom, self.seconds)
+        return True
 
     def late(self, description: str, peers: Sequence[int] = ()) -> CollectiveError:
         waits = f"still waiting for {ranks_text(peers)}" if peers else "it is not known which ranks are missing"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import pickle
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -25,9 +24,6 @@ DIRECT_BYTES = 16 * 1024  # per rank; up to this an all-reduce is one message to
 class Transport(ring.PointToPoint, Protocol):
     """A `PointToPoint` whose waits can be ended from outside."""
 
-    piece_bytes: int
-    """Messages are cut to about this length."""
-
     while_waiting: Callable[[Sequence[int]], float]
     """Called with the ranks waited for, again and again during a wait, which goes on for as many more seconds as it
     returns; what it raises ends the wait."""
@@ -42,9 +38,9 @@ class RingCommunicator:
     error the communicator is broken: what is under way and every later call raise that same error.
     """
 
-    def __init__(self, transport: Transport, timeout: timedelta, check: Check | None = None) -> None:
+    def __init__(self, transport: Transport, patience: Patience) -> None:
         self.transport = transport
-        self._patience = Patience(timeout, check)
+        self._patience = patience
         self._thread = CollectiveThread(self._patience)
         transport.while_waiting = self._thread.while_waiting
         self._headers = torch.zeros(transport.world_size, HEADER_BYTES, dtype=torch.uint8)
@@ -75,24 +71,25 @@ class RingCommunicator:
         what = describe("all_reduce", op.value, flat.dtype, f"{flat.numel()} elements", name=name)
         if flat.nbytes * (self.world_size - 1) <= DIRECT_BYTES:
             return self._start(what, lambda: exchange.all_reduce_directly_(flat, self.transport, op))
-        return self._start(what, lambda: self._ring_all_reduce_(flat, op))
+        return self._start(what, lambda: ring.all_reduce_(flat, self.transport, op, scratch=self._landing_memory()))
 
     def reduce_scatter_(self, flat: Tensor, *, op: ReduceOp = ReduceOp.SUM, name: str = "") -> Work:
         flat = contiguous_flat(flat, "reduce_scatter_")
         ring.check_reducible(flat, op)
         what = describe("reduce_scatter", op.value, flat.dtype, f"{flat.numel()} elements", name=name)
-        return self._start(what, lambda: self._ring_reduce_scatter_(flat, op))
+        return self._start(what, lambda: ring.reduce_scatter_(flat, self.transport, op, scratch=self._landing_memory()))
 
     def all_gather_(self, flat: Tensor, *, name: str = "") -> Work:
         flat = contiguous_flat(flat, "all_gather_")
         what = describe("all_gather", flat.dtype, f"{flat.numel()} elements", name=name)
-        return self._start(what, lambda: self._ring_all_gather_(flat))
+        return self._start(what, lambda: ring.all_gather_(flat, self.transport))
 
     def all_gather(self, tensor: Tensor, *, name: str = "") -> list[Tensor]:
+        check_device(tensor, "all_gather")
         what = describe("all_gather", tensor.dtype, f"shape {tuple(tensor.shape)}", name=name)
         rows = tensor.new_empty(self.world_size, tensor.numel())
         rows[self.rank] = tensor.detach().reshape(-1)
-        self._start(what, lambda: self._ring_all_gather_(rows.view(-1))).wait()
+        self._start(what, lambda: ring.all_gather_(rows.view(-1), self.transport)).wait()
         return [row.view(tensor.shape) for row in rows]
 
     def all_to_all(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], *, name: str = "") -> Work:
@@ -105,7 +102,7 @@ class RingCommunicator:
             sizes = torch.zeros(self.world_size, 2 * self.world_size, dtype=torch.int64)
             sizes[self.rank] = torch.tensor([flat.numel() for flat in (*sources, *targets)])
             check_sizes(exchange.exchange_rows(sizes, self.transport), what)
-            exchange.all_to_all(sources, targets, self.transport, piece_bytes=self.transport.piece_bytes)
+            exchange.all_to_all(sources, targets, self.transport)
 
         return self._start(what, run, alone=True)
 
@@ -113,9 +110,7 @@ class RingCommunicator:
         flat = contiguous_flat(tensor, "broadcast_")
         check_rank(src, self.world_size, "src")
         what = describe("broadcast", f"from rank {src}", flat.dtype, f"{flat.numel()} elements", name=name)
-        return self._start(
-            what, lambda: exchange.broadcast_(flat, self.transport, src, piece_bytes=self.transport.piece_bytes)
-        )
+        return self._start(what, lambda: exchange.broadcast_(flat, self.transport, src))
 
     def broadcast_object(self, obj: T, *, src: int = 0) -> T:
         if self.world_size == 1:
@@ -174,18 +169,10 @@ class RingCommunicator:
 
         return self._thread.submit(what, agree_and_run)
 
-    def _ring_all_reduce_(self, flat: Tensor, op: ReduceOp) -> None:
-        self._ring_reduce_scatter_(flat, op)
-        self._ring_all_gather_(flat)
-
-    def _ring_reduce_scatter_(self, flat: Tensor, op: ReduceOp) -> None:
-        piece_bytes = self.transport.piece_bytes
+    def _landing_memory(self) -> Tensor:
         if not self._scratch.numel():  # kept: fresh memory costs a page fault for every 4 KiB
-            self._scratch = torch.empty(ring.scratch_bytes(piece_bytes), dtype=torch.uint8)
-        ring.reduce_scatter_(flat, self.transport, op, piece_bytes=piece_bytes, scratch=self._scratch)
-
-    def _ring_all_gather_(self, flat: Tensor) -> None:
-        ring.all_gather_(flat, self.transport, piece_bytes=self.transport.piece_bytes)
+            self._scratch = torch.empty(ring.scratch_bytes(), dtype=torch.uint8)
+        return self._scratch
 
 
 def pickled(obj: Any) -> Tensor:
@@ -233,9 +220,13 @@ def check_sizes(sizes: Tensor, what: str) -> None:
         )
 
 
-def contiguous_flat(tensor: Tensor, method: str) -> Tensor:
+def check_device(tensor: Tensor, method: str) -> None:
     if tensor.device.type != "cpu":
         raise ConfigurationError(f"{method}: this backend moves CPU tensors, not {tensor.device}. Use NCCL for CUDA.")
+
+
+def contiguous_flat(tensor: Tensor, method: str) -> Tensor:
+    check_device(tensor, method)
     if not tensor.is_contiguous():
         raise ConfigurationError(f"{method} works in place and needs a contiguous tensor; this one is a strided view.")
     return tensor.detach().view(-1)

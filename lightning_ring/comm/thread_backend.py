@@ -12,8 +12,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from lightning_ring.comm.communicator import as_bytes
-from lightning_ring.comm.patience import CHECK_SECONDS, Check
-from lightning_ring.comm.ring import PIECE_BYTES
+from lightning_ring.comm.patience import CHECK_SECONDS, Check, Patience
 from lightning_ring.comm.ring_communicator import RingCommunicator
 from lightning_ring.errors import CollectiveError, PeerFailedError, RingError
 
@@ -72,8 +71,6 @@ class Message:
 class ThreadTransport:
     """`PointToPoint` of one thread-rank. The receiver's copy ends a message, so sending copies nothing."""
 
-    piece_bytes = PIECE_BYTES
-
     def __init__(self, world: ThreadWorld, rank: int) -> None:
         self._world = world
         self.rank = rank
@@ -107,7 +104,7 @@ class ThreadCommunicator(RingCommunicator):
     def __init__(
         self, world: ThreadWorld, rank: int, *, timeout: timedelta = timedelta(seconds=60), check: Check | None = None
     ) -> None:
-        super().__init__(ThreadTransport(world, rank), timeout, check or world.raise_if_failed)
+        super().__init__(ThreadTransport(world, rank), Patience(timeout, check or world.raise_if_failed))
 
 
 def run_ranks(

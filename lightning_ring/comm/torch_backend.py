@@ -12,12 +12,11 @@ from torch import Tensor
 from lightning_ring.comm.agreement import describe
 from lightning_ring.comm.communicator import Communicator, ReduceOp, Work
 from lightning_ring.comm.nccl_backend import NCCLCommunicator
-from lightning_ring.comm.patience import DEFAULT_TIMEOUT, Check
+from lightning_ring.comm.patience import DEFAULT_TIMEOUT, Check, Patience
 from lightning_ring.comm.ring import check_reducible
 from lightning_ring.comm.ring_communicator import DIRECT_BYTES, RingCommunicator, contiguous_flat
 from lightning_ring.errors import ConfigurationError
 
-PIECE_BYTES = 1024 * 1024  # measured on loopback: 256 KiB pieces are half as fast, whole chunks no faster
 SLICE = timedelta(milliseconds=20)
 
 _NATIVE = (torch.float32, torch.float64)
@@ -35,6 +34,7 @@ def open_torch_communicator(
     *,
     ranks: list[int] | None = None,
     timeout: timedelta = DEFAULT_TIMEOUT,
+    stall_warning: timedelta | None = None,
     check: Check | None = None,
 ) -> Communicator:
     """A communicator over ``ranks`` (all by default) with process groups of its own; ``backend`` is gloo or nccl.
@@ -56,7 +56,7 @@ def open_torch_communicator(
         )
     # Gloo's own limit comes second, so that the error of this communicator, which names the collective, comes first.
     host_group = _own_group(ranks, timeout + timedelta(seconds=30), "gloo")
-    host = GlooCommunicator(host_group, timeout=timeout, check=check, owns_group=True)
+    host = GlooCommunicator(host_group, timeout=timeout, stall_warning=stall_warning, check=check, owns_group=True)
     if backend == "gloo":
         return host
     return NCCLCommunicator(_own_group(ranks, timeout, "nccl"), host, owns_group=True)
@@ -82,13 +82,14 @@ class GlooCommunicator(RingCommunicator):
         group: dist.ProcessGroup | None = None,
         *,
         timeout: timedelta = DEFAULT_TIMEOUT,
+        stall_warning: timedelta | None = None,
         check: Check | None = None,
         owns_group: bool = False,
     ) -> None:
         self._group = group or dist.group.WORLD
         if self._group is None:
             raise ConfigurationError("torch.distributed is not initialised; call init_process_group first.")
-        super().__init__(GlooTransport(self._group, owns_group), timeout, check)
+        super().__init__(GlooTransport(self._group, owns_group), Patience(timeout, check, stall_warning))
 
     def all_reduce_(self, tensor: Tensor, *, op: ReduceOp = ReduceOp.SUM, name: str = "") -> Work:
         if tensor.dtype not in _NATIVE or tensor.nbytes * (self.world_size - 1) <= DIRECT_BYTES:
@@ -132,8 +133,6 @@ class GlooMessage:
 
 class GlooTransport:
     """`PointToPoint` over a Gloo process group; ranks are those of the group."""
-
-    piece_bytes = PIECE_BYTES
 
     def __init__(self, group: dist.ProcessGroup, owns_group: bool) -> None:
         self._group = group

@@ -20,7 +20,7 @@ from lightning_ring.errors import CollectiveError, ConfigurationError, PeerFaile
 from tests.comm.test_ring import COMPLEX, FLOATS, INTEGERS, allowed, plain, tolerance, values
 
 WORLD = MPI.COMM_WORLD
-BACKENDS = ["gloo"]
+BACKENDS = ["gloo", "mpi"]
 
 
 @contextlib.contextmanager

@@ -150,6 +150,19 @@ def test_past_the_timeout_the_collective_and_the_missing_ranks_are_named():
     assert time.monotonic() - began < 8
 
 
+def test_a_stall_is_reported_before_it_is_an_error(caplog):
+    def rank(comm):
+        comm._patience.stall_warning = timedelta(seconds=0.1)
+        if comm.rank == 1:
+            time.sleep(0.5)
+        comm.all_reduce_(torch.ones(3), name="bucket 0").wait()
+
+    run_ranks(3, rank)
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 2  # ranks 0 and 2, once each
+    assert all('all_reduce "bucket 0"' in line and "for rank 1;" in line for line in lines)
+
+
 def test_check_ends_a_wait_with_its_own_error():
     failed = threading.Event()
 
