@@ -24,7 +24,8 @@ def reduce_op_of(spelled: Any) -> ReduceOp | None:
 
 
 def reduce_(tensor: Tensor, comm: Communicator, op: ReduceOp, turn: Turn | None) -> Tensor:
-    """Reduce ``tensor`` over the ranks, in place, and return it. The mean of integers is cut to an integer.
+    """Reduce ``tensor`` over the ranks, in place, and return it. A mean of integers is a new float tensor instead:
+    Lightning divides epoch means by one, which DDP cuts to an integer.
 
     ``turn`` is given inside a training step where some ranks may have run out of data: those repeat their last batch,
     which counted already, so they add nothing to a sum, and a mean divides by the others.
@@ -35,4 +36,6 @@ def reduce_(tensor: Tensor, comm: Communicator, op: ReduceOp, turn: Turn | None)
     divide_by = turn.active_ranks if turn is not None else comm.world_size
     divide_here = op is ReduceOp.AVG and (turn is not None or not flat.is_floating_point())
     comm.all_reduce_(flat, op=ReduceOp.SUM if divide_here else op, name="reduce").wait()
-    return tensor.copy_(flat / divide_by if divide_here else flat)
+    if divide_here:
+        flat = flat / divide_by
+    return tensor.copy_(flat) if flat.dtype == tensor.dtype else flat

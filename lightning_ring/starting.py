@@ -16,7 +16,7 @@ from lightning_ring.errors import RankDiscoveryError
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """``Trainer(devices=, num_nodes=)`` as written: ``devices`` is ``"auto"`` where nothing was, ``num_nodes`` then 1."""
+    """``Trainer(devices=, num_nodes=)`` as written: ``"auto"`` and 1 where nothing was."""
 
     devices: Any = "auto"
     num_nodes: int = 1
@@ -25,8 +25,8 @@ class Asked:
 def asked_of_trainer() -> Asked:
     """The arguments of the Trainer that is being built.
 
-    Lightning replaces ``devices="auto"`` by a number before a strategy sees it; whether the user asked for one device or
-    for none in particular can only be read from the connector's own arguments, which are still on the stack.
+    Lightning replaces ``devices="auto"`` by a number before a strategy sees it; whether the user asked for one device
+    or for none in particular can only be read from the connector's own arguments, which are still on the stack.
     """
     frame = sys._getframe(1)
     while frame is not None:

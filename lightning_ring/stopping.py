@@ -12,7 +12,7 @@ STOP_SIGNAL_VARIABLE = "RING_STOP_SIGNAL"  # our launchers name a signal here th
 
 
 def on_stop_signal(ask_to_stop: Callable[[], None]) -> None:
-    """Call ``ask_to_stop`` on SIGTERM, and on the signal that the launcher named. Only the main thread can ask for it."""
+    """Call ``ask_to_stop`` on SIGTERM and on the launcher's signal; outside the main thread do nothing."""
     if threading.current_thread() is not threading.main_thread():
         return
 

@@ -139,7 +139,7 @@ class RingStrategy(DDPStrategy):
     def set_world_ranks(self) -> None:
         if not self.ring_environment.creates_processes_externally:
             super().set_world_ranks()  # ranks that Lightning spawns or forks
-        rank_zero_only.rank = fabric_rank_zero_only.rank = self.global_rank
+        rank_zero_only.rank = fabric_rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
     def _configure_launcher(self) -> None:
         asked = asked_of_trainer()
@@ -167,7 +167,8 @@ class RingStrategy(DDPStrategy):
     # -- set-up and tear-down
 
     def setup(self, trainer: pl.Trainer) -> None:
-        assert self.accelerator is not None and self.model is not None
+        assert self.accelerator is not None
+        assert self.model is not None
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting and self._layer_sync:
@@ -235,9 +236,12 @@ class RingStrategy(DDPStrategy):
     def on_train_start(self) -> None:
         self._catch_stop_signals()
         if self._turns.loader is not None and self.options.uneven == "join":
-            assert self._trainer is not None and self.lightning_module is not None
+            assert self._trainer is not None
+            assert self.lightning_module is not None
             loaders = self._trainer.fit_loop._combined_loader
-            check_join_allowed(len(loaders.flattened) if loaders else 0, self.lightning_module.automatic_optimization)
+            check_join_allowed(
+                len(loaders.flattened) if loaders is not None else 0, self.lightning_module.automatic_optimization
+            )
         super().on_train_start()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -406,7 +410,7 @@ class RingStrategy(DDPStrategy):
 
     @property
     def _alone(self) -> bool:
-        """After an exception ranks no longer run the same code: what they do on their way out must not wait for others."""
+        """After an exception ranks run different code: what they do on their way out must not wait for others."""
         return self._trainer is not None and self._trainer.state.status == TrainerStatus.INTERRUPTED
 
     def _report(self, exception: BaseException) -> None:

@@ -200,7 +200,7 @@ def _leaving_no_trace(module: LightningModule) -> Iterator[None]:
         with torch.no_grad():
             yield
     finally:
-        del module.log  # type: ignore[attr-defined]
+        del module.log
         for buffer, before in buffers:
             buffer.copy_(before)
 
@@ -236,11 +236,11 @@ def say_what_is_padded(dataloader: object, world_size: int) -> None:
     num_padded = sampler.total_size - num_samples
     if sampler.drop_last and num_padded < 0:
         rank_zero_warn(
-            f"lightning_ring: {num_samples} samples do not divide by {world_size} ranks: {type(sampler).__name__} drops "
-            f"{-num_padded} of them each epoch."
+            f"lightning_ring: {num_samples} samples do not divide by {world_size} ranks: "
+            f"{type(sampler).__name__} drops {-num_padded} of them each epoch."
         )
     elif num_padded > 0:
         rank_zero_warn(
-            f"lightning_ring: {num_samples} samples do not divide by {world_size} ranks: {type(sampler).__name__} repeats "
-            f"{num_padded} of them each epoch, so that all ranks have equally many."
+            f"lightning_ring: {num_samples} samples do not divide by {world_size} ranks: "
+            f"{type(sampler).__name__} repeats {num_padded} of them each epoch, so that all ranks have equally many."
         )

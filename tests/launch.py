@@ -33,7 +33,7 @@ def clean_env(**extra: str) -> dict[str, str]:
 
 
 def run(command: list[str], *, timeout: float, **env: str) -> subprocess.CompletedProcess[str]:
-    """Run ``command`` in a session of its own; past ``timeout`` seconds all of that session is killed and the test fails."""
+    """Run ``command`` in a session of its own; past ``timeout`` seconds that session is killed and the test fails."""
     process = subprocess.Popen(
         command,
         env=clean_env(**env),
@@ -52,7 +52,7 @@ def run(command: list[str], *, timeout: float, **env: str) -> subprocess.Complet
 
 
 def end_session(process: subprocess.Popen[str]) -> None:
-    """Kill every process of the session that ``process`` leads (mpirun puts each rank in a process group of its own)."""
+    """Kill every process of the session that ``process`` leads (mpirun gives each rank a process group of its own)."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = stat.read_text().rpartition(")")[2].split()

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_ring.comm.communicator import Communicator
+from lightning_ring.comm.excepthook import install_excepthook
 from lightning_ring.comm.ranks import RankInfo, check_gpu_assignment
 from lightning_ring.comm.rendezvous import open_store
 from lightning_ring.comm.torch_backend import open_torch_communicator
@@ -64,7 +65,8 @@ def connect(info: RankInfo, device: torch.device, timeout: timedelta) -> Job:
         _open_default_group(dist.HashStore(), info, device, timeout)
     else:
         store = open_store(info, timeout)
-        watch = JobWatch(info, store, timeout=timeout)
+        watch = JobWatch(info, store)
+        install_excepthook(info, watch)
         if device.type == "cuda":  # before NCCL starts and says it in its own words
             _check_gpus(info, device, store)
         _open_default_group(store, info, device, timeout)
@@ -93,7 +95,7 @@ def open_communicator(job: Job, backend: str, device: torch.device, timeout: tim
 
 def _chosen(backend: str, job: Job, device: torch.device) -> str:
     if backend == "auto":
-        backend = "nccl" if device.type == "cuda" else "gloo"
+        backend = "nccl" if device.type == "cuda" else "mpi" if job.info.source == "mpi" else "gloo"
     if backend == "nccl" and device.type != "cuda":
         raise ConfigurationError(f"backend='nccl' moves CUDA tensors, the model is on {device}. Use backend='auto'.")
     if backend == "mpi":

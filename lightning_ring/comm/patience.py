@@ -41,6 +41,7 @@ class Patience:
         self.check = check
         self.error: RingError | None = None
         self._lock = threading.Lock()
+        self._doomed_since: float | None = None
 
     @property
     def seconds(self) -> float:
@@ -63,7 +64,11 @@ class Patience:
         try:
             self.check()
         except RingError as error:
-            raise self.fail(error) from None
+            # a peer that failed right after this collective has sent its part of it: what is on the way may arrive,
+            # and this rank then meets the same error itself
+            self._doomed_since = self._doomed_since or time.monotonic()
+            if time.monotonic() - self._doomed_since > GRACE_SECONDS:
+                raise self.fail(error) from None
 
     def raise_named(self, error: RingError) -> None:
         """Raise ``error``; a bare transport error gives the check a moment to say which rank failed."""

@@ -128,7 +128,7 @@ def check_plain_backward_is_finished_by_the_engine() -> None:
         xs = batches()
         net(mine(xs)).backward()
         assert reducer.num_finished == 1
-        reference_mean(reference, lambda x, _: reference(x), xs)
+        reference_mean(reference, lambda x, _: reference(x), xs)  # noqa: B023
         assert_same(net, reference)
 
 
