@@ -73,8 +73,8 @@ class GlooCommunicator(RingCommunicator):
     """CPU tensors over a Gloo ``group`` (the default one if not given), which nobody else may use meanwhile.
 
     The halves of an all-reduce are this package's ring over Gloo's send and receive: Gloo's own reduce-scatter takes
-    longer than its all-reduce. Whole all-reduces of float32 and float64 are Gloo's own, which needs no interpreter
-    while it runs; AVG then divides before it sums, as DistributedDataParallel does: its bits, for any number of ranks.
+    longer than its all-reduce. Whole all-reduces of float32 and float64, if not too short, are Gloo's own, which needs
+    no interpreter while it runs; AVG then divides before it sums, as DistributedDataParallel does, with its bits.
     """
 
     def __init__(
