@@ -114,8 +114,9 @@ def wait_in_slices(work: dist.Work, while_waiting: Callable[[Sequence[int]], flo
             work.wait(SLICE)
             return
         except RuntimeError:
-            if work.is_completed():
-                raise
+            if work.is_completed():  # it failed, or ended just after the slice
+                work.wait()
+                return
             while_waiting(())
 
 
