@@ -13,6 +13,7 @@ from lightning_ring.comm.agreement import describe
 from lightning_ring.comm.communicator import CompletedWork, ReduceOp, Work, as_bytes, shard
 from lightning_ring.comm.patience import Check, transport_error
 from lightning_ring.comm.ring import check_reducible, finish_
+from lightning_ring.comm.ring_communicator import check_all_to_all
 from lightning_ring.errors import ConfigurationError, RingError
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class NCCLCommunicator:
         self._host.check = check
 
     def all_reduce_(self, tensor: Tensor, *, op: ReduceOp = ReduceOp.SUM, name: str = "") -> Work:
-        if not tensor.is_cuda:
+        if not self._serves(tensor):
             return self._host.all_reduce_(tensor, op=op, name=name)
         flat, native = self._reducible(tensor.detach().view(-1), op)
         return self._start(
@@ -64,7 +65,7 @@ class NCCLCommunicator:
         )
 
     def reduce_scatter_(self, flat: Tensor, *, op: ReduceOp = ReduceOp.SUM, name: str = "") -> Work:
-        if not flat.is_cuda:
+        if not self._serves(flat):
             return self._host.reduce_scatter_(flat, op=op, name=name)
         flat = flat.detach()
         own = shard(flat, self.world_size, self.rank)
@@ -84,7 +85,7 @@ class NCCLCommunicator:
         )
 
     def all_gather_(self, flat: Tensor, *, name: str = "") -> Work:
-        if not flat.is_cuda:
+        if not self._serves(flat):
             return self._host.all_gather_(flat, name=name)
         flat = flat.detach()
         rows = self._rows(flat)
@@ -104,7 +105,7 @@ class NCCLCommunicator:
         )
 
     def all_gather(self, tensor: Tensor, *, name: str = "") -> list[Tensor]:
-        if not tensor.is_cuda:
+        if not self._serves(tensor):
             return self._host.all_gather(tensor, name=name)
         rows = tensor.new_empty(self.world_size, tensor.numel())
         rows[self.rank] = tensor.detach().reshape(-1)
@@ -112,16 +113,20 @@ class NCCLCommunicator:
         return [row.view(tensor.shape) for row in rows]
 
     def all_to_all(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], *, name: str = "") -> Work:
-        if not any(tensor.is_cuda for tensor in (*inputs, *outputs)):
+        if not any(map(self._serves, (*inputs, *outputs))):
             return self._host.all_to_all(inputs, outputs, name=name)
+        what = describe("all_to_all", name=name)
+        check_all_to_all(inputs, outputs, self.world_size, what)
+        if self.world_size == 1:
+            outputs[0].detach().copy_(inputs[0])
         sources, targets = [as_bytes(tensor) for tensor in inputs], [as_bytes(tensor) for tensor in outputs]
         return self._start(
-            describe("all_to_all", name=name),
+            what,
             lambda: dist.all_to_all(targets, sources, group=self._group, async_op=True),
         )
 
     def broadcast_(self, tensor: Tensor, *, src: int = 0, name: str = "") -> Work:
-        if not tensor.is_cuda:
+        if not self._serves(tensor):
             return self._host.broadcast_(tensor, src=src, name=name)
         source = dist.get_global_rank(self._group, src)
         return self._start(
@@ -144,6 +149,9 @@ class NCCLCommunicator:
             if self._owns_group and dist.is_initialized():
                 dist.destroy_process_group(self._group)
             self._host.close()
+
+    def _serves(self, tensor: Tensor) -> bool:
+        return tensor.is_cuda
 
     def _start(self, what: str, launch: Callable[[], Any], finish: Callable[[], None] = lambda: None) -> Work:
         if self.world_size == 1:

@@ -73,8 +73,8 @@ class GlooCommunicator(RingCommunicator):
     """CPU tensors over a Gloo ``group`` (the default one if not given), which nobody else may use meanwhile.
 
     The halves of an all-reduce are this package's ring over Gloo's send and receive: Gloo's own reduce-scatter takes
-    longer than its all-reduce. Whole all-reduces of float32 and float64 are Gloo's own, which needs no interpreter
-    while it runs; AVG then divides before it sums, as DistributedDataParallel does: its bits, for any number of ranks.
+    longer than its all-reduce. Whole all-reduces of float32 and float64, if not too short, are Gloo's own, which needs
+    no interpreter while it runs; AVG then divides before it sums, as DistributedDataParallel does, with its bits.
     """
 
     def __init__(
@@ -114,8 +114,8 @@ def wait_in_slices(work: dist.Work, while_waiting: Callable[[Sequence[int]], flo
             work.wait(SLICE)
             return
         except RuntimeError:
-            if work.is_completed():
-                work.wait()  # over since: returns, or raises its own error instead of the slice's
+            if work.is_completed():  # it failed, or ended just after the slice
+                work.wait()
                 return
             while_waiting(())
 
