@@ -43,10 +43,12 @@ class LauncherProbe:
     def __init__(self) -> None:
         self._parent = os.getppid()
         self._ancestors = _ancestors_up_to_launcher(self._parent)
+        # it may have gone before this rank was ready to watch it
+        self._orphaned = self._parent == 1 and os.environ.get("RING_LAUNCHER_PID", "1") != "1"
 
     def gone(self) -> str | None:
         """What has gone, in words, or ``None`` while all live."""
-        if os.getppid() != self._parent:
+        if self._orphaned or os.getppid() != self._parent:
             return f"its parent process {self._parent} has gone"
         for pid, started, name in self._ancestors:
             if _start_time(pid) != started:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import time
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -60,6 +61,7 @@ def _end_after(error: BaseException) -> NoReturn:
         if watch is not None and (failure := watch.failure()) is not None:
             watch.report(error)
             watch.wait_until_gone(failure.rank, _FIRST_ERROR_SECONDS)
+            time.sleep(0.2)  # the launcher takes the first that ends for the culprit
         end_process(1)
     say(f"rank {info.rank} (host {os.uname().nodename}, pid {os.getpid()}) failed and ends the job: {_summary(error)}")
     if watch is not None:

@@ -13,7 +13,7 @@ import time
 
 from lightning_ring.errors import RankDiscoveryError
 
-_ANSWER_SECONDS = 5.0  # how long a server that accepted may take to say its line
+ANSWER_SECONDS = 5.0  # how long a server that accepted may take to say its line
 
 
 def listen(address: str, port: int = 0) -> socket.socket:
@@ -65,7 +65,7 @@ class Greeter:
             except OSError:
                 return  # closed
             with connection, contextlib.suppress(OSError, ValueError):
-                connection.settimeout(_ANSWER_SECONDS)
+                connection.settimeout(ANSWER_SECONDS)
                 rank = int(_read_line(connection))
                 connection.sendall(f"lightning_ring {self._token} {self._payload}\n".encode())
                 self._missing.discard(rank)
@@ -73,11 +73,19 @@ class Greeter:
 
 
 def greet(
-    address: str, port: int, token: str, rank: int, timeout: float, *, listening: bool = False
+    address: str,
+    port: int,
+    token: str,
+    rank: int,
+    timeout: float,
+    *,
+    listening: bool = False,
+    answer_seconds: float = ANSWER_SECONDS,
 ) -> tuple[str, str]:
     """Ask the `Greeter` at ``address``; its payload, and this host's address on the way there.
 
     With ``listening`` the greeter is known to be up, so that a refusal is an answer; without, it may still start.
+    Who accepts and says nothing for ``answer_seconds`` is no greeter.
 
     Raises:
         RankDiscoveryError: Nobody answered within ``timeout`` seconds, or somebody else did.
@@ -86,7 +94,7 @@ def greet(
     while True:
         try:
             with socket.create_connection((address, port), timeout=max(0.1, deadline - time.monotonic())) as connection:
-                connection.settimeout(_ANSWER_SECONDS)
+                connection.settimeout(answer_seconds)
                 own_address = connection.getsockname()[0]
                 answer = _ask(connection, rank)
         except OSError as error:  # not listening yet, or its host is still starting

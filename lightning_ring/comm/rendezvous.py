@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.distributed import HashStore, Store, TCPStore
 
-from lightning_ring.comm.greeting import Greeter, greet, listen
+from lightning_ring.comm.greeting import ANSWER_SECONDS, Greeter, greet, listen
 from lightning_ring.comm.interfaces import interface_of, reachable_candidates
 from lightning_ring.comm.launch_variables import first_host
 from lightning_ring.comm.ranks import RankInfo, import_mpi
@@ -77,7 +77,10 @@ def _open_at(address: str, port: int, token: str, info: RankInfo, timeout: timed
         Greeter(door, token, info.world_size - 1).start(str(store.port))
         _prefer_interface(LOOPBACK if info.num_nodes == 1 else _own_address_towards(address))
         return store
-    store_port, own_address = greet(address, port, token, info.rank, timeout.total_seconds())
+    seconds = timeout.total_seconds()
+    # our launcher's socket listens before rank 0 has imported torch; anybody else's silence means a stranger
+    answer_seconds = seconds if info.source == "ringrun" else ANSWER_SECONDS
+    store_port, own_address = greet(address, port, token, info.rank, seconds, answer_seconds=answer_seconds)
     _prefer_interface(own_address)
     return _connect(address, int(store_port), info.rank, timeout)
 

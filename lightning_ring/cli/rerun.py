@@ -1,0 +1,93 @@
+"""The command line that started this process, for ranks to run again."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from lightning_ring.errors import ConfigurationError
+
+
+@contextmanager
+def own_command() -> Iterator[list[str]]:
+    """``python [options] script arguments`` or ``python -m module arguments`` of this process.
+
+    Under Hydra the arguments are replaced by this process's configuration, resolved, in a temporary file that lives as
+    long as the context: a rank that composed it again would choose an output folder of its own, and one that was
+    started with ``-m a=1,2`` would run the whole sweep.
+
+    Raises:
+        ConfigurationError: There is no script to run again (an interactive session, ``python -c``).
+    """
+    python, script = [sys.executable, *_interpreter_options()], _script()
+    config = _hydra_config()
+    if config is None:
+        yield [*python, *script, *sys.argv[1:]]
+        return
+    descriptor, name = tempfile.mkstemp(prefix="lightning_ring_", suffix=".pickle")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            pickle.dump(config, file)
+        # Hydra warns once a rank that the option takes the place of all others, as it should here
+        yield [*python, "-W", "ignore:Experimental rerun CLI option", *script, "--experimental-rerun", name]
+    finally:
+        Path(name).unlink(missing_ok=True)
+
+
+def _script() -> list[str]:
+    import __main__
+
+    spec = getattr(__main__, "__spec__", None)
+    if spec is not None:  # python -m
+        return ["-m", spec.name.removesuffix(".__main__")]
+    file = getattr(__main__, "__file__", None)
+    if file is None or not os.path.exists(file):
+        raise ConfigurationError(
+            "Ranks are started by running this script again, and there is none: this is an interactive session or "
+            "`python -c`. Write a script, use RingStrategy(start_method='fork') in a notebook, or start with mpirun."
+        )
+    return [os.path.abspath(file)]
+
+
+def _interpreter_options() -> list[str]:
+    # the list that multiprocessing uses for its own children: -W, -X, -O, -E, ...
+    return list(subprocess._args_from_interpreter_flags())  # type: ignore[attr-defined]
+
+
+def _hydra_config() -> Any:
+    """The resolved configuration of the Hydra job that runs now, its ``hydra`` node included, or ``None``."""
+    if "hydra.core.hydra_config" not in sys.modules:
+        return None
+    from hydra.core.hydra_config import HydraConfig
+
+    task = _task_config()
+    if not HydraConfig.initialized() or task is None:
+        return None
+    from omegaconf import OmegaConf, open_dict, read_write
+
+    config = copy.deepcopy(task)
+    OmegaConf.resolve(config)  # here, while ${hydra:...} and ${now:...} mean this job's
+    with read_write(config), open_dict(config):
+        config.hydra = HydraConfig.get()
+    return config
+
+
+def _task_config() -> Any:
+    """The configuration that Hydra handed to this process's main function; only Hydra's own frame still has it.
+
+    The saved ``.hydra/config.yaml`` is not the same: it may be switched off, and it loses enums and dataclasses.
+    """
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "run_job" and frame.f_globals.get("__name__") == "hydra.core.utils":
+            return frame.f_locals.get("task_cfg")
+        frame = frame.f_back  # type: ignore[assignment]
+    return None

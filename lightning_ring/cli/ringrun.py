@@ -1,0 +1,97 @@
+"""``ringrun``: start a job on this host or on several, with all that mpirun needs to be told."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+
+from lightning_ring.cli.hosts import Host, check_slots, parse_hosts, read_hostfile
+from lightning_ring.cli.mpirun import mpirun_line, rank_environment, require_mpirun
+from lightning_ring.cli.start import mpirun_job, plain_job
+from lightning_ring.cli.supervisor import STOP_SIGNAL
+from lightning_ring.errors import ConfigurationError, RingError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run ``ringrun``; the exit code is the job's, or 2 where the command line was wrong."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    try:
+        return _run(options)
+    except RingError as error:
+        print(f"ringrun: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="ringrun",
+        description="Start COMMAND as N ranks through mpirun, on this host or on several; show the line that is run.",
+        epilog="Ctrl-C and SIGTERM ask the ranks to stop and save; RING_STOP_GRACE (30 s) later they are ended.",
+    )
+    parser.add_argument("-n", "-np", dest="ranks", type=int, metavar="N", help="number of ranks (default: all slots)")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("-H", "--host", dest="hosts", metavar="HOST:SLOTS,...", help="hosts, and ranks on each")
+    where.add_argument("--hostfile", metavar="FILE", help="the same, one host a line: `gpu01 slots=4`")
+    parser.add_argument("--dry-run", action="store_true", help="show the line and run nothing")
+    parser.add_argument("--no-mpi", action="store_true", help="plain processes on this host (Gloo or NCCL), no mpirun")
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND", help="a .py file runs in this Python")
+    return parser
+
+
+def _run(options: argparse.Namespace) -> int:
+    hosts = _hosts(options)
+    ranks = options.ranks if options.ranks is not None else sum(host.slots for host in hosts)
+    if ranks < 1:
+        raise ConfigurationError(f"-n {ranks}: the number of ranks must be 1 or more. Say -n N, or give hosts with -H.")
+    if hosts:
+        check_slots(ranks, hosts)
+    command = resolve_command(options.command)
+    if options.no_mpi:
+        if any(not host.is_local for host in hosts):
+            raise ConfigurationError("--no-mpi starts processes on this host only; leave -H and --hostfile out.")
+        if options.dry_run:
+            print(f"{ranks} processes of: {shlex.join(command)}")
+            return 0
+        return plain_job(ranks, command, os.environ).run()
+    mpirun = require_mpirun()
+    if options.dry_run:
+        environ = rank_environment(ranks, hosts, os.environ, STOP_SIGNAL)
+        line = mpirun_line(mpirun, ranks, command, hosts, environ)
+        print(f"OMP_NUM_THREADS={environ['OMP_NUM_THREADS']} {shlex.join(line)}")
+        return 0
+    return mpirun_job(mpirun, ranks, command, hosts, os.environ).run()
+
+
+def _hosts(options: argparse.Namespace) -> list[Host]:
+    if options.hosts is not None:
+        return parse_hosts(options.hosts)
+    return read_hostfile(options.hostfile) if options.hostfile is not None else []
+
+
+def resolve_command(command: Sequence[str]) -> list[str]:
+    """``command`` with the running Python in front of a ``.py`` file, and in the place of ``python``.
+
+    Raises:
+        ConfigurationError: No command, or its program or file is not there.
+    """
+    words = list(command[1:] if command[:1] == ["--"] else command)
+    if not words:
+        raise ConfigurationError("No command to run. For example: ringrun -n 2 train.py")
+    if words[0] in ("python", "python3"):
+        return [sys.executable, *words[1:]]
+    if words[0].endswith(".py"):
+        if not os.path.exists(words[0]):
+            raise ConfigurationError(f"{words[0]}: no such file in {os.getcwd()}.")
+        return [sys.executable, *words]
+    if shutil.which(words[0]) is None:
+        raise ConfigurationError(f"{words[0]}: no such command on PATH. A Python script is named with its .py.")
+    return words
+
+
+if __name__ == "__main__":
+    sys.exit(main())

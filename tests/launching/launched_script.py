@@ -1,0 +1,22 @@
+"""Plain ``python launched_script.py mpi|plain FOLDER``: the launcher makes two ranks of it. With Hydra: see the other."""
+
+import os
+import sys
+from pathlib import Path
+
+from lightning_ring.environment import RingEnvironment
+from lightning_ring.launcher import RingLauncher
+
+how, folder = sys.argv[1], Path(sys.argv[2])
+environment = RingEnvironment()
+
+
+def train() -> str:
+    (folder / f"rank.{environment.global_rank()}").write_text(f"{environment.world_size()} {environment.discover().source}")
+    return "trained"
+
+
+launcher = RingLauncher(environment, num_processes=2, num_nodes=1, use_mpi=how == "mpi")
+result = launcher.launch(train)
+(folder / f"after.{os.getpid()}").write_text(result)
+sys.exit(7 if environment.global_rank() == 1 else 0)
