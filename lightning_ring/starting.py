@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
+from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator, CPUAccelerator
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
+from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 
 from lightning_ring.environment import RingEnvironment
 from lightning_ring.errors import RankDiscoveryError
+from lightning_ring.launcher import RingLauncher
+from lightning_ring.options import RingOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,5 +88,33 @@ def devices_for(
     return accelerator.get_parallel_devices(accelerator.parse_devices(local_size))
 
 
-def choose_launcher(strategy: Any, environment: RingEnvironment, num_processes: int, asked: Asked) -> Any:
-    return None
+class StartedRank(_Launcher):
+    """In a process that a launcher started nothing is left to start: only its threads are fitted to the node's cores."""
+
+    def __init__(self, environment: RingEnvironment) -> None:
+        self._environment = environment
+
+    @property
+    def is_interactive_compatible(self) -> bool:
+        return True
+
+    def launch(self, function: Callable, *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+        _set_num_threads_if_needed(num_processes=self._environment.local_size())
+        return function(*args, **kwargs)
+
+    def kill(self, signum: int) -> None:
+        pass
+
+
+def choose_launcher(
+    strategy: DDPStrategy, environment: RingEnvironment, options: RingOptions, num_nodes: int
+) -> _Launcher | None:
+    """Who makes the Trainer's function run on every rank; `None` where this process is the only one."""
+    if environment.creates_processes_externally:
+        return StartedRank(environment)
+    if options.start_method != "popen":
+        return _MultiProcessingLauncher(strategy, start_method=options.start_method)
+    if strategy.num_processes * num_nodes == 1:
+        return None
+    use_mpi = options.backend in ("auto", "mpi")
+    return RingLauncher(environment, strategy.num_processes, num_nodes, use_mpi=use_mpi)

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from types import FrameType
 
-STOP_SIGNAL_VARIABLE = "RING_STOP_SIGNAL"  # our launchers name a signal here that mpirun forwards instead of killing
+STOP_SIGNAL_VARIABLE = "RING_STOP_SIGNAL"  # our launchers give a signal's number here: mpirun forwards it, instead of killing
 
 
 def on_stop_signal(ask_to_stop: Callable[[], None]) -> None:
@@ -25,4 +25,4 @@ def on_stop_signal(ask_to_stop: Callable[[], None]) -> None:
 
 def stop_signals() -> list[signal.Signals]:
     named = os.environ.get(STOP_SIGNAL_VARIABLE)
-    return [signal.SIGTERM] + ([signal.Signals[named]] if named else [])
+    return [signal.SIGTERM] + ([signal.Signals(int(named))] if named else [])

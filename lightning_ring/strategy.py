@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -147,13 +148,13 @@ class RingStrategy(DDPStrategy):
         if environment.creates_processes_externally:
             check_asked(asked, environment)
             self.parallel_devices = devices_for(self.accelerator, self.parallel_devices, environment.local_size())
-        assert self.parallel_devices is not None
-        self._launcher = choose_launcher(self, environment, len(self.parallel_devices), asked)
+        self._launcher = choose_launcher(self, environment, self.options, asked.num_nodes)
 
     def setup_environment(self) -> None:
         assert self.accelerator is not None
         self.set_world_ranks()
-        self.ring_environment.discover()
+        if self.ring_environment.discover().source == "spawn":
+            os.environ.setdefault("MASTER_ADDR", "127.0.0.1")  # Lightning hands the port alone to what it spawns
         self.accelerator.setup_device(self.root_device)
         self.setup_distributed()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import io
 import os
 import sys
 import time
@@ -42,6 +43,8 @@ def install_excepthook(info: RankInfo, watch: JobWatch | None = None) -> None:
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(sys.stderr, io.StringIO) and sys.__stderr__ is not None:
+            sys.stderr = sys.__stderr__  # torch's hook collects what is printed, to show it after this one has returned
         if not isinstance(error, PeerFailedError) or os.getpid() != _Installed.pid:
             previous(kind, error, trace)
         if os.getpid() == _Installed.pid:  # not in a forked child

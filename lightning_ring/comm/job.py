@@ -66,10 +66,10 @@ def connect(info: RankInfo, device: torch.device, timeout: timedelta) -> Job:
     else:
         store = open_store(info, timeout)
         watch = JobWatch(info, store)
-        install_excepthook(info, watch)
         if device.type == "cuda":  # before NCCL starts and says it in its own words
             _check_gpus(info, device, store)
         _open_default_group(store, info, device, timeout)
+        install_excepthook(info, watch)  # over torch's own hook, which would swallow what this one prints
     _job = Job(info, dist.get_backend(), watch)
     return _job
 

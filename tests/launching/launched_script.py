@@ -12,7 +12,9 @@ environment = RingEnvironment()
 
 
 def train() -> str:
-    (folder / f"rank.{environment.global_rank()}").write_text(f"{environment.world_size()} {environment.discover().source}")
+    (folder / f"rank.{environment.global_rank()}").write_text(
+        f"{environment.world_size()} {environment.discover().source}"
+    )
     return "trained"
 
 
