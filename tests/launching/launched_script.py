@@ -1,4 +1,4 @@
-"""Plain ``python launched_script.py mpi|plain FOLDER``: the launcher makes two ranks of it. With Hydra: see the other."""
+"""Plain ``python launched_script.py mpi|plain FOLDER``: the launcher makes two ranks of it."""
 
 import os
 import sys
@@ -12,7 +12,9 @@ environment = RingEnvironment()
 
 
 def train() -> str:
-    (folder / f"rank.{environment.global_rank()}").write_text(f"{environment.world_size()} {environment.discover().source}")
+    (folder / f"rank.{environment.global_rank()}").write_text(
+        f"{environment.world_size()} {environment.discover().source}"
+    )
     return "trained"
 
 
