@@ -65,7 +65,7 @@ elif action == "stop":  # what the strategy does: stop at the next step, save, e
     while not stopped and time.monotonic() - begin < 60:
         time.sleep(0.01)
     (folder / f"saved.{info.rank}").write_text("checkpoint")
-elif action == "sleep" or info.rank != 1:
+elif action in ("sleep", "wait") or info.rank != 1:
     with watch.blocking("a test"):
         wait_deaf() if action in ("deaf", "sleep") else wait_for_the_others()
 elif action == "raise":
@@ -80,4 +80,6 @@ elif action == "caught-exit":
     raise KeyError("after a caught exit")
 elif action == "kill":
     os.kill(os.getpid(), signal.SIGKILL)
+else:
+    raise NotImplementedError(action)
 (folder / f"end.{info.rank}").write_text("reached")
