@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import NoReturn
 
-_LAUNCHERS = ("mpirun", "mpiexec", "prterun", "prted", "orted", "hydra_pmi_proxy", "slurmstepd")
+_OPEN_MPI_LAUNCHERS = ("mpirun", "mpiexec", "prterun", "prted", "orted")
+_LAUNCHERS = (*_OPEN_MPI_LAUNCHERS, "hydra_pmi_proxy", "slurmstepd")
 _OPEN_MPI_SEGMENTS = ("sm_segment.", "vader_segment.", "osc_sm", "osc_rdma")
 
 
@@ -45,6 +48,18 @@ class LauncherProbe:
         self._ancestors = _ancestors_up_to_launcher(self._parent)
         # it may have gone before this rank was ready to watch it
         self._orphaned = self._parent == 1 and os.environ.get("RING_LAUNCHER_PID", "1") != "1"
+
+    def end_soon(self) -> None:
+        """End the Open MPI launcher of this host in a few seconds. It waits for ever for a host that it lost.
+
+        mpirun gives up at the third SIGTERM, with exit code 1 and its files removed. Should it end by itself, as it
+        does when the link comes back, nothing happens.
+        """
+        if self._ancestors and self._ancestors[-1][2] in _OPEN_MPI_LAUNCHERS:
+            launcher = self._ancestors[-1][0]
+            script = f"sleep 2; for i in 1 2 3; do kill -TERM {launcher} || exit; sleep 1; done"
+            quiet = subprocess.DEVNULL
+            subprocess.Popen(["/bin/sh", "-c", script], stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True)
 
     def gone(self) -> str | None:
         """What has gone, in words, or ``None`` while all live."""
@@ -85,6 +100,14 @@ def _stat(pid: int) -> tuple[str, int, str] | None:
 def _start_time(pid: int) -> str | None:
     fields = _stat(pid)
     return fields[2] if fields is not None else None
+
+
+def remove_what_mpirun_left() -> None:
+    """Remove what this rank of a killed mpirun alone can name: its shared memory, and mpirun's folder of this job."""
+    remove_segments()
+    folder = Path(os.environ.get("PMIX_SERVER_TMPDIR", ""))
+    if folder.name.startswith("ompi."):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def remove_segments(pid: int | str = "self") -> None:

@@ -63,6 +63,7 @@ def _end_after(error: BaseException) -> NoReturn:
         say(f"rank {info.rank} ends: {error}")
         if watch is not None and (failure := watch.failure()) is not None:
             watch.report(error)
+            watch.free_launcher(failure)
             watch.wait_until_gone(failure.rank, _FIRST_ERROR_SECONDS)
             time.sleep(0.2)  # the launcher takes the first that ends for the culprit
         end_process(1)

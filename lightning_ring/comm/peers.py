@@ -25,15 +25,20 @@ class PeerEvent:
     fit: int
     time: float
 
+    @property
+    def lost(self) -> bool:
+        """Whether it is the host or the way to it that has gone, rather than the process."""
+        return self.kind == "dead" and self.text != "closed"
+
     def __str__(self) -> str:
         who = f"rank {self.rank} (host {self.host}, pid {self.pid})"
         if self.kind == "failed":
             return f"{who} failed: {self.text}"
         if self.kind == "left":
             return f"{who} has left the job: its script ended while other ranks were waiting for it"
-        if self.text == "closed":
-            return f"{who} died: its process ended without a word (killed, out of memory, or crashed in C code)"
-        return f"{who} was lost: {self.text} (its host is down, or the link to it is cut)"
+        if self.lost:
+            return f"{who} was lost: {self.text} (its host is down, or the link to it is cut)"
+        return f"{who} died: its process ended without a word (killed, out of memory, or crashed in C code)"
 
 
 class PeerLedger:

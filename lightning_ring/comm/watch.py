@@ -8,28 +8,25 @@ code, holding the GIL for minutes, is alive. The state is kept by one daemon thr
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import secrets
 import selectors
-import socket
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
 
-from torch.distributed import PrefixStore, Store, TCPStore
+from torch.distributed import Store
 
-from lightning_ring.comm.ending import LauncherProbe, end_process, remove_segments, say
-from lightning_ring.comm.greeting import listen
+from lightning_ring.comm.ending import LauncherProbe, end_process, remove_what_mpirun_left, say
 from lightning_ring.comm.lines import LineConnection, Message
 from lightning_ring.comm.peers import PeerEvent, PeerLedger
 from lightning_ring.comm.ranks import RankInfo
-from lightning_ring.comm.watch_relay import Relay
-from lightning_ring.errors import PeerFailedError, RankDiscoveryError
+from lightning_ring.comm.watch_relay import Relay, join_relay
+from lightning_ring.errors import PeerFailedError
 
 FAILED_GRACE = 20.0  # seconds a rank may go on after another one failed, before the watch ends it
-DEAD_GRACE = 10.0  # the same after one was lost, as noticing a cut link takes up to 15 s by itself
+DEAD_GRACE = 10.0  # the same after one died
+LOST_GRACE = 5.0  # the same after one was lost, as noticing a cut link takes up to 15 s by itself
 LEFT_GRACE = 5.0  # seconds that a wait goes on although another rank has left: its last data may be on the way
 
 
@@ -151,6 +148,11 @@ class JobWatch:
             end_process(1)
         self.close()
 
+    def free_launcher(self, failure: PeerEvent) -> None:
+        """Before this rank ends because another host was lost: let mpirun end as well, which waits for that host."""
+        if failure.lost and self.info.local_rank == 0:
+            self._launcher.end_soon()
+
     def wait_until_gone(self, rank: int, timeout: float) -> None:
         """Wait until ``rank``'s process has ended; it may be printing the error that matters."""
         with self._news:
@@ -168,26 +170,7 @@ class JobWatch:
             self._relay.close()
 
     def _open(self, store: Store) -> None:
-        address = _host_of(store)
-        store = PrefixStore("lightning_ring/watch", store)
-        if self.info.rank == 0:
-            listener = listen("127.0.0.1" if self.info.num_nodes == 1 else "")
-            token = secrets.token_hex(16)
-            self._relay = Relay(listener, token)
-            self._relay.start()
-            store.set("place", json.dumps([listener.getsockname()[1], token]))
-        try:
-            port, token = json.loads(store.get("place"))
-            connection = LineConnection(socket.create_connection((address, port), timeout=30))
-        except (OSError, RuntimeError) as error:  # RuntimeError: the store's timeout
-            raise RankDiscoveryError(
-                f"Rank {self.info.rank} could not reach the job watch in rank 0, on {address}: "
-                f"{str(error).splitlines()[0]}. Rank 0 may have failed to start; otherwise open the hosts' firewalls "
-                "to each other: ranks talk over ports that the system chooses."
-            ) from error
-        host = os.uname().nodename
-        connection.send({"kind": "hello", "token": token, "rank": self.info.rank, "host": host, "pid": os.getpid()})
-        self._connection = connection
+        self._relay, self._connection, self._rank_0 = join_relay(self.info, store)
         self._wake = os.pipe()
         self._launcher = LauncherProbe()
         forget = weakref.WeakMethod(self._forget)
@@ -235,7 +218,7 @@ class JobWatch:
     def _lose_relay(self, why: str) -> None:
         with self._news:
             if 0 not in self._ledger.left and not any(event.rank == 0 for event in self._ledger.events):
-                self._ledger.take({"kind": "dead", "rank": 0, "why": why}, self._fit)
+                self._ledger.take({"kind": "dead", "rank": 0, "why": why} | self._rank_0, self._fit)
             self._ledger.gone.add(0)
             self._connection = None
             self._news.notify_all()
@@ -252,21 +235,16 @@ class JobWatch:
         gone = self._launcher.gone()
         if gone is not None:
             say(f"{me} ends: {gone}")
-            remove_segments()
+            remove_what_mpirun_left()
             end_process(1)
         with self._news:
             failure, left, blocked = self._ledger.failure(self._fit), self._ledger.first_left(), self._blocked
         if failure is not None and not self._reported:
-            grace = DEAD_GRACE if failure.kind == "dead" else FAILED_GRACE
+            grace = LOST_GRACE if failure.lost else DEAD_GRACE if failure.kind == "dead" else FAILED_GRACE
             if now - failure.time > grace:
                 say(f"{me} ends, {grace:.0f} s after it was told: {failure}")
+                self.free_launcher(failure)
                 end_process(1)
         if left is not None and blocked is not None and now - max(left.time, blocked[1]) > DEAD_GRACE:
             say(f"{me} ends, waiting in {blocked[0]}: {left}")
             end_process(1)
-
-
-def _host_of(store: Store) -> str:
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    return store.host if isinstance(store, TCPStore) else "127.0.0.1"

@@ -3,12 +3,56 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import secrets
 import selectors
 import socket
 import threading
 
+from torch.distributed import PrefixStore, Store, TCPStore
+
+from lightning_ring.comm.greeting import listen
 from lightning_ring.comm.lines import LineConnection, Message
+from lightning_ring.comm.ranks import RankInfo
+from lightning_ring.errors import RankDiscoveryError
+
+
+def join_relay(info: RankInfo, store: Store) -> tuple[Relay | None, LineConnection, Message]:
+    """Start the relay in rank 0, which hands out its place through ``store``, and connect this rank to it. Collective.
+
+    Returns the relay (in rank 0), this rank's connection, and rank 0's ``host`` and ``pid``.
+
+    Raises:
+        RankDiscoveryError: The relay could not be reached.
+    """
+    address = _host_of(store)
+    store = PrefixStore("lightning_ring/watch", store)
+    home = {"host": os.uname().nodename, "pid": os.getpid()}
+    relay: Relay | None = None
+    if info.rank == 0:
+        listener = listen("127.0.0.1" if info.num_nodes == 1 else "")
+        token = secrets.token_hex(16)
+        relay = Relay(listener, token)
+        relay.start()
+        store.set("place", json.dumps([listener.getsockname()[1], token, home]))
+    try:
+        port, token, rank_0 = json.loads(store.get("place"))
+        connection = LineConnection(socket.create_connection((address, port), timeout=30))
+    except (OSError, RuntimeError) as error:  # RuntimeError: the store's timeout
+        raise RankDiscoveryError(
+            f"Rank {info.rank} could not reach the job watch in rank 0, on {address}: {str(error).splitlines()[0]}. "
+            "Rank 0 may have failed to start; otherwise open the hosts' firewalls to each other: ranks talk over ports "
+            "that the system chooses."
+        ) from error
+    connection.send({"kind": "hello", "token": token, "rank": info.rank} | home)
+    return relay, connection, rank_0
+
+
+def _host_of(store: Store) -> str:
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store.host if isinstance(store, TCPStore) else "127.0.0.1"
 
 
 class Relay:

