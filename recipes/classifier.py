@@ -44,7 +44,7 @@ class Classifier(L.LightningModule):
         images, labels = batch
         logits = self(images)
         loss = F.cross_entropy(logits, labels)
-        self.log("train/loss", loss.detach(), prog_bar=True)
+        self.log("train/loss", loss.detach())
         self.log("train/accuracy", accuracy(logits, labels))
         return loss
 
@@ -66,7 +66,7 @@ class Classifier(L.LightningModule):
         logits = self(images)
         loss.update(F.cross_entropy(logits, labels), weight=len(labels))
         correct.update(accuracy(logits, labels), weight=len(labels))
-        self.log(f"{stage}/loss", loss, on_step=False, on_epoch=True, prog_bar=True)
+        self.log(f"{stage}/loss", loss, on_step=False, on_epoch=True)
         self.log(f"{stage}/accuracy", correct, on_step=False, on_epoch=True, prog_bar=True)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:

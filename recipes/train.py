@@ -20,8 +20,6 @@ from omegaconf import DictConfig, OmegaConf
 if not __package__:  # run as a script: make `recipes` importable, instead of this folder's modules at the top level
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from lightning_ring.errors import ConfigurationError, RingError
-
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "RANK", "SLURM_PROCID")
 
 
@@ -48,8 +46,11 @@ OmegaConf.register_new_resolver("rank_zero_folder", rank_zero_folder, use_cache=
 
 def train(config: DictConfig) -> dict[str, float]:
     """One run: fit, then test the best checkpoint (the last weights where there is none). Returns the test metrics."""
-    import lightning as L  # takes seconds, which --help need not wait for
+    import lightning as L  # here, because it takes seconds for which --help need not wait
 
+    from lightning_ring.monitor import widen_terminal
+
+    widen_terminal()
     L.seed_everything(config.seed, workers=True, verbose=False)
     model = instantiate(config.model, optimizer=instantiate(config.optimizer), schedule=instantiate(config.schedule))
     data = instantiate(config.data)
@@ -76,43 +77,41 @@ def report(metrics: dict[str, Any], trainer: Any, seconds: float) -> None:
     print(f"test accuracy {metrics['test/accuracy']:.4f} on {metrics['test/images']:.0f} images", flush=True)
 
 
-@hydra.main(version_base="1.3", config_path="../configs", config_name="train")
-def run(config: DictConfig) -> dict[str, float]:
-    return train(config)
-
-
 def main() -> None:
-    """`run`, with errors of the configuration and of the run's folder told in one line.
+    """Run what the command line asks for; errors of the configuration and of the run's folder take one line.
 
-    What is raised leaves this function, as sys.excepthook has to see it to end the other ranks; Hydra by itself would
-    print it and exit.
+    They leave this function as exceptions, because sys.excepthook has to see them to end the other ranks. Hydra by
+    itself would print them and exit.
     """
     os.environ["HYDRA_FULL_ERROR"] = "1"
+    folder_made = False
+
+    @hydra.main(version_base="1.3", config_path="../configs", config_name="train")
+    def run(config: DictConfig) -> dict[str, float]:
+        nonlocal folder_made
+        folder_made = True
+        return train(config)
+
     try:
         run()
-    except InstantiationException as error:
-        if isinstance(error.__cause__, RingError):
-            raise error.__cause__.with_traceback(None) from None
-        raise
-    except HydraException as error:
-        sys.exit("\n".join(str(part) for part in (error, error.__cause__) if part))
-    except RingError as error:
-        raise error.with_traceback(None) from None
-    except OSError as error:
-        if not under_run_folder(error.filename):
-            raise
-        raise ConfigurationError(
-            f"The log folder cannot be written: {error}. Give one that can: hydra.run.dir=FOLDER"
-        ) from None
+    except Exception as error:
+        raise concise(error, folder_made) from None
 
 
-def under_run_folder(path: str | None) -> bool:
-    """Whether ``path`` is this run's output folder, one of its parents, or inside it."""
-    if path is None or not HydraConfig.initialized():
-        return False
-    folder = Path(HydraConfig.get().runtime.output_dir)
-    found = Path(path).absolute()
-    return found == folder or found in folder.parents or folder in found.parents
+def concise(error: Exception, folder_made: bool) -> BaseException:
+    """``error`` without the frames of Hydra where its message alone says what to do, else ``error`` as it is."""
+    from lightning_ring.errors import ConfigurationError, RingError
+
+    cause = error.__cause__
+    if isinstance(error, InstantiationException) and cause is not None:
+        return cause.with_traceback(None) if isinstance(cause, RingError) else cause
+    if isinstance(error, HydraException):
+        return SystemExit("\n".join(str(part) for part in (error, cause) if part))
+    if isinstance(error, OSError) and not folder_made:
+        return ConfigurationError(
+            f"The log folder cannot be written: {error}. Give one that can be, as in hydra.run.dir=FOLDER"
+        )
+    return error.with_traceback(None) if isinstance(error, RingError) else error
 
 
 if __name__ == "__main__":

@@ -31,9 +31,9 @@ def first_dimension(batch: Any) -> int:
 class ThroughputMonitor(Callback):
     """Logs ``images_per_second`` over all ranks: images of the last ``window`` batches by the time they took.
 
-    Time for data, forward, backward, communication and optimizer counts; validation, checkpoints and whatever else
-    happens between epochs do not, nor do the first ``warmup`` batches of a fit. Ranks are taken to have batches of the
-    same size, as in every synchronous step but the last of an uneven epoch, so nothing is communicated.
+    Time for data, forward, backward, communication and optimizer counts. Validation and what happens between epochs
+    (most checkpoints, for instance) do not, nor do the first ``warmup`` batches of a fit. Ranks are taken to have
+    batches of one size, as in every step but the last of an uneven epoch, so nothing is communicated.
 
     The clock is the host's, and nothing waits for the device (Lightning's own monitor synchronizes CUDA every step). On
     CUDA the host runs ahead of the device by a bounded queue, so a window of many steps is right and one step is not.
@@ -82,8 +82,9 @@ class ThroughputMonitor(Callback):
         if self._seen <= self.warmup:
             return
         self._steps.append((seconds, self.batch_size(batch)))
-        # A tensor on the CPU: Lightning would put a number on the module's device, and reading it back would wait.
-        rate = torch.tensor(self.images_per_second * trainer.world_size)
+        # Four digits, because tqdm shows 4182.3 as 4.18e+3. A tensor on the CPU, because Lightning would put a number
+        # on the module's device, and reading it back would wait.
+        rate = torch.tensor(float(f"{self.images_per_second * trainer.world_size:.4g}"))
         pl_module.log("images_per_second", rate, on_step=True, on_epoch=False, prog_bar=True)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

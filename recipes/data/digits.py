@@ -74,6 +74,12 @@ class Digits(L.LightningDataModule):
         self.datasets = {name: TensorDataset(images[part], labels[part]) for name, part in parts.items()}
 
     def train_dataloader(self) -> DataLoader:
+        num_images = len(self.datasets["train"])
+        if self.batch_size > num_images:
+            raise ConfigurationError(
+                f"data.batch_size={self.batch_size} is more than the {num_images} training images, so an epoch would "
+                "have no step. Choose a smaller data.batch_size."
+            )
         # A last, smaller batch would give BatchNorm statistics of a few images and the ranks different weights.
         return DataLoader(self.datasets["train"], batch_size=self.rank_batch_size(), shuffle=True, drop_last=True)
 
