@@ -1,0 +1,68 @@
+"""Which way to run a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_ring.optim.numbers import StepNumbers
+from lightning_ring.optim.plain import PlainRunner
+from lightning_ring.optim.roster import Kind, Part
+from lightning_ring.optim.rule import Rule
+from lightning_ring.optim.validation import require
+
+
+class Runner(Protocol):
+    """One way to run a `Rule` over the parameters of a `Part`."""
+
+    def grad_square_sum(self, part: Part) -> Tensor:
+        """Sum of squares of all gradients, 0-d, on the part's device."""
+        ...
+
+    def measure(self, part: Part, numbers: StepNumbers, deferred: bool) -> Tensor:
+        """Accumulate state, and return sums over each parameter, shape [3, parameters].
+
+        Rows: squares of the weights; squares of the direction; if ``deferred``, 0 where the gradient is finite and NaN
+        elsewhere. With ``deferred`` nothing is written: `move` accumulates again.
+        """
+        ...
+
+    def move(self, part: Part, numbers: StepNumbers, deferred: bool, keep: Tensor | None) -> None:
+        """Write the new weights and state; where the 0-d bool tensor ``keep`` is given and False, write nothing."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """How to run the step; unlike hyper-parameters the same for all groups, and not part of a checkpoint."""
+
+    foreach: bool | None = None
+    fused: bool | None = None
+    capturable: bool = False
+    skip_nonfinite: bool = False
+    master_weights: bool = False
+    max_grad_norm: float | None = None
+
+
+def check_options(options: RunOptions, params: Iterable[Tensor]) -> None:
+    """Refuse what cannot work before the first step does.
+
+    Raises:
+        ValueError: Both ``foreach`` and ``fused``; ``fused=True`` where there is no kernel or no compiler for a device.
+    """
+    require(not (options.foreach and options.fused), "foreach=True and fused=True: choose one of them")
+
+
+def way_to_run(options: RunOptions, kind: Kind) -> str:
+    """``"plain"``, ``"foreach"`` or ``"fused"``."""
+    if not kind.flat or torch.compiler.is_compiling():
+        return "plain"
+    return "plain"
+
+
+def make_runner(way: str, device_type: str, rule: Rule) -> Runner:
+    return PlainRunner(rule)

@@ -1,0 +1,146 @@
+"""One step over all parameters: measure, sum over ranks, move."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_ring.optim.numbers import StepNumbers, known_on_host
+from lightning_ring.optim.roster import Part, Roster
+from lightning_ring.optim.rule import Rule, Scalars
+from lightning_ring.optim.runners import Runner, RunOptions
+
+NormAllReduce = Callable[[Tensor], Tensor | None]
+Run = tuple[Runner, Part]
+
+
+def update(
+    rule: Rule,
+    hyperparameters: list[dict[str, Any]],
+    roster: Roster,
+    runs: list[Run],
+    options: RunOptions,
+    norm_all_reduce: NormAllReduce | None,
+) -> Tensor | bool:
+    """Take one step; returns whether it was taken, as a 0-d bool tensor where only the device knows.
+
+    ``hyperparameters`` are one dict for each group.
+    """
+    clip = _clip_divisor(roster, runs, options.max_grad_norm, norm_all_reduce)
+    active = _active(roster, runs)
+    step = None if roster.steps is None else roster.steps + (1.0 if active is None else active)
+    h = _per_parameter(hyperparameters, roster, on_device=clip is not None or options.capturable)
+    numbers = _numbers(rule, h, step, clip, roster.device)
+
+    deferred = options.skip_nonfinite
+    sums = _measure(roster, runs, numbers, deferred)
+    if norm_all_reduce is not None:
+        sums = _sum_over_ranks(sums, norm_all_reduce)
+    keep: Tensor | None = None
+    if deferred:
+        keep = sums[2].sum() == 0
+        if keep.device.type == "cpu" and not torch.compiler.is_compiling():
+            if not keep:
+                return False
+            keep = None
+
+    ratio = _trust_ratio(rule, sums, numbers, h.adapt.to(roster.device))
+    numbers = numbers.extended(rule.rates(ratio, Scalars(**numbers.on_device)))
+    for runner, part in runs:
+        runner.move(part, numbers, deferred, keep)
+    _commit(roster, ratio, step, active, keep)
+    return True if keep is None else keep
+
+
+def _active(roster: Roster, runs: list[Run]) -> Tensor | None:
+    """1 for each parameter that has a gradient and 0 elsewhere, like ``roster.steps``; None if all have one."""
+    positions = [position for _, part in runs for position in part.positions]
+    if len(positions) == len(roster.params):
+        return None
+    active = torch.zeros(len(roster.params))
+    active[positions] = 1
+    return active if roster.steps is None else active.to(roster.steps.device)
+
+
+def _per_parameter(hyperparameters: list[dict[str, Any]], roster: Roster, on_device: bool) -> Scalars:
+    """Each hyper-parameter as a float64 vector over the parameters."""
+    device = roster.device if on_device else torch.device("cpu")
+    names = list(hyperparameters[0])
+    tensors = {name: [group[name] for group in hyperparameters] for name in names}
+    plain = [name for name in names if not any(isinstance(value, Tensor) for value in tensors[name])]
+    table = torch.tensor([[float(v) for v in tensors[name]] for name in plain], dtype=torch.float64)
+    expanded = dict(zip(plain, roster.expand(table, device).unbind(), strict=True))
+    for name in names:
+        if name not in expanded:
+            values = [torch.as_tensor(v, dtype=torch.float64).reshape(()).to(device) for v in tensors[name]]
+            expanded[name] = roster.expand(torch.stack(values), device)
+    return Scalars(**expanded)
+
+
+def _numbers(rule: Rule, h: Scalars, step: Tensor | None, clip: Tensor | None, device: torch.device) -> StepNumbers:
+    grad_scale = 1 - 2 * h.maximize
+    if clip is not None:
+        grad_scale = grad_scale / clip
+    if step is not None:
+        step = step.to(h.lr.device, torch.float64)
+    scalars = rule.scalars(h, step, grad_scale)
+    if h.lr.device.type == "cpu" and not torch.compiler.is_compiling():
+        return known_on_host(scalars, device)
+    return StepNumbers(vars(scalars), {})
+
+
+def _clip_divisor(
+    roster: Roster, runs: list[Run], max_grad_norm: float | None, norm_all_reduce: NormAllReduce | None
+) -> Tensor | None:
+    """What all gradients are divided by, 0-d: ``max(norm / max_grad_norm, 1)``."""
+    if max_grad_norm is None:
+        return None
+    squares = torch.zeros(1, dtype=roster.ratios.dtype, device=roster.device)
+    for runner, part in runs:
+        squares += runner.grad_square_sum(part).to(roster.device)
+    squares = _reduce(squares, norm_all_reduce)
+    return (squares[0].sqrt() / max_grad_norm).clamp(min=1)
+
+
+def _measure(roster: Roster, runs: list[Run], numbers: StepNumbers, deferred: bool) -> Tensor:
+    """Sums over each parameter, shape [3, parameters]; see `Runner.measure`."""
+    if len(runs) == 1 and len(runs[0][1].positions) == len(roster.params):
+        runner, part = runs[0]
+        return runner.measure(part, numbers, deferred)
+    sums = torch.zeros(3, len(roster.params), dtype=roster.ratios.dtype, device=roster.device)
+    for runner, part in runs:
+        part_sums = runner.measure(part, numbers, deferred)
+        sums.index_copy_(1, roster.index(part.positions), part_sums.to(roster.device, sums.dtype))
+    return sums
+
+
+def _sum_over_ranks(sums: Tensor, norm_all_reduce: NormAllReduce) -> Tensor:
+    """The same sums over all ranks' slices. Only whether all is finite travels of the last row: one element."""
+    count = sums.shape[1]
+    vector = _reduce(torch.cat([sums[0], sums[1], sums[2].sum().reshape(1)]), norm_all_reduce)
+    return torch.stack([vector[:count], vector[count:-1], vector[-1:].expand(count)])
+
+
+def _reduce(vector: Tensor, norm_all_reduce: NormAllReduce | None) -> Tensor:
+    if norm_all_reduce is None:
+        return vector
+    returned = norm_all_reduce(vector)
+    return vector if returned is None else returned
+
+
+def _trust_ratio(rule: Rule, sums: Tensor, numbers: StepNumbers, adapt: Tensor) -> Tensor:
+    w_norm, norm = sums[0].sqrt(), sums[1].sqrt()
+    adapts = (w_norm > 0) & (norm > 0) & (adapt != 0)
+    return torch.where(adapts, rule.trust_ratio(w_norm, norm, Scalars(**numbers.on_device)), 1.0)
+
+
+def _commit(roster: Roster, ratio: Tensor, step: Tensor | None, active: Tensor | None, keep: Tensor | None) -> None:
+    """Write step counts and ratios, as far as parameters were active and the step was taken."""
+    if step is not None and roster.steps is not None:
+        roster.steps.copy_(step if keep is None else torch.where(keep.to(step.device), step, roster.steps))
+    if active is not None:
+        ratio = torch.where(active.to(ratio.device) != 0, ratio, roster.ratios)
+    roster.ratios.copy_(ratio if keep is None else torch.where(keep, ratio, roster.ratios))
