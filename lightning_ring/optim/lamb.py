@@ -144,8 +144,6 @@ class LAMB(TrustRatioOptimizer):
         return Scalars(rate=h.lr * ratio)
 
     @staticmethod
-    def move(
-        w: Operand, g: Operand, state: tuple[Operand, ...], h: Scalars
-    ) -> tuple[Operand, tuple[Operand, ...]]:
+    def move(w: Operand, g: Operand, state: tuple[Operand, ...], h: Scalars) -> tuple[Operand, tuple[Operand, ...]]:
         u = LAMB.direction(w, g, state, h)
         return w - h.rate * u, state

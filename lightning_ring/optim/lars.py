@@ -140,9 +140,7 @@ class LARS(TrustRatioOptimizer):
         return Scalars(gain=gain, beside=h.straight * gain)
 
     @staticmethod
-    def move(
-        w: Operand, g: Operand, state: tuple[Operand, ...], h: Scalars
-    ) -> tuple[Operand, tuple[Operand, ...]]:
+    def move(w: Operand, g: Operand, state: tuple[Operand, ...], h: Scalars) -> tuple[Operand, tuple[Operand, ...]]:
         (v,) = state
         decayed = h.grad_scale * g + h.decay * w
         v = h.momentum * v + h.gain * decayed

@@ -56,8 +56,6 @@ class Rule(Protocol):
         ...
 
     @staticmethod
-    def move(
-        w: Operand, g: Operand, state: tuple[Operand, ...], h: Scalars
-    ) -> tuple[Operand, tuple[Operand, ...]]:
+    def move(w: Operand, g: Operand, state: tuple[Operand, ...], h: Scalars) -> tuple[Operand, tuple[Operand, ...]]:
         """New weights and state; ``h`` holds `scalars` and `rates`."""
         ...
