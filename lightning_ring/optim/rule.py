@@ -17,8 +17,8 @@ class Rule(Protocol):
     ``accumulate``, `direction` and `move` are elementwise and use only ``+ - * /`` and ``.sqrt()``, so that the same
     lines run on a `Tensor` (plain), on a `TensorList` (multi-tensor), and on a `Symbol`, which writes them down as the
     body of a C++ or Triton kernel. A step is: ``state = accumulate(...)``, ``x = direction(...)``; the sums of squares
-    of ``w`` and ``x`` (over ranks, if the parameter is cut) give the trust ratio; then `move`. The left operand of an
-    operator must not be used again after it unless it is an argument of the method: a `TensorList` works in its memory.
+    of ``w`` and ``x`` (over ranks, if the parameter is cut) give the trust ratio; then `move`. A `TensorList` works in
+    the memory of its left operands: use no temporary again after it was one, and no ``w`` or state after ``+`` or ``-``.
     """
 
     state_names: tuple[str, ...]

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from lightning_ring.optim.multi_tensor import MultiTensorRunner
 from lightning_ring.optim.numbers import StepNumbers
 from lightning_ring.optim.plain import PlainRunner
 from lightning_ring.optim.roster import Kind, Part
@@ -61,8 +62,12 @@ def way_to_run(options: RunOptions, kind: Kind) -> str:
     """``"plain"``, ``"foreach"`` or ``"fused"``."""
     if not kind.flat or torch.compiler.is_compiling():
         return "plain"
+    if options.foreach or (options.foreach is None and options.fused is None):
+        return "foreach"
     return "plain"
 
 
 def make_runner(way: str, device_type: str, rule: Rule) -> Runner:
+    if way == "foreach":
+        return MultiTensorRunner(rule)
     return PlainRunner(rule)
