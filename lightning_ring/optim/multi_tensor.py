@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from lightning_ring.optim.tensor_list import TensorList
 
 CPU_PIECE = 1 << 16  # elements: five float32 streams of this length fit a 2 MiB second-level cache
 DEVICE_PIECE = 1 << 20
+KEPT_SHARE = 0.043
 # Outside this range a float32 sum of up to CPU_PIECE squares may have lost digits to underflow, or overflowed.
 SAFE_SQUARES = (1e-26, 1e36)
 
@@ -31,17 +32,26 @@ class Batch:
     grads: Tensors
     states: list[Tensors]
     mirrors: Tensors
+    directions: Tensors | None = None
 
 
 class MultiTensorRunner:
     """Runs a rule on `TensorList`s of pieces: large tensors are cut, small ones put together.
 
-    On a device a call works on a hundredth of all parameters or more, which keeps temporaries under 5 % of them.
+    Temporaries stay under 5 % of the parameters (or 256 KiB): on the CPU the directions of one wave are kept from
+    `measure` to `move`; on a device a call works on a hundredth of the parameters. Where torch has a fused CPU kernel
+    that computes what the rule asks for, that is called instead.
     """
 
     def __init__(self, rule: Rule) -> None:
         self._rule = rule
         self._cut: tuple[Part, list[Batch]] | None = None
+
+    def waves(self, part: Part) -> list[Part]:
+        if part.kind.device.type != "cpu":
+            return [part]
+        sizes = [weight.numel() for weight in part.weights]
+        return list(_split(part, sizes, room=max(CPU_PIECE, int(sum(sizes) * KEPT_SHARE))))
 
     def grad_square_sum(self, part: Part) -> Tensor:
         sums = [_square_sums(_cast(batch.grads, part.kind.compute)) for batch in self._batches(part)]
@@ -51,44 +61,99 @@ class MultiTensorRunner:
         sums: list[list[Any]] = [[], [], []]
         rows: list[int] = []
         for batch in self._batches(part):
-            h = _scalars(part, numbers, batch.rows)
             w, g = _cast(batch.weights, part.kind.compute), _cast(batch.grads, part.kind.compute)
-            # State that is about to be stored may be overwritten; else it has to outlive this call.
-            state = tuple(TensorList.of(s, given=not deferred) for s in batch.states)
-            state = self._rule.accumulate(TensorList.of(w), TensorList.of(g), state, h)
-            if not deferred:
-                _store(batch.states, state, None)
-                state = tuple(TensorList.of(s) for s in batch.states)
-            x = self._rule.direction(TensorList.of(w), TensorList.of(g), state, h).tensors()
+            x = None if deferred else self._torch_directions(part, numbers, batch)
+            if x is None:
+                x = self._directions(w, g, batch, _scalars(part, numbers, batch.rows), deferred)
             sums[0] += _square_sums(w)
             sums[1] += _square_sums(x)
             sums[2] += [(t * 0).sum(dtype=norm_dtype(t.device)) for t in g] if deferred else [0.0] * len(w)
             rows += batch.rows
+            batch.directions = x if part.keeps_directions else None
         return torch.stack([_sum_by_row(values, rows, part) for values in sums])
 
+    def _directions(self, w: Tensors, g: Tensors, batch: Batch, h: Scalars, deferred: bool) -> Tensors:
+        # State that is about to be stored may be overwritten; else it has to outlive this call.
+        state = tuple(TensorList.of(s, given=not deferred) for s in batch.states)
+        state = self._rule.accumulate(TensorList.of(w), TensorList.of(g), state, h)
+        if not deferred:
+            _store(batch.states, state, None)
+            state = tuple(TensorList.of(s) for s in batch.states)
+        return self._rule.direction(TensorList.of(w), TensorList.of(g), state, h).tensors()
+
     def move(self, part: Part, numbers: StepNumbers, deferred: bool, keep: Tensor | None) -> None:
-        given = keep is None
         for batch in self._batches(part):
-            h = _scalars(part, numbers, batch.rows)
-            w, g = _cast(batch.weights, part.kind.compute), _cast(batch.grads, part.kind.compute)
-            state = tuple(TensorList.of(s, given=given) for s in batch.states)
-            if deferred:
-                accumulated = self._rule.accumulate(TensorList.of(w), TensorList.of(g), state, h)
-                state = tuple(
-                    TensorList.of(new.tensors(), given=given or new is not old)
-                    for new, old in zip(accumulated, state, strict=True)
-                )
-            new_w, new_state = self._rule.move(TensorList.of(w, given=given), TensorList.of(g), state, h)
-            _store((batch.weights, *batch.states), (new_w, *new_state), keep)
+            if deferred or keep is not None or not self._torch_moves(part, numbers, batch):
+                self._move(part, batch, _scalars(part, numbers, batch.rows), deferred, keep)
             if batch.mirrors:
                 torch._foreach_copy_(batch.mirrors, batch.weights)
+            batch.directions = None
         self._cut = None
+
+    def _move(self, part: Part, batch: Batch, h: Scalars, deferred: bool, keep: Tensor | None) -> None:
+        given = keep is None
+        w, g = _cast(batch.weights, part.kind.compute), _cast(batch.grads, part.kind.compute)
+        weights, grads = TensorList.of(w, given=given), TensorList.of(g)
+        state = tuple(TensorList.of(s, given=given) for s in batch.states)
+        if deferred:
+            accumulated = self._rule.accumulate(weights, grads, state, h)
+            state = tuple(
+                TensorList.of(new.tensors(), given=given or new is not old)
+                for new, old in zip(accumulated, state, strict=True)
+            )
+        x = batch.directions
+        direction = self._rule.direction(weights, grads, state, h) if x is None else TensorList.of(x)
+        new_w, new_state = self._rule.move(weights, grads, direction, state, h)
+        _store((batch.weights, *batch.states), (new_w, *new_state), keep)
+
+    def _torch_directions(self, part: Part, numbers: StepNumbers, batch: Batch) -> Tensors | None:
+        if not _fits_torch_kernels(part):
+            return None
+        directions = []
+        for row, w, g, *state in zip(batch.rows, batch.weights, batch.grads, *batch.states, strict=True):
+            x = self._rule.torch_direction(w, g, tuple(state), numbers.at(part.positions[row]))
+            if x is None:
+                return None  # for the first row as for all: it depends on what the rows have in common
+            directions.append(x)
+        return directions
+
+    def _torch_moves(self, part: Part, numbers: StepNumbers, batch: Batch) -> bool:
+        if not _fits_torch_kernels(part) or len(batch.rows) > 1:
+            return False
+        (row,), (w,), (g,) = batch.rows, batch.weights, batch.grads
+        state = tuple(s[0] for s in batch.states)
+        if not self._rule.torch_move(w, g, state, numbers.at(part.positions[row])):
+            return False
+        torch.autograd.graph.increment_version(w)  # torch's fused SGD leaves it out
+        return True
 
     def _batches(self, part: Part) -> list[Batch]:
         """``part`` cut up; kept from `measure` to `move`."""
         if self._cut is None or self._cut[0] is not part:
             self._cut = (part, cut(part, _piece_size(part)))
         return self._cut[1]
+
+
+def _fits_torch_kernels(part: Part) -> bool:
+    kind = part.kind
+    return kind.device.type == "cpu" and kind.weight == kind.grad == kind.compute
+
+
+def _split(part: Part, sizes: list[int], room: int) -> Iterator[Part]:
+    """``part`` in waves of at most ``room`` elements, whose directions may be kept; larger tensors go alone."""
+    rows: list[int] = []
+    taken = 0
+    for row, size in enumerate(sizes):
+        if size > room:
+            yield part.subset([row], keeps_directions=False)
+            continue
+        if taken + size > room:
+            yield part.subset(rows, keeps_directions=True)
+            rows, taken = [], 0
+        rows.append(row)
+        taken += size
+    if rows:
+        yield part.subset(rows, keeps_directions=True)
 
 
 def cut(part: Part, piece_size: int) -> list[Batch]:
@@ -134,14 +199,7 @@ def _cast(tensors: Tensors, dtype: torch.dtype) -> Tensors:
 
 
 def _scalars(part: Part, numbers: StepNumbers, rows: list[int]) -> Scalars:
-    """The rows' scalars, each a float if it is one float for all of them, else a list."""
-    scalars = Scalars()
-    for name in numbers.on_device:
-        values: list[Any] = numbers.values(name)
-        picked = [values[part.positions[row]] for row in rows]
-        single = isinstance(picked[0], float) and all(value == picked[0] for value in picked)
-        setattr(scalars, name, picked[0] if single else picked)
-    return scalars
+    return numbers.over([part.positions[row] for row in rows])
 
 
 def _store(targets: Sequence[Tensors], values: Sequence[TensorList], keep: Tensor | None) -> None:

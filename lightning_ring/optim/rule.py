@@ -57,7 +57,20 @@ class Rule(Protocol):
 
     @staticmethod
     def move(
-        w: Operand, g: Operand, state: tuple[Operand, ...], h: Scalars
+        w: Operand, g: Operand, x: Operand, state: tuple[Operand, ...], h: Scalars
     ) -> tuple[Operand, tuple[Operand, ...]]:
-        """New weights and state; ``h`` holds `scalars` and `rates`."""
+        """New weights and state; ``x`` is the `direction`, ``h`` holds `scalars` and `rates`."""
+        ...
+
+    @staticmethod
+    def torch_direction(w: Tensor, g: Tensor, state: tuple[Tensor, ...], h: Scalars) -> Tensor | None:
+        """`accumulate` in place and `direction`, by a fused kernel that torch has for 1-D CPU tensors of one dtype.
+
+        None, with nothing done, where no such kernel fits.
+        """
+        ...
+
+    @staticmethod
+    def torch_move(w: Tensor, g: Tensor, state: tuple[Tensor, ...], h: Scalars) -> bool:
+        """`move` in place, likewise; False, with nothing done, where no such kernel fits."""
         ...

@@ -20,6 +20,10 @@ from lightning_ring.optim.validation import require
 class Runner(Protocol):
     """One way to run a `Rule` over the parameters of a `Part`."""
 
+    def waves(self, part: Part) -> list[Part]:
+        """``part``, cut up if it is better to measure and move a few parameters after another than all at once."""
+        ...
+
     def grad_square_sum(self, part: Part) -> Tensor:
         """Sum of squares of all gradients, 0-d, on the part's device."""
         ...

@@ -80,6 +80,14 @@ class TrustRatioOptimizer(Optimizer):
         """The numbers of ``group`` that `Rule.scalars` needs, with ``lr``, ``maximize`` and ``adapt`` among them."""
         raise NotImplementedError
 
+    @staticmethod
+    def torch_direction(w: Tensor, g: Tensor, state: tuple[Tensor, ...], h: Scalars) -> Tensor | None:
+        return None
+
+    @staticmethod
+    def torch_move(w: Tensor, g: Tensor, state: tuple[Tensor, ...], h: Scalars) -> bool:
+        return False
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         known = GROUP_KEYS | set(self.defaults)
         unknown = sorted(set(param_group) - known)
