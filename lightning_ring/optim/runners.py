@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
@@ -9,6 +10,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from lightning_ring.optim.compiler import require_compiler
+from lightning_ring.optim.fused_cpu import FusedCpuRunner
 from lightning_ring.optim.multi_tensor import MultiTensorRunner
 from lightning_ring.optim.numbers import StepNumbers
 from lightning_ring.optim.plain import PlainRunner
@@ -57,15 +60,31 @@ def check_options(options: RunOptions, params: Iterable[Tensor]) -> None:
     """Refuse what cannot work before the first step does.
 
     Raises:
-        ValueError: Both ``foreach`` and ``fused``; ``fused=True`` where there is no kernel or no compiler for a device.
+        ValueError: Both ``foreach`` and ``fused``, or ``fused=True`` on a device that has no kernel.
+        RuntimeError: ``fused=True`` on the CPU without a C++ compiler, or on CUDA without Triton.
     """
     require(not (options.foreach and options.fused), "foreach=True and fused=True: choose one of them")
+    if options.fused:
+        for device in {param.device for param in params}:
+            require(
+                device.type in ("cpu", "cuda"),
+                f"fused=True has kernels for cpu and cuda, found a parameter on {device}; leave fused=None",
+            )
+            if device.type == "cpu" and not interpreting_triton():
+                require_compiler()
+
+
+def interpreting_triton() -> bool:
+    """Whether the fused way means Triton on the CPU too: under Triton's interpreter, for checking its kernels."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def way_to_run(options: RunOptions, kind: Kind) -> str:
     """``"plain"``, ``"foreach"`` or ``"fused"``."""
     if not kind.flat or torch.compiler.is_compiling():
         return "plain"
+    if options.fused:
+        return "fused"
     if options.foreach or (options.foreach is None and options.fused is None):
         return "foreach"
     return "plain"
@@ -74,4 +93,6 @@ def way_to_run(options: RunOptions, kind: Kind) -> str:
 def make_runner(way: str, device_type: str, rule: Rule) -> Runner:
     if way == "foreach":
         return MultiTensorRunner(rule)
+    if way == "fused":
+        return FusedCpuRunner(rule)
     return PlainRunner(rule)
