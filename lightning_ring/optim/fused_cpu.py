@@ -84,11 +84,11 @@ class FusedCpuRunner:
         return self._chunks[sizes]
 
 
-_sources: dict[tuple[int, Kind, bool], str] = {}
+_sources: dict[tuple[Rule, Kind, bool], str] = {}
 
 
 def _source(rule: Rule, kind: Kind, deferred: bool) -> str:
-    key = (id(rule), kind, deferred)
+    key = (rule, kind, deferred)
     if key not in _sources:
         _sources[key] = source(rule, kind.weight, kind.grad, kind.compute, kind.mirror, deferred)
     return _sources[key]

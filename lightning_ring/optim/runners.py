@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_ring.optim.compiler import require_compiler
 from lightning_ring.optim.fused_cpu import FusedCpuRunner
+from lightning_ring.optim.fused_cuda import FusedCudaRunner, triton_is_here
 from lightning_ring.optim.multi_tensor import MultiTensorRunner
 from lightning_ring.optim.numbers import StepNumbers
 from lightning_ring.optim.plain import PlainRunner
@@ -70,7 +71,10 @@ def check_options(options: RunOptions, params: Iterable[Tensor]) -> None:
                 device.type in ("cpu", "cuda"),
                 f"fused=True has kernels for cpu and cuda, found a parameter on {device}; leave fused=None",
             )
-            if device.type == "cpu" and not interpreting_triton():
+            if device.type == "cuda" or interpreting_triton():
+                if not triton_is_here():
+                    raise RuntimeError("fused=True on CUDA needs Triton: install triton, or leave fused=None")
+            else:
                 require_compiler()
 
 
@@ -85,8 +89,10 @@ def way_to_run(options: RunOptions, kind: Kind) -> str:
         return "plain"
     if options.fused:
         return "fused"
-    if options.foreach or (options.foreach is None and options.fused is None):
+    if options.foreach:
         return "foreach"
+    if options.foreach is None and options.fused is None:
+        return "fused" if kind.device.type == "cuda" and triton_is_here() else "foreach"
     return "plain"
 
 
@@ -94,5 +100,5 @@ def make_runner(way: str, device_type: str, rule: Rule) -> Runner:
     if way == "foreach":
         return MultiTensorRunner(rule)
     if way == "fused":
-        return FusedCpuRunner(rule)
+        return FusedCudaRunner(rule) if device_type == "cuda" or interpreting_triton() else FusedCpuRunner(rule)
     return PlainRunner(rule)
