@@ -218,8 +218,6 @@ class TrustRatioOptimizer(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         load_precisely(self, state_dict, super().load_state_dict)
-        for group in self.param_groups:
-            self.check_group(group)
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"options": self.options, "_skipped": self._skipped}
