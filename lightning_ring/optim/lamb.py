@@ -123,6 +123,9 @@ class LAMB(TrustRatioOptimizer):
             decay=h.weight_decay,
             lr=h.lr,
             trust_clip=h.trust_clip,
+            grad_scale=grad_scale,
+            eps=h.eps,
+            correction_step=torch.where(h.bias_correction != 0, step, torch.inf),  # 1 - beta ** inf = 1
         )
 
     @staticmethod
@@ -144,6 +147,30 @@ class LAMB(TrustRatioOptimizer):
         return Scalars(rate=h.lr * ratio)
 
     @staticmethod
-    def move(w: Operand, g: Operand, state: tuple[Operand, ...], h: Scalars) -> tuple[Operand, tuple[Operand, ...]]:
-        u = LAMB.direction(w, g, state, h)
-        return w - h.rate * u, state
+    def move(
+        w: Operand, g: Operand, x: Operand, state: tuple[Operand, ...], h: Scalars
+    ) -> tuple[Operand, tuple[Operand, ...]]:
+        return w - h.rate * x, state
+
+    @staticmethod
+    def torch_direction(w: Tensor, g: Tensor, state: tuple[Tensor, ...], h: Scalars) -> Tensor | None:
+        # Adam's step at learning rate -1 adds its direction to what it takes for the weights.
+        if abs(h.grad_scale) != 1:
+            return None
+        x = w * h.decay
+        torch._fused_adam_(
+            [x],
+            [g],
+            [state[0]],
+            [state[1]],
+            [],
+            [torch.tensor(h.correction_step)],
+            lr=-1.0,
+            beta1=h.beta1,
+            beta2=h.beta2,
+            weight_decay=0.0,
+            eps=h.eps,
+            amsgrad=False,
+            maximize=h.grad_scale < 0,
+        )
+        return x

@@ -140,8 +140,35 @@ class LARS(TrustRatioOptimizer):
         return Scalars(gain=gain, beside=h.straight * gain)
 
     @staticmethod
-    def move(w: Operand, g: Operand, state: tuple[Operand, ...], h: Scalars) -> tuple[Operand, tuple[Operand, ...]]:
+    def move(
+        w: Operand, g: Operand, x: Operand, state: tuple[Operand, ...], h: Scalars
+    ) -> tuple[Operand, tuple[Operand, ...]]:
         (v,) = state
         decayed = h.grad_scale * g + h.decay * w
         v = h.momentum * v + h.gain * decayed
         return w - h.ahead * v - h.beside * decayed, (v,)
+
+    @staticmethod
+    def torch_direction(w: Tensor, g: Tensor, state: tuple[Tensor, ...], h: Scalars) -> Tensor | None:
+        return g if abs(h.grad_scale) == 1 else None  # only its norm is looked at
+
+    @staticmethod
+    def torch_move(w: Tensor, g: Tensor, state: tuple[Tensor, ...], h: Scalars) -> bool:
+        # SGD's v = momentum * v + (1 - dampening) * (g + wd * w), w -= lr * v, with gain for 1 - dampening, as far as
+        # 1 - (1 - gain) is gain to the precision of the weights.
+        smallest = 1e-2 if w.dtype == torch.float64 else 1e-7
+        if h.beside != 0 or abs(h.grad_scale) != 1 or not h.gain > smallest:
+            return False
+        torch._fused_sgd_(
+            [w],
+            [g],
+            list(state),
+            weight_decay=h.decay,
+            momentum=h.momentum,
+            lr=h.ahead,
+            dampening=1 - h.gain,
+            nesterov=False,
+            maximize=h.grad_scale < 0,
+            is_first_step=False,
+        )
+        return True

@@ -20,6 +20,8 @@ class StepNumbers:
         self.on_device = on_device
         self._on_host = on_host
         self._lists: dict[str, list[float] | list[Tensor]] = {}
+        self._uniform = {name: v[0] for name in on_host if (v := self.values(name)).count(v[0]) == len(v)}
+        self._at: dict[int, Scalars] = {}
 
     def values(self, name: str) -> list[float] | list[Tensor]:
         """One float for each parameter, or one 0-d tensor where the value is known on the device only."""
@@ -30,12 +32,28 @@ class StepNumbers:
 
     def at(self, position: int) -> Scalars:
         """The scalars of the parameter at ``position``."""
-        return Scalars(**{name: self.values(name)[position] for name in self.on_device})
+        found = self._at.get(position)
+        if found is None:
+            found = self._at[position] = Scalars(**{name: self.values(name)[position] for name in self.on_device})
+        return found
+
+    def over(self, positions: list[int]) -> Scalars:
+        """The scalars of several parameters: a float where it is the same for all parameters, else a list."""
+        if len(positions) == 1:
+            first = self.at(positions[0])
+            return Scalars(**{name: v if isinstance(v, float) else [v] for name, v in vars(first).items()})
+        scalars = Scalars()
+        for name in self.on_device:
+            uniform = self._uniform.get(name)
+            setattr(scalars, name, [self.values(name)[p] for p in positions] if uniform is None else uniform)
+        return scalars
 
     def extended(self, further: Scalars) -> StepNumbers:
         """These vectors and ``further`` ones, which live on the device."""
-        numbers = StepNumbers(self.on_device | vars(further), dict(self._on_host))
+        numbers = StepNumbers(self.on_device | vars(further), {})
+        numbers._on_host = dict(self._on_host)
         numbers._lists = dict(self._lists)
+        numbers._uniform = self._uniform
         if all(v.device.type == "cpu" for v in vars(further).values()) and not torch.compiler.is_compiling():
             numbers._on_host.update(vars(further))
         return numbers

@@ -20,6 +20,9 @@ class PlainRunner:
     def __init__(self, rule: Rule) -> None:
         self._rule = rule
 
+    def waves(self, part: Part) -> list[Part]:
+        return [part]
+
     def grad_square_sum(self, part: Part) -> Tensor:
         return torch.stack([square_sum(grad.to(part.kind.compute)) for grad in part.grads]).sum()
 
@@ -41,7 +44,8 @@ class PlainRunner:
             h, state = numbers.at(position), part.states[i]
             w, g = part.weights[i].to(part.kind.compute), part.grads[i].to(part.kind.compute)
             new_state = self._rule.accumulate(w, g, state, h) if deferred else state
-            new_w, new_state = self._rule.move(w, g, new_state, h)
+            x = self._rule.direction(w, g, new_state, h)
+            new_w, new_state = self._rule.move(w, g, x, new_state, h)
             _store((part.weights[i], *state), (new_w, *new_state), keep)
             if part.mirrors:
                 _store((part.mirrors[i],), (part.weights[i],), keep)

@@ -49,6 +49,12 @@ class Part:
     grads: list[Tensor] = field(default_factory=list)
     states: list[tuple[Tensor, ...]] = field(default_factory=list)
     mirrors: list[Tensor] = field(default_factory=list)
+    keeps_directions: bool = False  # small enough that a runner may keep the directions from measuring to moving
+
+    def subset(self, rows: list[int], keeps_directions: bool) -> Part:
+        picked = [[column[row] for row in rows] for column in (self.positions, self.weights, self.grads, self.states)]
+        mirrors = [self.mirrors[row] for row in rows] if self.mirrors else []
+        return Part(self.kind, *picked, mirrors, keeps_directions)  # type: ignore[arg-type]
 
 
 class Roster:

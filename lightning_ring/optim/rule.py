@@ -17,8 +17,8 @@ class Rule(Protocol):
     ``accumulate``, `direction` and `move` are elementwise and use only ``+ - * /`` and ``.sqrt()``, so that the same
     lines run on a `Tensor` (plain), on a `TensorList` (multi-tensor), and on a `Symbol`, which writes them down as the
     body of a C++ or Triton kernel. A step is: ``state = accumulate(...)``, ``x = direction(...)``; the sums of squares
-    of ``w`` and ``x`` (over ranks, if the parameter is cut) give the trust ratio; then `move`. The left operand of an
-    operator must not be used again after it unless it is an argument of the method: a `TensorList` works in its memory.
+    of ``w`` and ``x`` (over ranks, if the parameter is cut) give the trust ratio; then `move`. A `TensorList` works in
+    the memory of its left operands: use no temporary again after it was one, and no ``w`` or state after ``+`` or ``-``.
     """
 
     state_names: tuple[str, ...]
@@ -56,6 +56,21 @@ class Rule(Protocol):
         ...
 
     @staticmethod
-    def move(w: Operand, g: Operand, state: tuple[Operand, ...], h: Scalars) -> tuple[Operand, tuple[Operand, ...]]:
-        """New weights and state; ``h`` holds `scalars` and `rates`."""
+    def move(
+        w: Operand, g: Operand, x: Operand, state: tuple[Operand, ...], h: Scalars
+    ) -> tuple[Operand, tuple[Operand, ...]]:
+        """New weights and state; ``x`` is the `direction`, ``h`` holds `scalars` and `rates`."""
+        ...
+
+    @staticmethod
+    def torch_direction(w: Tensor, g: Tensor, state: tuple[Tensor, ...], h: Scalars) -> Tensor | None:
+        """`accumulate` in place and `direction`, by a fused kernel that torch has for 1-D CPU tensors of one dtype.
+
+        None, with nothing done, where no such kernel fits.
+        """
+        ...
+
+    @staticmethod
+    def torch_move(w: Tensor, g: Tensor, state: tuple[Tensor, ...], h: Scalars) -> bool:
+        """`move` in place, likewise; False, with nothing done, where no such kernel fits."""
         ...

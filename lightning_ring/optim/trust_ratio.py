@@ -80,6 +80,14 @@ class TrustRatioOptimizer(Optimizer):
         """The numbers of ``group`` that `Rule.scalars` needs, with ``lr``, ``maximize`` and ``adapt`` among them."""
         raise NotImplementedError
 
+    @staticmethod
+    def torch_direction(w: Tensor, g: Tensor, state: tuple[Tensor, ...], h: Scalars) -> Tensor | None:
+        return None
+
+    @staticmethod
+    def torch_move(w: Tensor, g: Tensor, state: tuple[Tensor, ...], h: Scalars) -> bool:
+        return False
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         known = GROUP_KEYS | set(self.defaults)
         unknown = sorted(set(param_group) - known)
@@ -210,8 +218,6 @@ class TrustRatioOptimizer(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         load_precisely(self, state_dict, super().load_state_dict)
-        for group in self.param_groups:
-            self.check_group(group)
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"options": self.options, "_skipped": self._skipped}

@@ -35,24 +35,49 @@ def update(
     h = _per_parameter(hyperparameters, roster, on_device=clip is not None or options.capturable)
     numbers = _numbers(rule, h, step, clip, roster.device)
 
-    deferred = options.skip_nonfinite
-    sums = _measure(roster, runs, numbers, deferred)
-    if norm_all_reduce is not None:
-        sums = _sum_over_ranks(sums, norm_all_reduce)
-    keep: Tensor | None = None
-    if deferred:
-        keep = sums[2].sum() == 0
-        if keep.device.type == "cpu" and not torch.compiler.is_compiling():
-            if not keep:
-                return False
-            keep = None
+    sums = torch.zeros(3, len(roster.params), dtype=roster.ratios.dtype, device=roster.device)
+    adapt = h.adapt.to(roster.device) != 0
+    keep: Tensor | bool = True
+    if norm_all_reduce is None and not options.skip_nonfinite:
+        for wave in [[(runner, wave)] for runner, part in runs for wave in runner.waves(part)]:
+            _measure(roster, wave, numbers, False, sums)
+            ratio = _move(rule, wave, numbers, sums, adapt, False, None)
+    else:
+        deferred = options.skip_nonfinite
+        _measure(roster, runs, numbers, deferred, sums)
+        if norm_all_reduce is not None:
+            sums = _sum_over_ranks(sums, norm_all_reduce)
+        if deferred:
+            keep = _as_host_bool(sums[2].sum() == 0)
+        if keep is False:
+            return False
+        ratio = _move(rule, runs, numbers, sums, adapt, deferred, None if keep is True else keep)
+    _commit(roster, ratio, step, active, None if keep is True else keep)
+    return keep
 
-    ratio = _trust_ratio(rule, sums, numbers, h.adapt.to(roster.device))
-    numbers = numbers.extended(rule.rates(ratio, Scalars(**numbers.on_device)))
+
+def _move(
+    rule: Rule,
+    runs: list[Run],
+    numbers: StepNumbers,
+    sums: Tensor,
+    adapt: Tensor,
+    deferred: bool,
+    keep: Tensor | None,
+) -> Tensor:
+    """Move the parameters of ``runs`` by the trust ratios that follow from ``sums``; returns all ratios."""
+    w_norm, norm = sums[0].sqrt(), sums[1].sqrt()
+    known = Scalars(**numbers.on_device)
+    ratio = torch.where((w_norm > 0) & (norm > 0) & adapt, rule.trust_ratio(w_norm, norm, known), 1.0)
+    numbers = numbers.extended(rule.rates(ratio, known))
     for runner, part in runs:
         runner.move(part, numbers, deferred, keep)
-    _commit(roster, ratio, step, active, keep)
-    return True if keep is None else keep
+    return ratio
+
+
+def _as_host_bool(flag: Tensor) -> Tensor | bool:
+    """``flag``'s value where reading it does not wait for a device."""
+    return bool(flag) if flag.device.type == "cpu" and not torch.compiler.is_compiling() else flag
 
 
 def _active(roster: Roster, runs: list[Run]) -> Tensor | None:
@@ -105,16 +130,11 @@ def _clip_divisor(
     return (squares[0].sqrt() / max_grad_norm).clamp(min=1)
 
 
-def _measure(roster: Roster, runs: list[Run], numbers: StepNumbers, deferred: bool) -> Tensor:
-    """Sums over each parameter, shape [3, parameters]; see `Runner.measure`."""
-    if len(runs) == 1 and len(runs[0][1].positions) == len(roster.params):
-        runner, part = runs[0]
-        return runner.measure(part, numbers, deferred)
-    sums = torch.zeros(3, len(roster.params), dtype=roster.ratios.dtype, device=roster.device)
+def _measure(roster: Roster, runs: list[Run], numbers: StepNumbers, deferred: bool, sums: Tensor) -> None:
+    """Fill in ``sums`` over each parameter, shape [3, parameters]; see `Runner.measure`."""
     for runner, part in runs:
         part_sums = runner.measure(part, numbers, deferred)
         sums.index_copy_(1, roster.index(part.positions), part_sums.to(roster.device, sums.dtype))
-    return sums
 
 
 def _sum_over_ranks(sums: Tensor, norm_all_reduce: NormAllReduce) -> Tensor:
@@ -129,12 +149,6 @@ def _reduce(vector: Tensor, norm_all_reduce: NormAllReduce | None) -> Tensor:
         return vector
     returned = norm_all_reduce(vector)
     return vector if returned is None else returned
-
-
-def _trust_ratio(rule: Rule, sums: Tensor, numbers: StepNumbers, adapt: Tensor) -> Tensor:
-    w_norm, norm = sums[0].sqrt(), sums[1].sqrt()
-    adapts = (w_norm > 0) & (norm > 0) & (adapt != 0)
-    return torch.where(adapts, rule.trust_ratio(w_norm, norm, Scalars(**numbers.on_device)), 1.0)
 
 
 def _commit(roster: Roster, ratio: Tensor, step: Tensor | None, active: Tensor | None, keep: Tensor | None) -> None:
