@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from functools import partial
 
 import lightning as L
 import torch.nn.functional as F
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics import MeanMetric, SumMetric
+
+from lightning_ring.optim import exclude_bias_and_norm
+from lightning_ring.schedules import WarmupLR
 
 
 class Classifier(L.LightningModule):
@@ -18,16 +21,16 @@ class Classifier(L.LightningModule):
 
     Args:
         network: Module from images ``[batch, channels, height, width]`` to logits ``[batch, num_classes]``.
-        optimizer: Called with the parameters.
-        schedule: Called with the optimizer and the number of optimizer steps of the whole run; it steps once per
-            optimizer step. None keeps the learning rate constant.
+        optimizer: Called with parameter groups, in which biases and normalization layers have no weight decay.
+        schedule: Called with ``total``, the number of optimizer steps of the whole run; gives a function from step to
+            factor, as those in `lightning_ring.schedules`. None keeps the learning rate constant.
     """
 
     def __init__(
         self,
         network: nn.Module,
-        optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
-        schedule: Callable[[Optimizer, int], LRScheduler] | None = None,
+        optimizer: partial[Optimizer],
+        schedule: Callable[..., Callable[[int], float]] | None = None,
     ) -> None:
         super().__init__()
         self.network = network
@@ -70,10 +73,11 @@ class Classifier(L.LightningModule):
         self.log(f"{stage}/accuracy", correct, on_step=False, on_epoch=True, prog_bar=True)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        optimizer = self.optimizer(self.parameters())
+        weight_decay = self.optimizer.keywords.get("weight_decay", 0.0)
+        optimizer = self.optimizer(exclude_bias_and_norm(self.network, weight_decay))
         if self.schedule is None:
             return optimizer
-        scheduler = self.schedule(optimizer, int(self.trainer.estimated_stepping_batches))
+        scheduler = WarmupLR(optimizer, self.schedule(total=int(self.trainer.estimated_stepping_batches)))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 

@@ -87,10 +87,15 @@ def main() -> None:
     folder_made = False
 
     @hydra.main(version_base="1.3", config_path="../configs", config_name="train")
-    def run(config: DictConfig) -> dict[str, float]:
+    def run(config: DictConfig) -> dict[str, float] | None:
         nonlocal folder_made
         folder_made = True
-        return train(config)
+        try:
+            return train(config)
+        except SystemExit as end:  # the process that started the ranks, when they are done
+            if end.code:
+                raise
+            return None  # so that a sweep goes on
 
     try:
         run()

@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any
@@ -17,10 +18,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_ring.optim import exclude_bias_and_norm
+from lightning_ring.schedules import WarmupLR, linear_scaled_lr, sqrt_scaled_lr, warmup_poly
 from recipes.models.cnn import small_cnn
 from recipes.study.augment import Images, augmented_digits
 
-SCALINGS = {"none": lambda factor: 1.0, "linear": lambda factor: factor, "sqrt": math.sqrt}
+SCALINGS: dict[str, Callable[[float, int, int], float]] = {
+    "none": lambda base_lr, batch_size, base_batch_size: base_lr,
+    "linear": linear_scaled_lr,
+    "sqrt": sqrt_scaled_lr,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +66,7 @@ class Run:
     part: str
 
     def lr(self, settings: Settings) -> float:
-        return self.base_lr * SCALINGS[self.method.scaling](self.batch_size / settings.base_batch_size)
+        return SCALINGS[self.method.scaling](self.base_lr, self.batch_size, settings.base_batch_size)
 
     def key(self, settings: Settings) -> str:
         """Equal for runs that would do the same, whatever they are called: batch 32 needs no scaling, for instance."""
@@ -100,12 +106,10 @@ def execute(run: Run, settings: Settings) -> dict[str, Any]:
 def fit(network: nn.Module, train: Images, run: Run, settings: Settings) -> tuple[int, float]:
     """Number of steps of the whole run, and the last epoch's mean loss; stops after an epoch without finite loss."""
     steps_per_epoch = len(train.labels) // run.batch_size
-    total = steps_per_epoch * settings.epochs
     groups = exclude_bias_and_norm(network, settings.weight_decay)
     optimizer: Optimizer = instantiate(run.method.optimizer)(groups, lr=run.lr(settings))
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: warmup_poly(step, total, run.method.warmup_epochs * steps_per_epoch)
-    )
+    factor = warmup_poly(settings.epochs, run.method.warmup_epochs, steps_per_epoch=steps_per_epoch)
+    schedule = WarmupLR(optimizer, factor)
     images = train.images.to(memory_format=torch.channels_last)
     generator = torch.Generator().manual_seed(run.seed)
     network.train()
@@ -123,14 +127,7 @@ def fit(network: nn.Module, train: Images, run: Run, settings: Settings) -> tupl
         mean = losses.item() / steps_per_epoch
         if not math.isfinite(mean):
             break
-    return total, mean
-
-
-def warmup_poly(step: int, total: int, warmup: float) -> float:
-    """Factor of the learning rate: linear up to 1 over ``warmup`` steps, then down as the square of what is left."""
-    if step < warmup:
-        return (step + 1) / warmup if warmup >= 1 else 1.0
-    return (1 - (step - warmup) / (total - warmup)) ** 2 if step < total else 0.0
+    return steps_per_epoch * settings.epochs, mean
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import recipes.train
 from tests.launch import ROOT
@@ -33,8 +34,6 @@ def test_every_experiment_can_be_built(experiment, composed):
     assert isinstance(model, L.LightningModule)
     assert isinstance(trainer, L.Trainer)
     assert isinstance(data, L.LightningDataModule)
-    optimizer = instantiate(config.optimizer)(model.parameters())
-    assert optimizer.param_groups[0]["lr"] == config.optimizer.lr
     data.setup("fit")
     images, labels = next(iter(data.train_dataloader()))
     assert len(images) == config.data.batch_size
@@ -42,25 +41,19 @@ def test_every_experiment_can_be_built(experiment, composed):
 
 
 @pytest.mark.parametrize("optimizer", options("optimizer"))
-def test_every_optimizer_takes_a_step(optimizer, composed):
-    weight = torch.nn.Parameter(torch.ones(3, 3))
-    stepped = instantiate(composed(f"optimizer={optimizer}").optimizer)([weight])
-    weight.grad = torch.ones(3, 3)
-    stepped.step()
-    assert (weight < 1).all()
-
-
 @pytest.mark.parametrize("schedule", options("schedule"))
-def test_every_schedule_ends_lower_than_it_peaks(schedule, composed):
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
-    scheduler = instantiate(composed(f"schedule={schedule}").schedule)(optimizer, 20)
-    rates = []
-    for _ in range(20):
-        rates.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        scheduler.step()
-    assert max(rates) == pytest.approx(1.0)
-    assert 0 <= rates[-1] < 0.1
+def test_every_optimizer_learns_under_every_schedule(optimizer, schedule, composed):
+    """From the learning rate of its file at the peak down to almost none; biases and BatchNorm do not decay."""
+    config = composed("experiment=debug", f"optimizer={optimizer}", f"schedule={schedule}", "trainer.max_epochs=3")
+    config.trainer.limit_train_batches = 1.0
+    result = recipes.train.train(config)
+    assert result["test/accuracy"] > 0.8
+    logs = EventAccumulator(HydraConfig.get().runtime.output_dir)
+    logs.Reload()
+    (tag,) = {tag for tag in logs.Tags()["scalars"] if tag.startswith("lr-") and tag.endswith("pg1")}
+    rates = [event.value for event in logs.Scalars(tag)]
+    assert max(rates) == pytest.approx(config.optimizer.lr, rel=0.02)
+    assert rates[-1] < 0.01 * max(rates)
 
 
 def test_default_is_the_digits_experiment(composed):

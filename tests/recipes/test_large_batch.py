@@ -16,7 +16,7 @@ from recipes.large_batch import best, study
 from recipes.study.augment import augmented_digits
 from recipes.study.record import read
 from recipes.study.report import Cell, table
-from recipes.study.run import Method, Run, Settings, warmup_poly
+from recipes.study.run import Method, Run, Settings
 from tests.launch import ROOT, run
 
 SETTINGS = Settings(epochs=1, copies=1, base_batch_size=32, weight_decay=0.0, widths=(4, 4))
@@ -83,11 +83,11 @@ def test_whole_study_writes_its_report_and_goes_on_where_it_stopped(tmp_path, ca
 
 def test_processes_give_what_one_gives(tmp_path):
     """Through the command line: spawned workers must find the code, and results may not depend on who computed them."""
-    arguments = [*TINY, "batch_sizes=[256]", "seeds=[1]", "hydra.run.dir=" + str(tmp_path / "two"), "workers=2"]
+    arguments = [*TINY, "batch_sizes=[256]", "hydra.run.dir=" + str(tmp_path / "two"), "workers=2"]
     result = run([sys.executable, str(ROOT / "recipes" / "large_batch.py"), *arguments], timeout=120)
     assert result.returncode == 0, result.stdout
     (tmp_path / "one").mkdir()
-    cells = study(compose_study(*TINY, "batch_sizes=[256]", "seeds=[1]"), tmp_path / "one")
+    cells = study(compose_study(*TINY, "batch_sizes=[256]"), tmp_path / "one")
     assert (tmp_path / "two" / "large_batch.md").read_text() == table(cells)
 
 
@@ -128,14 +128,6 @@ def test_best_is_by_validation_then_by_loss():
         for run, (accuracy, loss) in zip(runs, outcomes, strict=True)
     }
     assert best(runs, SETTINGS, results).base_lr == 0.2
-
-
-def test_schedule_warms_up_and_ends_at_zero():
-    factors = [warmup_poly(step, total=10, warmup=4) for step in range(11)]
-    assert factors[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
-    assert factors[7] == pytest.approx(0.25)
-    assert factors[10] == 0
-    assert warmup_poly(0, total=10, warmup=0) == 1.0
 
 
 def test_table_reads_as_expected():
