@@ -35,7 +35,8 @@ class ExactSampler(DistributedSampler):
     def __init__(self, dataset: Dataset, num_replicas: int, rank: int) -> None:
         super().__init__(dataset, num_replicas=num_replicas, rank=rank, shuffle=False)
         assert isinstance(dataset, Sized)
-        self._indices = range(rank, len(dataset), num_replicas)
+        self.indices = range(rank, len(dataset), num_replicas)
+        self.num_samples, self.total_size = len(self.indices), len(dataset)  # nothing repeated, nothing dropped
         if len(dataset) < num_replicas:
             raise ConfigurationError(
                 f"{len(dataset)} images cannot be evaluated on {num_replicas} ranks: each needs at least one. "
@@ -43,10 +44,10 @@ class ExactSampler(DistributedSampler):
             )
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self._indices)
+        return iter(self.indices)
 
     def __len__(self) -> int:
-        return len(self._indices)
+        return len(self.indices)
 
 
 def even_batch_size(num_samples: int, world_size: int, batch_size: int) -> int:

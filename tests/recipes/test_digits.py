@@ -97,6 +97,7 @@ def test_ranks_have_equally_many_evaluation_batches(num_samples, world_size):
         size = even_batch_size(num_samples, world_size, batch_size)
         shares = [len(ExactSampler(range(num_samples), world_size, rank)) for rank in range(world_size)]
         assert size >= batch_size
+        assert sum(shares) == num_samples == ExactSampler(range(num_samples), world_size, 0).total_size
         assert len({-(-share // size) for share in shares}) == 1
 
 
