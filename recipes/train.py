@@ -48,6 +48,8 @@ def train(config: DictConfig) -> dict[str, float]:
     """One run: fit, then test the best checkpoint (the last weights where there is none). Returns the test metrics."""
     import lightning as L  # here, because it takes seconds for which --help need not wait
 
+    from lightning.pytorch.callbacks import LambdaCallback
+
     from lightning_ring.monitor import widen_terminal
 
     widen_terminal()
@@ -57,9 +59,9 @@ def train(config: DictConfig) -> dict[str, float]:
     callbacks = [instantiate(callback) for callback in config.callbacks.values() if callback]
     logger = instantiate(config.logger) or False
     strategy = instantiate(config.strategy)
+    # A callback, because the process that only starts the ranks must not open a log.
+    callbacks.append(LambdaCallback(on_fit_start=lambda trainer, _: log_configuration(trainer, config)))
     trainer = instantiate(config.trainer, strategy=strategy, logger=logger, callbacks=callbacks)
-    for run_logger in trainer.loggers:
-        run_logger.log_hyperparams(OmegaConf.to_container(config, resolve=True))
 
     start = time.perf_counter()
     trainer.fit(model, data, ckpt_path=config.ckpt_path)
@@ -69,6 +71,11 @@ def train(config: DictConfig) -> dict[str, float]:
     if trainer.is_global_zero:
         report(metrics, trainer, seconds)
     return {name: float(value) for name, value in metrics.items()}
+
+
+def log_configuration(trainer: Any, config: DictConfig) -> None:
+    for logger in trainer.loggers:
+        logger.log_hyperparams(OmegaConf.to_container(config, resolve=True))
 
 
 def report(metrics: dict[str, Any], trainer: Any, seconds: float) -> None:

@@ -68,7 +68,7 @@ def test_whole_study_writes_its_report_and_goes_on_where_it_stopped(tmp_path, ca
         (label, size) for label in (node["label"] for node in compose_study()["methods"].values()) for size in (32, 256)
     ]
     assert all(len(cell.accuracies) == 2 for cell in cells)
-    assert {cell.batch_size: cell.steps for cell in cells} == {32: 1294 // 32 * 3, 256: 1294 // 256 * 3}
+    assert {cell.batch_size: cell.steps for cell in cells} == {32: 1295 // 32 * 3, 256: 1295 // 256 * 3}
     assert (tmp_path / "large_batch.md").read_text() == table(cells)
     assert (tmp_path / "large_batch.png").read_bytes()[1:4] == b"PNG"
 
