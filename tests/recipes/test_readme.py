@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import subprocess
 
@@ -9,6 +10,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 import lightning_ring.errors
+from lightning_ring import RingStrategy
 from tests.launch import ROOT
 
 README = (ROOT / "README.md").read_text()
@@ -36,6 +38,15 @@ def test_recipe_commands_compose(line):
     overrides = [word.partition(",")[0] for word in line.split() if not word.startswith("-")]
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
         assert compose("train", overrides=overrides).name
+
+
+def test_argument_table_is_the_strategys():
+    table = README.split("### Arguments")[1].split("\n#")[0]
+    documented = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
+    parameters = inspect.signature(RingStrategy).parameters.values()
+    assert sorted(documented) == sorted(
+        parameter.name for parameter in parameters if parameter.kind == parameter.KEYWORD_ONLY
+    )
 
 
 def test_every_error_is_explained():
