@@ -1,0 +1,48 @@
+"""Parameter groups for layer-wise optimizers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+NORMALIZATION = (
+    nn.modules.batchnorm._NormBase,  # batch and instance normalization, lazy and synchronized ones too
+    nn.LayerNorm,
+    nn.GroupNorm,
+    nn.RMSNorm,
+    nn.LocalResponseNorm,
+)
+
+
+def exclude_bias_and_norm(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Groups in which biases and normalization layers neither decay nor adapt.
+
+    The first group decays by ``weight_decay``; the second has ``weight_decay=0`` and ``adapt=False`` (MLPerf's skip
+    list for LARS). A bias is a parameter named ``bias`` or ``..._bias``; a normalization layer is one of torch's, or a
+    module whose class has "norm" in its name. Parameters come with their names, frozen ones too; a group without
+    parameters is left out.
+
+    Raises:
+        ValueError: ``module`` has no parameters.
+    """
+    decayed: list[tuple[str, nn.Parameter]] = []
+    excluded: list[tuple[str, nn.Parameter]] = []
+    seen: set[nn.Parameter] = set()
+    for module_name, part in module.named_modules():
+        is_norm = isinstance(part, NORMALIZATION) or "norm" in type(part).__name__.lower()
+        # Only the leaf of a norm-like class: a container called "NormedBlock" must not exclude its own convolutions.
+        for name, param in part.named_parameters(recurse=False):
+            if param in seen:
+                continue
+            seen.add(param)
+            is_bias = name == "bias" or name.endswith("_bias")
+            full_name = f"{module_name}.{name}" if module_name else name
+            (excluded if is_norm or is_bias else decayed).append((full_name, param))
+    if not seen:
+        raise ValueError(f"{type(module).__name__} has no parameters to optimize")
+    groups: list[dict[str, Any]] = [
+        {"params": decayed, "weight_decay": weight_decay},
+        {"params": excluded, "weight_decay": 0.0, "adapt": False},
+    ]
+    return [group for group in groups if group["params"]]

@@ -1,0 +1,176 @@
+"""LAMB: Adam's direction with a layer-wise trust ratio."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from lightning_ring.optim.rule import Operand, Scalars
+from lightning_ring.optim.runners import RunOptions
+from lightning_ring.optim.trust_ratio import TrustRatioOptimizer
+from lightning_ring.optim.update import NormAllReduce
+from lightning_ring.optim.validation import require, require_number
+
+
+class LAMB(TrustRatioOptimizer):
+    r"""Adam whose step is, for each layer, proportional to the norm of its weights.
+
+    .. math::
+        m &= \beta_1 m + (1 - \beta_1) g, \qquad v = \beta_2 v + (1 - \beta_2) g^2 \\
+        u &= \hat m / (\sqrt{\hat v} + \epsilon) + \lambda w \\
+        w &= w - \gamma \, (\lVert w \rVert / \lVert u \rVert) \, u
+
+    with :math:`\hat m = m / (1 - \beta_1^t)`, :math:`\hat v = v / (1 - \beta_2^t)`, learning rate :math:`\gamma` and
+    weight decay :math:`\lambda`. The ratio is 1 where either norm is 0 and where ``adapt`` is False. This is
+    Algorithm 2 of You et al., "Large Batch Optimization for Deep Learning" (2019, arXiv:1904.00962).
+
+    Args:
+        params: Parameters, named parameters or groups. A group may set any of the arguments down to ``adapt``;
+            `exclude_bias_and_norm` builds the usual two.
+        lr: Learning rate, a float >= 0 or a 0-d tensor.
+        betas: Decay of the first and second moment, each in [0, 1).
+        eps: >= 0, added to the root of the second moment.
+        weight_decay: >= 0.
+        bias_correction: False for the paper's version 3, which divides by no :math:`1 - \beta^t`.
+        trust_clip: Upper bound of the ratio, above 0; None for no bound.
+        maximize: Step up the gradient instead of down.
+        adapt: False for Adam with decoupled weight decay: no trust ratio.
+        max_grad_norm: Divide all gradients by ``max(norm / max_grad_norm, 1)``, where ``norm`` is the norm over all
+            groups together (NVIDIA's LAMB); None for no clipping. The gradients themselves are not changed.
+        foreach, fused, capturable, skip_nonfinite, master_weights, norm_all_reduce: See `TrustRatioOptimizer`.
+
+    Raises:
+        ValueError: A hyper-parameter out of range, a group with an unknown key, no parameters.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = LAMB(exclude_bias_and_norm(model, weight_decay=0.01), lr=1e-3)
+    """
+
+    state_names = ("exp_avg", "exp_avg_sq")
+    counts_steps = True
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        bias_correction: bool = True,
+        trust_clip: float | None = None,
+        maximize: bool = False,
+        adapt: bool = True,
+        *,
+        max_grad_norm: float | None = None,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        capturable: bool = False,
+        skip_nonfinite: bool = False,
+        master_weights: bool = False,
+        norm_all_reduce: NormAllReduce | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "bias_correction": bias_correction,
+            "trust_clip": trust_clip,
+            "maximize": maximize,
+            "adapt": adapt,
+        }
+        if max_grad_norm is not None:
+            require_number("max_grad_norm", max_grad_norm, above=0)
+        options = RunOptions(foreach, fused, capturable, skip_nonfinite, master_weights, max_grad_norm)
+        super().__init__(params, defaults, options, norm_all_reduce)
+
+    @staticmethod
+    def check_group(group: dict[str, Any]) -> None:
+        require_number("lr", group["lr"], low=0)
+        betas = group["betas"]
+        require(isinstance(betas, (tuple, list)) and len(betas) == 2, f"betas={betas!r}, expected two numbers")
+        for i, beta in enumerate(betas):
+            require_number(f"betas[{i}]", beta, low=0, below=1)
+        require_number("eps", group["eps"], low=0)
+        require_number("weight_decay", group["weight_decay"], low=0)
+        if group["trust_clip"] is not None:
+            require_number("trust_clip", group["trust_clip"], above=0)
+
+    @staticmethod
+    def hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
+        beta1, beta2 = group["betas"]
+        clip = group["trust_clip"]
+        names = ("lr", "eps", "weight_decay", "bias_correction", "maximize", "adapt")
+        derived = {"beta1": beta1, "beta2": beta2, "trust_clip": float("inf") if clip is None else clip}
+        return {name: group[name] for name in names} | derived
+
+    @staticmethod
+    def scalars(h: Scalars, step: Tensor | None, grad_scale: Tensor) -> Scalars:
+        correction1 = torch.where(h.bias_correction != 0, 1 - h.beta1**step, 1.0)
+        correction2 = torch.where(h.bias_correction != 0, 1 - h.beta2**step, 1.0)
+        # (m / c1) / (sqrt(v / c2) + eps) = m / (sqrt(v) * c1 / sqrt(c2) + c1 * eps): fewer sweeps over memory.
+        return Scalars(
+            beta1=h.beta1,
+            beta2=h.beta2,
+            gain1=(1 - h.beta1) * grad_scale,
+            gain2=(1 - h.beta2) * grad_scale * grad_scale,
+            root_scale=correction1 / correction2.sqrt(),
+            floor=correction1 * h.eps,
+            decay=h.weight_decay,
+            lr=h.lr,
+            trust_clip=h.trust_clip,
+            grad_scale=grad_scale,
+            eps=h.eps,
+            correction_step=torch.where(h.bias_correction != 0, step, torch.inf),  # 1 - beta ** inf = 1
+        )
+
+    @staticmethod
+    def accumulate(w: Operand, g: Operand, state: tuple[Operand, ...], h: Scalars) -> tuple[Operand, ...]:
+        m, v = state
+        return h.beta1 * m + h.gain1 * g, h.beta2 * v + h.gain2 * g * g
+
+    @staticmethod
+    def direction(w: Operand, g: Operand, state: tuple[Operand, ...], h: Scalars) -> Operand:
+        m, v = state
+        return m / (h.root_scale * v.sqrt() + h.floor) + h.decay * w
+
+    @staticmethod
+    def trust_ratio(w_norm: Tensor, norm: Tensor, h: Scalars) -> Tensor:
+        return torch.minimum(w_norm / norm, h.trust_clip)
+
+    @staticmethod
+    def rates(ratio: Tensor, h: Scalars) -> Scalars:
+        return Scalars(rate=h.lr * ratio)
+
+    @staticmethod
+    def move(
+        w: Operand, g: Operand, x: Operand, state: tuple[Operand, ...], h: Scalars
+    ) -> tuple[Operand, tuple[Operand, ...]]:
+        return w - h.rate * x, state
+
+    @staticmethod
+    def torch_direction(w: Tensor, g: Tensor, state: tuple[Tensor, ...], h: Scalars) -> Tensor | None:
+        # Adam's step at learning rate -1 adds its direction to what it takes for the weights.
+        if abs(h.grad_scale) != 1:
+            return None
+        x = w * h.decay
+        torch._fused_adam_(
+            [x],
+            [g],
+            [state[0]],
+            [state[1]],
+            [],
+            [torch.tensor(h.correction_step)],
+            lr=-1.0,
+            beta1=h.beta1,
+            beta2=h.beta2,
+            weight_decay=0.0,
+            eps=h.eps,
+            amsgrad=False,
+            maximize=h.grad_scale < 0,
+        )
+        return x

@@ -1,0 +1,174 @@
+"""LARS: layer-wise adaptive rate scaling."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from lightning_ring.optim.rule import Operand, Scalars
+from lightning_ring.optim.runners import RunOptions
+from lightning_ring.optim.trust_ratio import TrustRatioOptimizer
+from lightning_ring.optim.update import NormAllReduce
+from lightning_ring.optim.validation import require, require_number
+
+
+class LARS(TrustRatioOptimizer):
+    r"""SGD with momentum whose step is, for each layer, proportional to the norm of its weights.
+
+    .. math::
+        r &= \eta \lVert w \rVert / (\lVert g \rVert + \beta \lVert w \rVert + \epsilon) \\
+        v &= \mu v + \gamma r (g + \beta w) \\
+        w &= w - v
+
+    with learning rate :math:`\gamma`, weight decay :math:`\beta`, momentum :math:`\mu`, trust coefficient :math:`\eta`.
+    :math:`r = 1` where either norm is 0 and where ``adapt`` is False; weight decay stays. This is Algorithm 1 of You,
+    Gitman, Ginsburg, "Large Batch Training of Convolutional Networks" (2017, arXiv:1708.03888).
+
+    Args:
+        params: Parameters, named parameters or groups. A group may set any of the arguments down to ``adapt``;
+            `exclude_bias_and_norm` builds the usual two.
+        lr: Learning rate, a float >= 0 or a 0-d tensor.
+        momentum: In [0, 1).
+        nesterov: Step along ``momentum * v + lr * r * (g + wd * w)`` instead of ``v``; needs momentum > 0.
+        weight_decay: >= 0; part of the gradient that meets the trust ratio, as in the paper.
+        trust_coefficient: Above 0; the paper's 0.001.
+        eps: >= 0, added to the ratio's denominator.
+        momentum_form: ``"paper"`` keeps the learning rate inside ``v`` (above). ``"torch"`` keeps it outside, as
+            `torch.optim.SGD` does: ``v = momentum * v + r * (g + wd * w); w -= lr * v``. They agree while ``lr`` is
+            constant; under a schedule, `lightning_ring.schedules.WarmupLR` can correct for the difference.
+        maximize: Step up the gradient instead of down.
+        adapt: False for plain SGD: no trust ratio.
+        foreach, fused, capturable, skip_nonfinite, master_weights, norm_all_reduce: See `TrustRatioOptimizer`.
+
+    Raises:
+        ValueError: A hyper-parameter out of range, a group with an unknown key, no parameters.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = LARS(exclude_bias_and_norm(model, weight_decay=1e-4), lr=0.1, momentum=0.9)
+    """
+
+    state_names = ("momentum_buffer",)
+    counts_steps = False
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1.0,
+        momentum: float = 0.9,
+        nesterov: bool = False,
+        weight_decay: float = 0.0,
+        trust_coefficient: float = 0.001,
+        eps: float = 0.0,
+        momentum_form: Literal["paper", "torch"] = "paper",
+        maximize: bool = False,
+        adapt: bool = True,
+        *,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        capturable: bool = False,
+        skip_nonfinite: bool = False,
+        master_weights: bool = False,
+        norm_all_reduce: NormAllReduce | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "weight_decay": weight_decay,
+            "trust_coefficient": trust_coefficient,
+            "eps": eps,
+            "momentum_form": momentum_form,
+            "maximize": maximize,
+            "adapt": adapt,
+        }
+        options = RunOptions(foreach, fused, capturable, skip_nonfinite, master_weights)
+        super().__init__(params, defaults, options, norm_all_reduce)
+
+    @staticmethod
+    def check_group(group: dict[str, Any]) -> None:
+        require_number("lr", group["lr"], low=0)
+        require_number("momentum", group["momentum"], low=0, below=1)
+        require_number("weight_decay", group["weight_decay"], low=0)
+        require_number("trust_coefficient", group["trust_coefficient"], above=0)
+        require_number("eps", group["eps"], low=0)
+        form = group["momentum_form"]
+        require(form in ("paper", "torch"), f"momentum_form={form!r}, expected 'paper' or 'torch'")
+        require(
+            not group["nesterov"] or group["momentum"] > 0,
+            "nesterov=True with momentum=0: Nesterov's step needs a momentum above 0",
+        )
+
+    @staticmethod
+    def hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
+        names = ("lr", "momentum", "nesterov", "weight_decay", "trust_coefficient", "eps", "maximize", "adapt")
+        return {name: group[name] for name in names} | {"lr_inside": group["momentum_form"] == "paper"}
+
+    @staticmethod
+    def scalars(h: Scalars, step: Tensor | None, grad_scale: Tensor) -> Scalars:
+        inside = h.lr_inside != 0
+        outer = torch.where(inside, 1.0, h.lr)
+        return Scalars(
+            grad_scale=grad_scale,
+            decay=h.weight_decay,
+            momentum=h.momentum,
+            inner=torch.where(inside, h.lr, 1.0),
+            ahead=torch.where(h.nesterov != 0, outer * h.momentum, outer),
+            straight=torch.where(h.nesterov != 0, outer, 0.0),
+            trust_coefficient=h.trust_coefficient,
+            eps=h.eps,
+        )
+
+    @staticmethod
+    def accumulate(w: Operand, g: Operand, state: tuple[Operand, ...], h: Scalars) -> tuple[Operand, ...]:
+        return state
+
+    @staticmethod
+    def direction(w: Operand, g: Operand, state: tuple[Operand, ...], h: Scalars) -> Operand:
+        return h.grad_scale * g
+
+    @staticmethod
+    def trust_ratio(w_norm: Tensor, norm: Tensor, h: Scalars) -> Tensor:
+        return h.trust_coefficient * w_norm / (norm + h.decay * w_norm + h.eps)
+
+    @staticmethod
+    def rates(ratio: Tensor, h: Scalars) -> Scalars:
+        gain = h.inner * ratio
+        return Scalars(gain=gain, beside=h.straight * gain)
+
+    @staticmethod
+    def move(
+        w: Operand, g: Operand, x: Operand, state: tuple[Operand, ...], h: Scalars
+    ) -> tuple[Operand, tuple[Operand, ...]]:
+        (v,) = state
+        decayed = h.grad_scale * g + h.decay * w
+        v = h.momentum * v + h.gain * decayed
+        return w - h.ahead * v - h.beside * decayed, (v,)
+
+    @staticmethod
+    def torch_direction(w: Tensor, g: Tensor, state: tuple[Tensor, ...], h: Scalars) -> Tensor | None:
+        return g if abs(h.grad_scale) == 1 else None  # only its norm is looked at
+
+    @staticmethod
+    def torch_move(w: Tensor, g: Tensor, state: tuple[Tensor, ...], h: Scalars) -> bool:
+        # SGD's v = momentum * v + (1 - dampening) * (g + wd * w), w -= lr * v, with gain for 1 - dampening, as far as
+        # 1 - (1 - gain) is gain to the precision of the weights.
+        smallest = 1e-2 if w.dtype == torch.float64 else 1e-7
+        if h.beside != 0 or abs(h.grad_scale) != 1 or not h.gain > smallest:
+            return False
+        torch._fused_sgd_(
+            [w],
+            [g],
+            list(state),
+            weight_decay=h.decay,
+            momentum=h.momentum,
+            lr=h.ahead,
+            dampening=1 - h.gain,
+            nesterov=False,
+            maximize=h.grad_scale < 0,
+            is_first_step=False,
+        )
+        return True

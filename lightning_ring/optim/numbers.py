@@ -1,0 +1,73 @@
+"""The scalars of one step: a float64 vector over all parameters for each name."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_ring.optim.rule import Scalars
+
+
+class StepNumbers:
+    """Named vectors over the roster's parameters, on the device and, where that costs no synchronization, as floats.
+
+    Args:
+        on_device: The vectors, where the step's sums and ratios live.
+        on_host: The same vectors on the CPU, as far as they are known there.
+    """
+
+    def __init__(self, on_device: dict[str, Tensor], on_host: dict[str, Tensor]) -> None:
+        self.on_device = on_device
+        self._on_host = on_host
+        self._lists: dict[str, list[float] | list[Tensor]] = {}
+        self._uniform = {name: v[0] for name in on_host if (v := self.values(name)).count(v[0]) == len(v)}
+        self._at: dict[int, Scalars] = {}
+
+    def values(self, name: str) -> list[float] | list[Tensor]:
+        """One float for each parameter, or one 0-d tensor where the value is known on the device only."""
+        if name not in self._lists:
+            host = self._on_host.get(name)
+            self._lists[name] = list(self.on_device[name].unbind()) if host is None else host.tolist()
+        return self._lists[name]
+
+    def at(self, position: int) -> Scalars:
+        """The scalars of the parameter at ``position``."""
+        found = self._at.get(position)
+        if found is None:
+            found = self._at[position] = Scalars(**{name: self.values(name)[position] for name in self.on_device})
+        return found
+
+    def over(self, positions: list[int]) -> Scalars:
+        """The scalars of several parameters: a float where it is the same for all parameters, else a list."""
+        if len(positions) == 1:
+            first = self.at(positions[0])
+            return Scalars(**{name: v if isinstance(v, float) else [v] for name, v in vars(first).items()})
+        scalars = Scalars()
+        for name in self.on_device:
+            uniform = self._uniform.get(name)
+            setattr(scalars, name, [self.values(name)[p] for p in positions] if uniform is None else uniform)
+        return scalars
+
+    def extended(self, further: Scalars) -> StepNumbers:
+        """These vectors and ``further`` ones, which live on the device."""
+        numbers = StepNumbers(self.on_device | vars(further), {})
+        numbers._on_host = dict(self._on_host)
+        numbers._lists = dict(self._lists)
+        numbers._uniform = self._uniform
+        if all(v.device.type == "cpu" for v in vars(further).values()) and not torch.compiler.is_compiling():
+            numbers._on_host.update(vars(further))
+        return numbers
+
+
+def known_on_host(h: Scalars, device: torch.device) -> StepNumbers:
+    """Numbers that the CPU knows, brought to ``device`` in one copy."""
+    host = vars(h)
+    if device.type == "cpu":
+        return StepNumbers(host, host)
+    packed = torch.stack(list(host.values()))
+    if device.type == "mps":
+        packed = packed.float()
+    elif device.type == "cuda":
+        packed = packed.pin_memory()
+    moved = packed.to(device, non_blocking=True)
+    return StepNumbers(dict(zip(host, moved.unbind(), strict=True)), host)

@@ -1,0 +1,131 @@
+"""All parameters of an optimizer in one fixed order, and those of them that a step touches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LOW_PRECISION = (torch.bfloat16, torch.float16)
+
+
+def compute_dtype(param: Tensor) -> torch.dtype:
+    """The dtype that ``param`` is updated in, and its state is kept in: at least float32."""
+    return torch.float32 if param.dtype in LOW_PRECISION else param.dtype
+
+
+def norm_dtype(device: torch.device) -> torch.dtype:
+    """The dtype that squares are summed in on ``device``: float64 where it has one."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What the parameters of one `Part` have in common."""
+
+    device: torch.device
+    compute: torch.dtype
+    weight: torch.dtype
+    grad: torch.dtype
+    mirror: torch.dtype | None
+    flat: bool  # weight, gradient and state lie in memory in the same order without gaps
+
+
+@dataclass(slots=True)
+class Part:
+    """The parameters of one step that one launch can update.
+
+    ``weights`` are what is updated: the parameters, or their master copies in float32, which are then rounded into
+    ``mirrors`` (the parameters). ``positions`` are the parameters' places in the `Roster`.
+    """
+
+    kind: Kind
+    positions: list[int] = field(default_factory=list)
+    weights: list[Tensor] = field(default_factory=list)
+    grads: list[Tensor] = field(default_factory=list)
+    states: list[tuple[Tensor, ...]] = field(default_factory=list)
+    mirrors: list[Tensor] = field(default_factory=list)
+    keeps_directions: bool = False  # small enough that a runner may keep the directions from measuring to moving
+
+    def subset(self, rows: list[int], keeps_directions: bool) -> Part:
+        picked = [[column[row] for row in rows] for column in (self.positions, self.weights, self.grads, self.states)]
+        mirrors = [self.mirrors[row] for row in rows] if self.mirrors else []
+        return Part(self.kind, *picked, mirrors, keeps_directions)  # type: ignore[arg-type]
+
+
+class Roster:
+    """The parameters of all groups, in order.
+
+    Attributes:
+        device: Where the step's sums and ratios live: the first parameter's device.
+        group_of: Each parameter's group (int64, on the CPU).
+        ratios: Last trust ratio of each parameter; NaN before its first step.
+        steps: Steps taken by each parameter (float32), or None where the optimizer counts none.
+        step_views: ``steps`` cut into 0-d views: what ``state[param]["step"]`` holds.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], counts_steps: bool, steps_on_device: bool) -> None:
+        self.params: list[Tensor] = [p for group in groups for p in group["params"]]
+        self.sizes = [len(group["params"]) for group in groups]
+        self.device = self.params[0].device
+        self.group_of = torch.repeat_interleave(torch.arange(len(groups)), torch.tensor(self.sizes))
+        count = len(self.params)
+        self.ratios = torch.full((count,), torch.nan, dtype=norm_dtype(self.device), device=self.device)
+        self.steps: Tensor | None = None
+        self.step_views: list[Tensor] = []
+        if counts_steps:
+            self.steps = torch.zeros(count, device=self.device if steps_on_device else "cpu")
+            self.step_views = list(self.steps.unbind())
+
+        self._indices: dict[Any, Tensor] = {}
+
+    def expand(self, per_group: Tensor, device: torch.device) -> Tensor:
+        """Values of each group (last dimension) as values of each parameter, on ``device``."""
+        if device not in self._indices:
+            self._indices[device] = self.group_of.to(device)
+        return per_group.to(device).index_select(-1, self._indices[device])
+
+    def index(self, positions: list[int]) -> Tensor:
+        """``positions`` as an int64 tensor on the roster's device, kept for the next step."""
+        key = tuple(positions)
+        if key not in self._indices:
+            self._indices[key] = torch.tensor(positions, device=self.device)
+        return self._indices[key]
+
+    def fits(self, groups: list[dict[str, Any]]) -> bool:
+        """Whether the groups still hold the parameters that this roster was made of."""
+        if self.sizes != [len(group["params"]) for group in groups]:
+            return False
+        return all(map(is_, self.params, (p for group in groups for p in group["params"])))
+
+
+def parameter_names(groups: list[dict[str, Any]]) -> Iterator[str]:
+    """What to call each parameter: its name if the optimizer was given named parameters, else its place and shape."""
+    for g, group in enumerate(groups):
+        for i, param in enumerate(group["params"]):
+            names = group.get("param_names")
+            yield names[i] if names else f"parameter {i} of group {g} (shape {tuple(param.shape)})"
+
+
+def lie_alike(tensors: tuple[Tensor, ...]) -> bool:
+    """Whether all have their elements in memory in the same order, without gaps."""
+    if all(t.is_contiguous() for t in tensors):
+        return True
+    first = tensors[0]
+    if any(t.stride() != first.stride() for t in tensors):
+        return False
+    expected = 1
+    for stride, size in sorted(zip(first.stride(), first.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """1-D view of a tensor that `lie_alike` found without gaps, in memory order."""
+    return tensor.view(-1) if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))

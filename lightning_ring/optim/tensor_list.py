@@ -1,0 +1,183 @@
+"""Lists of tensors with arithmetic that costs as few sweeps over memory as hand-written in-place code."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Scale = float | list[float] | list[Tensor]
+
+
+class _Memory:
+    """Tensors that one expression may or may not overwrite."""
+
+    __slots__ = ("given", "live", "temporary", "tensors")
+
+    def __init__(self, tensors: Sequence[Tensor], *, given: bool = False, temporary: bool = False) -> None:
+        self.tensors = tuple(tensors)
+        self.given = given or temporary
+        self.temporary = temporary
+        self.live = True
+
+    def taken(self) -> tuple[Tensor, ...]:
+        """The tensors, to be overwritten; nobody may use the old values again."""
+        assert self.live, "a rule used the left operand of an operator again after the operator overwrote it"
+        self.live = False
+        return self.tensors
+
+    def read(self) -> tuple[Tensor, ...]:
+        assert self.live, "a rule used the left operand of an operator again after the operator overwrote it"
+        return self.tensors
+
+
+class TensorList:
+    """``scale * a``, or ``scale * a * b``, elementwise over lists of tensors, computed when it must be.
+
+    An operator overwrites its left operand if that is a temporary; ``+`` and ``-`` also if it is an argument that the
+    caller gave away. Using it again is an assertion error. The right operand is never overwritten. Scaling and products
+    wait for the addition that uses them, so that ``0.9 * v + 0.1 * g * g`` is two sweeps (``mul_``, ``addcmul_``), and
+    terms with scale 0 cost nothing.
+    """
+
+    __slots__ = ("_a", "_b", "_scale")
+
+    def __init__(self, memory: _Memory, scale: Scale = 1.0, factor: _Memory | None = None) -> None:
+        self._a = memory
+        self._scale = scale
+        self._b = factor
+
+    @staticmethod
+    def of(tensors: Sequence[Tensor], *, given: bool = False) -> TensorList:
+        """``tensors`` as they are; ``given``: a sum that begins with them may be formed in their memory."""
+        return TensorList(_Memory(tensors, given=given))
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The values. Not to be written to unless they are a temporary's."""
+        if self._b is None and _is(self._scale, 1.0):
+            return self._a.read()
+        return self._written()
+
+    def _written(self) -> tuple[Tensor, ...]:
+        """The values in memory that may be overwritten."""
+        if self._b is not None:
+            out = torch._foreach_mul(self._a.read(), self._b.read())
+            _scale_(out, self._scale)
+            return tuple(out)
+        if self._a.given:
+            out = self._a.taken()
+            _scale_(out, self._scale)
+            return out
+        return tuple(_scaled(self._a.read(), self._scale))
+
+    def __rmul__(self, number: Any) -> TensorList:
+        return TensorList(self._a, _times(number, self._scale), self._b)
+
+    def __mul__(self, other: Any) -> TensorList:
+        if not isinstance(other, TensorList):
+            return other * self
+        assert self._b is None and other._b is None, "a TensorList multiplies two factors at most"
+        return TensorList(self._a, _times(self._scale, other._scale), other._a)
+
+    def __add__(self, other: Any) -> TensorList:
+        return self._plus(other, 1.0)
+
+    def __sub__(self, other: Any) -> TensorList:
+        return self._plus(other, -1.0)
+
+    def _plus(self, other: Any, sign: float) -> TensorList:
+        if not isinstance(other, TensorList):
+            out = self._written()
+            torch._foreach_add_(out, _times(sign, other))
+            return _temporary(out)
+        scale = _times(sign, other._scale)
+        if _is(scale, 0.0):
+            return self
+        untouched = self._b is None and _is(self._scale, 1.0) and not self._a.given
+        if other._b is not None:
+            factors = other._a.read(), other._b.read()
+            if untouched:
+                return _temporary(_addcmul(self._a.read(), *factors, scale))
+            out = self._written()
+            _addcmul_(out, *factors, scale)
+        elif untouched:
+            return _temporary(_add(self._a.read(), other._a.read(), scale))
+        else:
+            out = self._written()
+            _add_(out, other._a.read(), scale)
+        return _temporary(out)
+
+    def __truediv__(self, other: TensorList) -> TensorList:
+        if self._b is None and not self._a.temporary:
+            quotient = torch._foreach_div(self._a.read(), other.tensors())
+            return TensorList(_Memory(quotient, temporary=True), self._scale)
+        out = self._written()
+        torch._foreach_div_(out, other.tensors())
+        return _temporary(out)
+
+    def sqrt(self) -> TensorList:
+        if self._b is None and _is(self._scale, 1.0) and not self._a.temporary:
+            return _temporary(torch._foreach_sqrt(self._a.read()))
+        out = _scaled(self._a.read(), self._scale) if self._b is None and not self._a.temporary else self._written()
+        torch._foreach_sqrt_(out)
+        return _temporary(out)
+
+
+def _temporary(tensors: Sequence[Tensor]) -> TensorList:
+    return TensorList(_Memory(tensors, temporary=True))
+
+
+def _is(scale: Scale, number: float) -> bool:
+    return isinstance(scale, float) and scale == number
+
+
+def _times(a: Scale, b: Scale) -> Scale:
+    if isinstance(a, list):
+        return [x * b for x in a] if not isinstance(b, list) else [x * y for x, y in zip(a, b, strict=True)]
+    return [a * y for y in b] if isinstance(b, list) else a * b  # type: ignore[return-value]
+
+
+def _scaled(tensors: Sequence[Tensor], scale: Scale) -> Sequence[Tensor]:
+    if isinstance(scale, list) and isinstance(scale[0], Tensor):
+        return [tensor * s.to(tensor.dtype) for tensor, s in zip(tensors, scale, strict=True)]
+    return torch._foreach_mul(tensors, scale)
+
+
+def _scale_(tensors: Sequence[Tensor], scale: Scale) -> None:
+    if _is(scale, 1.0):
+        return
+    if isinstance(scale, list) and isinstance(scale[0], Tensor):
+        for tensor, s in zip(tensors, scale, strict=True):
+            tensor.mul_(s)
+    else:
+        torch._foreach_mul_(tensors, scale)
+
+
+def _add(a: Sequence[Tensor], b: Sequence[Tensor], scale: Scale) -> Sequence[Tensor]:
+    if isinstance(scale, float):
+        return torch._foreach_add(a, b, alpha=scale)
+    out = _scaled(b, scale)
+    torch._foreach_add_(out, a)
+    return out
+
+
+def _add_(out: Sequence[Tensor], b: Sequence[Tensor], scale: Scale) -> None:
+    if isinstance(scale, float):
+        torch._foreach_add_(out, b, alpha=scale)
+    else:
+        torch._foreach_add_(out, _scaled(b, scale))
+
+
+def _addcmul(a: Sequence[Tensor], b: Sequence[Tensor], c: Sequence[Tensor], scale: Scale) -> Sequence[Tensor]:
+    if isinstance(scale, list) and isinstance(scale[0], Tensor):
+        return torch._foreach_addcmul(a, _scaled(b, scale), c, 1.0)
+    return torch._foreach_addcmul(a, b, c, scale)
+
+
+def _addcmul_(out: Sequence[Tensor], b: Sequence[Tensor], c: Sequence[Tensor], scale: Scale) -> None:
+    if isinstance(scale, list) and isinstance(scale[0], Tensor):
+        torch._foreach_addcmul_(out, _scaled(b, scale), c, 1.0)
+    else:
+        torch._foreach_addcmul_(out, b, c, scale)

@@ -1,0 +1,130 @@
+"""Trains, then tests, what the configuration says: ``python recipes/train.py --help``."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException, InstantiationException
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+
+if not __package__:  # run as a script: make `recipes` importable, instead of this folder's modules at the top level
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "RANK", "SLURM_PROCID")
+
+
+def launcher_rank() -> int:
+    """This process's rank as its launcher's variables say; 0 where there is no launcher."""
+    return next((int(os.environ[name]) for name in RANK_VARIABLES if name in os.environ), 0)
+
+
+def rank_zero_folder(folder: str) -> str:
+    """``folder`` on rank 0, elsewhere a temporary one.
+
+    Every rank that mpirun, srun or torchrun starts resolves ``${now:}`` for itself, and Hydra makes that folder before
+    ranks can talk. Only rank 0's is used: it alone logs, and Lightning hands its checkpoint folder to the others.
+    """
+    if launcher_rank() == 0:
+        return folder
+    temporary = tempfile.mkdtemp(prefix="lightning-ring-")
+    atexit.register(shutil.rmtree, temporary, ignore_errors=True)
+    return temporary
+
+
+OmegaConf.register_new_resolver("rank_zero_folder", rank_zero_folder, use_cache=True, replace=True)
+
+
+def train(config: DictConfig) -> dict[str, float]:
+    """One run: fit, then test the best checkpoint (the last weights where there is none). Returns the test metrics."""
+    import lightning as L  # here, because it takes seconds for which --help need not wait
+
+    from lightning.pytorch.callbacks import LambdaCallback
+
+    from lightning_ring.monitor import widen_terminal
+
+    widen_terminal()
+    L.seed_everything(config.seed, workers=True, verbose=False)
+    model = instantiate(config.model, optimizer=instantiate(config.optimizer), schedule=instantiate(config.schedule))
+    data = instantiate(config.data)
+    callbacks = [instantiate(callback) for callback in config.callbacks.values() if callback]
+    logger = instantiate(config.logger) or False
+    strategy = instantiate(config.strategy)
+    # A callback, because the process that only starts the ranks must not open a log.
+    callbacks.append(LambdaCallback(on_fit_start=lambda trainer, _: log_configuration(trainer, config)))
+    trainer = instantiate(config.trainer, strategy=strategy, logger=logger, callbacks=callbacks)
+
+    start = time.perf_counter()
+    trainer.fit(model, data, ckpt_path=config.ckpt_path)
+    seconds = time.perf_counter() - start
+    best = trainer.checkpoint_callback and trainer.checkpoint_callback.best_model_path
+    metrics = trainer.test(model, data, ckpt_path=best or None, verbose=False)[0]
+    if trainer.is_global_zero:
+        report(metrics, trainer, seconds)
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def log_configuration(trainer: Any, config: DictConfig) -> None:
+    for logger in trainer.loggers:
+        logger.log_hyperparams(OmegaConf.to_container(config, resolve=True))
+
+
+def report(metrics: dict[str, Any], trainer: Any, seconds: float) -> None:
+    print(f"logs and checkpoints: {HydraConfig.get().runtime.output_dir}")
+    print(f"trained {trainer.current_epoch} epochs on {trainer.world_size} ranks in {seconds:.0f} s")
+    print(f"test accuracy {metrics['test/accuracy']:.4f} on {metrics['test/images']:.0f} images", flush=True)
+
+
+def main() -> None:
+    """Run what the command line asks for; errors of the configuration and of the run's folder take one line.
+
+    They leave this function as exceptions, because sys.excepthook has to see them to end the other ranks. Hydra by
+    itself would print them and exit.
+    """
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    folder_made = False
+
+    @hydra.main(version_base="1.3", config_path="../configs", config_name="train")
+    def run(config: DictConfig) -> dict[str, float] | None:
+        nonlocal folder_made
+        folder_made = True
+        try:
+            return train(config)
+        except SystemExit as end:  # the process that started the ranks, when they are done
+            if end.code:
+                raise
+            return None  # so that a sweep goes on
+
+    try:
+        run()
+    except Exception as error:
+        raise concise(error, folder_made) from None
+
+
+def concise(error: Exception, folder_made: bool) -> BaseException:
+    """``error`` without the frames of Hydra where its message alone says what to do, else ``error`` as it is."""
+    from lightning_ring.errors import ConfigurationError, RingError
+
+    cause = error.__cause__
+    if isinstance(error, InstantiationException) and cause is not None:
+        return cause.with_traceback(None) if isinstance(cause, RingError) else cause
+    if isinstance(error, HydraException):
+        return SystemExit("\n".join(str(part) for part in (error, cause) if part))
+    if isinstance(error, OSError) and not folder_made:
+        return ConfigurationError(
+            f"The log folder cannot be written: {error}. Give one that can be, as in hydra.run.dir=FOLDER"
+        )
+    return error.with_traceback(None) if isinstance(error, RingError) else error
+
+
+if __name__ == "__main__":
+    main()

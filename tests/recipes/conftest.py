@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, open_dict
+
+import recipes.train  # noqa: F401  (registers the resolvers that the configuration uses)
+from tests.launch import ROOT
+
+
+@pytest.fixture
+def composed(tmp_path: Path):
+    """Composes the configuration as `hydra.main` does, with ``tmp_path`` as the run's folder."""
+
+    def build(*overrides: str) -> DictConfig:
+        with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+            config = compose("train", overrides=list(overrides), return_hydra_config=True)
+        with open_dict(config):
+            config.hydra.runtime.output_dir = str(tmp_path)
+            HydraConfig.instance().set_config(config)
+            del config.hydra
+        return config
+
+    yield build
+    HydraConfig.instance().cfg = None
+
+
+@pytest.fixture(autouse=True, scope="package")
+def _one_thread():
+    """Networks this small gain nothing from threads, and lose much where other processes want the cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

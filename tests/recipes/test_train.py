@@ -1,0 +1,114 @@
+"""The recipe, run as a user runs it."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from recipes.data.digits import Digits
+from recipes.models.resnet import SmallResNet
+from tests.launch import ROOT, mpirun_command, run
+
+SCRIPT = str(ROOT / "recipes" / "train.py")
+LAST_LINE = re.compile(r"test accuracy (\d\.\d{4}) on 359 images")
+SCALARS = {
+    "train/loss",
+    "train/accuracy",
+    "val/loss",
+    "val/accuracy",
+    "lr-SGD/pg1",
+    "images_per_second",
+    "test/accuracy",
+}
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def accuracy_of(output: str) -> float:
+    """The accuracy in the last line; fails where that line is missing or printed by several ranks."""
+    assert len(LAST_LINE.findall(output)) == 1, output
+    match = LAST_LINE.fullmatch(output.strip().splitlines()[-1].strip())
+    assert match, output
+    return float(match.group(1))
+
+
+def only_run_folder(name: str) -> Path:
+    folders = list(Path("logs", name).iterdir())
+    assert len(folders) == 1, folders
+    return folders[0]
+
+
+def accuracy_in_one_process(checkpoint: Path) -> float:
+    """Test accuracy of the checkpoint, without Lightning and without ranks."""
+    state = torch.load(checkpoint, weights_only=False)["state_dict"]
+    network = SmallResNet(1, 10, widths=[16, 32, 64], blocks=1).eval()
+    network.load_state_dict({name.removeprefix("network."): value for name, value in state.items()})
+    data = Digits(batch_size=64)
+    data.setup("test")
+    images, labels = data.datasets["test"].tensors
+    with torch.no_grad():
+        return (network(images).argmax(1) == labels).double().mean().item()
+
+
+def test_default_recipe_starts_two_ranks_and_reads_digits():
+    result = run([sys.executable, SCRIPT], timeout=180)
+    assert result.returncode == 0, result.stdout
+    assert accuracy_of(result.stdout) >= 0.97
+    assert "on 2 ranks" in result.stdout
+    assert "images_per_second=" in result.stdout  # the progress bar
+    folder = only_run_folder("digits")
+    assert {file.name for file in (folder / "checkpoints").iterdir()} == {"best.ckpt", "last.ckpt"}
+    assert (folder / ".hydra" / "config.yaml").exists()
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    assert set(events.Tags()["scalars"]) >= SCALARS
+    assert all(point.value > 0 for point in events.Scalars("images_per_second"))
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", "torchrun"])
+def test_ranks_of_a_launcher_share_one_folder_and_count_each_image_once(launcher):
+    command = [sys.executable, SCRIPT, "trainer.max_epochs=1"]
+    if launcher == "torchrun":
+        command[:1] = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    else:
+        command = mpirun_command(2, *command)
+    result = run(command, timeout=120)
+    assert result.returncode == 0, result.stdout
+    assert [path.name for path in Path().iterdir()] == ["logs"]
+    expected = accuracy_in_one_process(only_run_folder("digits") / "checkpoints" / "best.ckpt")
+    assert accuracy_of(result.stdout) == pytest.approx(expected, abs=1e-4)
+
+
+def test_help_names_every_group_and_how_to_start():
+    result = run([sys.executable, SCRIPT, "--help"], timeout=60)
+    assert result.returncode == 0
+    for group in (ROOT / "configs").iterdir():
+        if group.is_dir():
+            names = ", ".join(sorted(file.stem for file in group.glob("*.yaml")))
+            assert f"{group.name}: {names}\n" in result.stdout
+    for words in ("mpirun -n", "torchrun", "ckpt_path=", "hydra.run.dir=", "tensorboard --logdir"):
+        assert words in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["hydra.run.dir=file/inside"], "The log folder cannot be written: .*hydra.run.dir=FOLDER"),
+        (["trainer.max_epoch=3"], "Could not override 'trainer.max_epoch'"),
+        (["experiment=debug", "data.batch_size=0"], "data.batch_size=0 .* must be a positive multiple"),
+    ],
+)
+def test_mistakes_are_told_without_a_long_traceback(overrides, message):
+    Path("file").touch()
+    result = run([sys.executable, SCRIPT, *overrides], timeout=60)
+    assert result.returncode != 0
+    assert re.search(message, result.stdout), result.stdout
+    assert result.stdout.count('  File "') <= 2, result.stdout

@@ -1,0 +1,160 @@
+import io
+
+import pytest
+import torch
+from lightning import LightningModule, Trainer
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_ring.optim import LAMB, LARS
+from lightning_ring.schedules import WarmupLR, gradual_warmup, warmup_cosine, warmup_multistep, warmup_poly
+from tests.optim.ways import random_params, relative_difference, set_random_grads
+
+SCHEDULE = warmup_poly(total=20, warmup=5, start_factor=0.1)
+
+
+def make_run(make_optimizer=None, **kwargs):
+    params = random_params()
+    groups = [{"params": params[:4], "lr": 0.3}, {"params": params[4:]}]
+    optimizer = (make_optimizer or (lambda g: LARS(g, lr=0.5)))(groups)
+    return params, optimizer, WarmupLR(optimizer, SCHEDULE, **kwargs)
+
+
+def go(params, optimizer, scheduler, first, last):
+    for step in range(first, last):
+        set_random_grads(params, step)
+        optimizer.step()
+        scheduler.step()
+
+
+def test_learning_rate_of_every_group_follows_the_schedule():
+    params, optimizer, scheduler = make_run()
+    for step in range(25):
+        assert [group["lr"] for group in optimizer.param_groups] == [0.3 * SCHEDULE(step), 0.5 * SCHEDULE(step)]
+        assert scheduler.get_last_lr() == [0.3 * SCHEDULE(step), 0.5 * SCHEDULE(step)]
+        go(params, optimizer, scheduler, step, step + 1)
+
+
+@pytest.mark.parametrize("momentum_correction", [None, "torch"])
+def test_resumes_exactly(momentum_correction):
+    kwargs = {"momentum_correction": momentum_correction}
+    params, optimizer, scheduler = make_run(**kwargs)
+    go(params, optimizer, scheduler, 0, 3)
+    file = io.BytesIO()
+    torch.save({"o": optimizer.state_dict(), "s": scheduler.state_dict(), "w": [p.detach() for p in params]}, file)
+    go(params, optimizer, scheduler, 3, 15)
+
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    others, other_optimizer, other_scheduler = make_run(**kwargs)
+    other_optimizer.load_state_dict(saved["o"])
+    other_scheduler.load_state_dict(saved["s"])
+    with torch.no_grad():
+        for param, value in zip(others, saved["w"], strict=True):
+            param.copy_(value)
+    go(others, other_optimizer, other_scheduler, 3, 15)
+    for a, b in zip(params, others, strict=True):
+        assert torch.equal(a, b)
+
+
+FORMS = {
+    "LARS": lambda form: lambda groups: LARS(groups, lr=0.5, momentum_form=form, weight_decay=0.01),
+    "SGD": lambda form: lambda groups: torch.optim.SGD(groups, lr=0.01, momentum=0.9)
+    if form == "torch"
+    else LARS(groups, lr=0.01, momentum=0.9, adapt=False),
+}
+
+
+@pytest.mark.parametrize("optimizer", FORMS)
+@pytest.mark.parametrize("wanted", ["paper", "torch"])
+def test_momentum_correction_gives_the_other_forms_trajectory(optimizer, wanted):
+    other = {"paper": "torch", "torch": "paper"}[wanted]
+    expected, *rest = make_run(FORMS[optimizer](wanted))
+    go(expected, *rest, 0, 15)
+    corrected, *rest = make_run(FORMS[optimizer](other), momentum_correction=wanted)
+    go(corrected, *rest, 0, 15)
+    uncorrected, *rest = make_run(FORMS[optimizer](other))
+    go(uncorrected, *rest, 0, 15)
+    moved = False
+    for a, b, c in zip(corrected, expected, uncorrected, strict=True):
+        assert relative_difference(a, b) < 1e-12
+        moved = moved or relative_difference(c, b) > 1e-6
+    assert moved, "the forms agree without correction: the test shows nothing"
+
+
+def test_momentum_correction_where_it_cannot_hold():
+    with pytest.raises(ValueError, match="does not hold for nesterov"):
+        make_run(lambda groups: LARS(groups, lr=0.1, nesterov=True), momentum_correction="torch")
+    with pytest.raises(ValueError, match="LAMB has none"):
+        make_run(LAMB, momentum_correction="torch")
+    with pytest.raises(ValueError, match="expected 'paper', 'torch' or None"):
+        make_run(momentum_correction=True)
+
+
+def test_a_learning_rate_of_zero_leaves_momentum_alone():
+    optimizer = LARS(random_params(), lr=0.5)
+    scheduler = WarmupLR(optimizer, gradual_warmup(3), momentum_correction="torch")
+    momentums = []
+    for _ in range(5):
+        momentums.append(optimizer.param_groups[0]["momentum"])
+        optimizer.step()
+        scheduler.step()
+    assert momentums == pytest.approx([0.9, 0.9, 1.8, 1.35, 0.9])
+
+
+def test_refuses_what_is_no_schedule():
+    optimizer = LARS(random_params())
+    with pytest.raises(ValueError, match="expected a function"):
+        WarmupLR(optimizer, 0.5)
+    with pytest.raises(ValueError, match="expected a factor >= 0"):
+        WarmupLR(optimizer, lambda step: -1.0)
+    with pytest.raises(ValueError, match="not longer than warmup"):
+        WarmupLR(optimizer, warmup_cosine(total=100, warmup=500))
+
+
+class Regression(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+        self.rates = []
+
+    def training_step(self, batch, _):
+        return self.layer(batch).square().mean()
+
+    def on_before_optimizer_step(self, optimizer):
+        self.rates.append(optimizer.param_groups[0]["lr"])
+
+    def configure_optimizers(self):
+        optimizer = LARS(self.parameters(), lr=0.5)
+        schedule = warmup_multistep([4], warmup=3, start_factor=0.25)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": WarmupLR(optimizer, schedule), "interval": "step"}}
+
+
+def test_lightning_steps_it_once_for_each_optimizer_step(tmp_path):
+    module = Regression()
+    trainer = Trainer(
+        max_epochs=2,
+        accumulate_grad_batches=4,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+    )
+    trainer.fit(module, DataLoader(torch.randn(12, 4), batch_size=1))
+    assert module.rates == pytest.approx([0.125, 0.25, 0.375, 0.5, 0.05, 0.05])
+
+
+def test_a_checkpoint_in_the_middle_of_warmup_is_resumed_by_lightning(tmp_path):
+    options = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    options |= {"enable_checkpointing": False, "default_root_dir": tmp_path}
+    data = DataLoader(torch.randn(8, 4), batch_size=1)
+    whole, begun, resumed = Regression(), Regression(), Regression()
+    Trainer(max_steps=6, **options).fit(whole, data)
+    trainer = Trainer(max_steps=2, **options)
+    trainer.fit(begun, data)
+    trainer.save_checkpoint(tmp_path / "middle.ckpt")
+    Trainer(max_steps=6, **options).fit(resumed, data, ckpt_path=tmp_path / "middle.ckpt")
+    assert len(whole.rates) == 6
+    assert begun.rates + resumed.rates == whole.rates
