@@ -8,7 +8,9 @@ import threading
 from collections.abc import Callable
 from types import FrameType
 
-STOP_SIGNAL_VARIABLE = "RING_STOP_SIGNAL"  # our launchers give a signal's number here: mpirun forwards it, instead of killing
+STOP_SIGNAL_VARIABLE = (
+    "RING_STOP_SIGNAL"  # our launchers give a signal's number here: mpirun forwards it, instead of killing
+)
 
 
 def on_stop_signal(ask_to_stop: Callable[[], None]) -> None:

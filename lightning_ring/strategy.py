@@ -162,7 +162,10 @@ class RingStrategy(DDPStrategy):
         reset_seed()
         self._job = connect(self.ring_environment.discover(), self.root_device, self.options.timeout)
         if self.world_size > 1 or self.options.force_communication:
-            open_communicator(self._job, self.options.backend, self.root_device, self.options.timeout)
+            options = self.options
+            open_communicator(
+                self._job, options.backend, self.root_device, options.timeout, stall_warning=options.stall_warning
+            )
         self._process_group_backend = self._job.process_group_backend
 
     # -- set-up and tear-down

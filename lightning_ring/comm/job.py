@@ -74,7 +74,9 @@ def connect(info: RankInfo, device: torch.device, timeout: timedelta) -> Job:
     return _job
 
 
-def open_communicator(job: Job, backend: str, device: torch.device, timeout: timedelta) -> None:
+def open_communicator(
+    job: Job, backend: str, device: torch.device, timeout: timedelta, stall_warning: timedelta
+) -> None:
     """Give ``job`` a fresh communicator, and close the one before: an error may have broken it. Collective.
 
     Args:
@@ -83,6 +85,7 @@ def open_communicator(job: Job, backend: str, device: torch.device, timeout: tim
             ranks, else Gloo.
         device: Where gradients live.
         timeout: Past it a collective raises.
+        stall_warning: After it a collective that has not finished is reported in the log.
 
     Raises:
         ConfigurationError: The backend cannot serve ``device``, or MPI did not start the ranks.
@@ -90,7 +93,7 @@ def open_communicator(job: Job, backend: str, device: torch.device, timeout: tim
     if job.communicator is not None:
         job.communicator.close()
         job.communicator = None
-    job.communicator = _open(job, _chosen(backend, job, device), timeout)
+    job.communicator = _open(job, _chosen(backend, job, device), timeout, stall_warning)
 
 
 def _chosen(backend: str, job: Job, device: torch.device) -> str:
@@ -111,12 +114,12 @@ def _chosen(backend: str, job: Job, device: torch.device) -> str:
     return backend
 
 
-def _open(job: Job, backend: str, timeout: timedelta) -> Communicator:
+def _open(job: Job, backend: str, timeout: timedelta, stall_warning: timedelta) -> Communicator:
     if backend == "mpi":
         from lightning_ring.comm.mpi_backend import MPICommunicator  # imports mpi4py, which starts MPI
 
-        return MPICommunicator(timeout=timeout, check=job.check)
-    return open_torch_communicator(backend, timeout=timeout, check=job.check)
+        return MPICommunicator(timeout=timeout, stall_warning=stall_warning, check=job.check)
+    return open_torch_communicator(backend, timeout=timeout, stall_warning=stall_warning, check=job.check)
 
 
 def _open_default_group(store: dist.Store, info: RankInfo, device: torch.device, timeout: timedelta) -> None:
