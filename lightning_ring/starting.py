@@ -89,7 +89,7 @@ def devices_for(
 
 
 class StartedRank(_Launcher):
-    """In a process that a launcher started nothing is left to start: only its threads are fitted to the node's cores."""
+    """In a process that a launcher started nothing is left to start; its threads are fitted to the node's cores."""
 
     def __init__(self, environment: RingEnvironment) -> None:
         self._environment = environment
