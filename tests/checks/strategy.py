@@ -16,7 +16,6 @@ from lightning.pytorch.callbacks import (
     LearningRateFinder,
     ModelCheckpoint,
     StochasticWeightAveraging,
-    WeightAveraging,
 )
 from lightning.pytorch.plugins import MixedPrecision
 from mpi4py import MPI
@@ -392,10 +391,10 @@ def check_learning_rate_finder() -> None:
 
 
 def check_weight_averaging() -> None:
-    for make in (
-        lambda: StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1),
-        lambda: WeightAveraging(avg_fn=torch.optim.swa_utils.get_ema_avg_fn(0.9)),
-    ):
+    makers = [lambda: StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1)]
+    if ema := getattr(L.pytorch.callbacks, "WeightAveraging", None):  # since Lightning 2.6
+        makers.append(lambda: ema(avg_fn=torch.optim.swa_utils.get_ema_avg_fn(0.9)))
+    for make in makers:
         L.seed_everything(7, verbose=False)
         module = Classifier()
         fit("ring", module, callbacks=[make()], max_epochs=3)
