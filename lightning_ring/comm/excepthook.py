@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from lightning_ring.comm.ending import end_process, say
+from lightning_ring.comm.peers import comes_from_a_peer
 from lightning_ring.comm.ranks import RankInfo
 from lightning_ring.comm.watch import JobWatch
 from lightning_ring.errors import PeerFailedError
@@ -44,16 +45,31 @@ def install_excepthook(info: RankInfo, watch: JobWatch | None = None) -> None:
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(sys.stderr, io.StringIO) and sys.__stderr__ is not None:
-            sys.stderr = sys.__stderr__  # torch's hook collects what is printed, to show it after this one has returned
-        if not isinstance(error, PeerFailedError) or os.getpid() != _Installed.pid:
+            # torch.distributed wraps this hook in one that collects its output, to be printed when it returns
+            sys.stderr = sys.__stderr__
+        if os.getpid() != _Installed.pid:  # a forked child
             previous(kind, error, trace)
-        if os.getpid() == _Installed.pid:  # not in a forked child
-            _end_after(error)
+            return
+        cause = _cause(error)
+        if not isinstance(cause, PeerFailedError):
+            previous(kind, error, trace)
+        _end_after(cause)
 
     sys.excepthook = hook
     sys.exit = _exit
     # before MPI_Finalize: mpi4py calls that after Python's own exit handlers
     atexit.register(_goodbye)
+
+
+def _cause(error: BaseException) -> BaseException:
+    """The `PeerFailedError` behind an error of a transport, if the watch knows of one; else ``error``."""
+    watch = _Installed.watch
+    if watch is not None and comes_from_a_peer(error) and not isinstance(error, PeerFailedError):
+        try:
+            watch.blame(error)
+        except PeerFailedError as peer:
+            return peer
+    return error
 
 
 def _end_after(error: BaseException) -> NoReturn:

@@ -6,6 +6,20 @@ import time
 from dataclasses import dataclass
 
 from lightning_ring.comm.lines import Message
+from lightning_ring.errors import PeerFailedError
+
+_TRANSPORT_WORDS = ("gloo/transport", "connection closed by peer", "connection reset by peer", "nccl error", "tcpstore")
+
+
+def comes_from_a_peer(error: BaseException) -> bool:
+    """Whether ``error`` says that another rank is to blame, rather than this one's own code.
+
+    Gloo and NCCL know that somebody closed a connection, not who or why.
+    """
+    if isinstance(error, PeerFailedError):
+        return True
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(word in text for word in _TRANSPORT_WORDS)
 
 
 @dataclass(frozen=True, slots=True)

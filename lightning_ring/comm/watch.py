@@ -19,7 +19,7 @@ from torch.distributed import Store
 
 from lightning_ring.comm.ending import LauncherProbe, end_process, remove_what_mpirun_left, say
 from lightning_ring.comm.lines import LineConnection, Message
-from lightning_ring.comm.peers import PeerEvent, PeerLedger
+from lightning_ring.comm.peers import PeerEvent, PeerLedger, comes_from_a_peer
 from lightning_ring.comm.ranks import RankInfo
 from lightning_ring.comm.watch_relay import Relay, join_relay
 from lightning_ring.errors import PeerFailedError
@@ -69,14 +69,17 @@ class JobWatch:
             raise PeerFailedError(f"{event}. Rank {self.info.rank} cannot go on without it.")
 
     def blame(self, error: BaseException, seconds: float = 3.0) -> None:
-        """Raise `PeerFailedError` from ``error`` if another rank failed or died, or does within ``seconds``.
+        """Raise `PeerFailedError` from ``error`` if another rank failed by itself, or does within ``seconds``.
 
         For errors of transports ("connection closed by peer"), which know that somebody has gone but not who or why.
         """
         with self._news:
-            self._news.wait_for(lambda: self._ledger.failure(self._fit) or self._connection is None, timeout=seconds)
+            found = self._news.wait_for(
+                lambda: ((event := self._ledger.failure(self._fit)) and not event.echo) or self._connection is None,
+                timeout=seconds,
+            )
             event = self._ledger.failure(self._fit)
-        if event is not None:
+        if found and event is not None:
             raise PeerFailedError(f"{event}. Rank {self.info.rank} cannot go on without it.") from error
 
     def failure(self) -> PeerEvent | None:
@@ -89,7 +92,7 @@ class JobWatch:
         if not self._reported:
             self._reported = True
             text = f"{type(exception).__name__}: {str(exception).strip()}"[:2000]
-            self.tell({"kind": "failed", "text": text, "echo": isinstance(exception, PeerFailedError)}, wait=1.0)
+            self.tell({"kind": "failed", "text": text, "echo": comes_from_a_peer(exception)}, wait=1.0)
 
     def tell(self, event: Message, wait: float = 0.0) -> None:
         """Send ``event`` (JSON, with a ``"kind"``) to the `on_event` callbacks of all ranks, this one's included.

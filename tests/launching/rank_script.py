@@ -12,6 +12,8 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
+import torch.distributed
+
 from lightning_ring.comm.excepthook import install_excepthook
 from lightning_ring.comm.ranks import discover_ranks
 from lightning_ring.comm.rendezvous import open_store
@@ -23,6 +25,8 @@ install_excepthook(info)
 store = open_store(info, timedelta(seconds=30))
 watch = JobWatch(info, store)
 install_excepthook(info, watch)
+# as in a real job; torch wraps sys.excepthook here
+torch.distributed.init_process_group("gloo", store=store, rank=info.rank, world_size=info.world_size)
 stopped = []
 if number := os.environ.get("RING_STOP_SIGNAL"):
     signal.signal(int(number), lambda *_: stopped.append(True))
@@ -65,10 +69,12 @@ elif action == "stop":  # what the strategy does: stop at the next step, save, e
     while not stopped and time.monotonic() - begin < 60:
         time.sleep(0.01)
     (folder / f"saved.{info.rank}").write_text("checkpoint")
+elif action == "gloo" and info.rank != 1:  # it sees a closed connection, not why
+    torch.distributed.all_reduce(torch.ones(1))
 elif action in ("sleep", "wait") or info.rank != 1:
     with watch.blocking("a test"):
         wait_deaf() if action in ("deaf", "sleep") else wait_for_the_others()
-elif action == "raise":
+elif action in ("raise", "gloo"):
     raise ValueError("no such photo")
 elif action == "exit-3":
     sys.exit(3)

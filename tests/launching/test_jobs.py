@@ -116,6 +116,17 @@ def test_a_rank_that_raises_outside_fit(launcher, tmp_path):
     assert not list(tmp_path.glob("end.*"))
 
 
+def test_the_first_error_is_shown_not_what_it_does_to_the_other_ranks(tmp_path):
+    with job("plain", "gloo", tmp_path) as ranks:
+        pids = ranks.rank_pids()
+        code, output = ranks.finish(within=30)
+    assert code == 1, output
+    assert output.count("Traceback") == 1, output
+    assert "ValueError: no such photo" in output
+    assert "rank 0 ends: rank 1" in output
+    assert f"rank 1 (pid {pids[1]}) ended with exit code 1; the job ends" in output
+
+
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_rank_killed_with_kill_9_is_named(launcher, tmp_path):
     with job(launcher, "kill", tmp_path) as ranks:
