@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
+import dataclasses
 import re
 import subprocess
 
 import pytest
 from hydra import compose, initialize_config_dir
+from lightning_ring.options import RingOptions
 
 import lightning_ring.errors
-from lightning_ring import RingStrategy
 from tests.launch import ROOT
 
 README = (ROOT / "README.md").read_text()
@@ -43,10 +43,7 @@ def test_recipe_commands_compose(line):
 def test_argument_table_is_the_strategys():
     table = README.split("### Arguments")[1].split("\n#")[0]
     documented = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
-    parameters = inspect.signature(RingStrategy).parameters.values()
-    assert sorted(documented) == sorted(
-        parameter.name for parameter in parameters if parameter.kind == parameter.KEYWORD_ONLY
-    )
+    assert sorted(documented) == sorted(field.name for field in dataclasses.fields(RingOptions))
 
 
 def test_every_error_is_explained():
