@@ -47,7 +47,6 @@ OmegaConf.register_new_resolver("rank_zero_folder", rank_zero_folder, use_cache=
 def train(config: DictConfig) -> dict[str, float]:
     """One run: fit, then test the best checkpoint (the last weights where there is none). Returns the test metrics."""
     import lightning as L  # here, because it takes seconds for which --help need not wait
-
     from lightning.pytorch.callbacks import LambdaCallback
 
     from lightning_ring.monitor import widen_terminal
