@@ -92,7 +92,7 @@ class TrustRatioOptimizer(Optimizer):
         known = GROUP_KEYS | set(self.defaults)
         unknown = sorted(set(param_group) - known)
         require(not unknown, f"a parameter group has the unknown keys {unknown}; known are {sorted(known)}")
-        super().add_param_group(param_group)
+        super().add_param_group(dict(param_group))  # torch fills in defaults: not in the caller's dict
         try:
             self._check_added(self.param_groups[-1])
         except ValueError:
