@@ -14,7 +14,7 @@ from lightning_ring.optim.loading import load_precisely
 from lightning_ring.optim.roster import LOW_PRECISION, Kind, Part, Roster, compute_dtype, lie_alike, parameter_names
 from lightning_ring.optim.rule import Scalars
 from lightning_ring.optim.runners import Runner, RunOptions, check_options, make_runner, way_to_run
-from lightning_ring.optim.update import NormAllReduce, update
+from lightning_ring.optim.update import NormAllReduce, Run, update
 from lightning_ring.optim.validation import require
 
 GROUP_KEYS = frozenset({"params", "param_names", "initial_lr", "name"})
@@ -142,14 +142,18 @@ class TrustRatioOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        roster = self._current_roster()
-        runs = [(self._runner(part.kind), part) for part in self._collect(roster)]
+        roster, runs, hyperparameters = self._prepare(torch.compiler.is_compiling())
         if runs or self.norm_all_reduce is not None:
-            hyperparameters = [self.hyperparameters(group) for group in self.param_groups]
             taken = update(type(self), hyperparameters, roster, runs, self.options, self.norm_all_reduce)
             if taken is not True:
                 self._skipped = self._skipped + (~taken if isinstance(taken, Tensor) else 1)
         return loss
+
+    @torch.compiler.disable  # lists and dicts only; what follows is traced with the tensors as plain inputs
+    def _prepare(self, compiling: bool) -> tuple[Roster, list[Run], list[dict[str, Any]]]:
+        roster = self._current_roster()
+        runs = [(self._runner(part.kind, compiling), part) for part in self._collect(roster)]
+        return roster, runs, [self.hyperparameters(group) for group in self.param_groups]
 
     def _current_roster(self) -> Roster:
         if self._roster is None or not self._roster.fits(self.param_groups):
@@ -208,8 +212,9 @@ class TrustRatioOptimizer(Optimizer):
         advice = "pass real parameters" if grad.is_complex() else "make it dense: sparse=False in nn.Embedding"
         raise RuntimeError(f"{type(self).__name__}: the gradient of {name} is {found}, expected dense floats; {advice}")
 
-    def _runner(self, kind: Kind) -> Runner:
-        key = (way_to_run(self.options, kind), kind.device.type)
+    def _runner(self, kind: Kind, compiling: bool) -> Runner:
+        way = "plain" if compiling else way_to_run(self.options, kind)
+        key = (way, kind.device.type)
         if key not in self._runners:
             self._runners[key] = make_runner(*key, rule=type(self))
         return self._runners[key]

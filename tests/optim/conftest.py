@@ -16,5 +16,5 @@ def kernel_cache(tmp_path_factory: pytest.TempPathFactory):
 @pytest.fixture(autouse=True)
 def skip_without_compiler(request: pytest.FixtureRequest) -> None:
     way = getattr(request.node, "callspec", None) and request.node.callspec.params.get("way")
-    if way and way.get("fused") and compiler.find_compiler() is None:
+    if isinstance(way, dict) and way.get("fused") and compiler.find_compiler() is None:
         pytest.skip("no C++ compiler on this machine")

@@ -23,9 +23,8 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA 
         # converges is 150 steps, the oracles 50: hours for an interpreter; the battery compares with the plain way.
         ["tests/optim/test_battery.py", "-k", "fused and not converges"],
         ["tests/optim/test_runners.py", "-k", "skipped and fused"],
-        ["tests/optim/test_sharded.py", "-k", "fused and ragged and (max_grad_norm or nesterov)"],
     ],
-    ids=["battery", "skipping", "sharded"],
+    ids=["battery", "skipping"],
 )
 def test_under_the_interpreter(selection):
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *selection]
