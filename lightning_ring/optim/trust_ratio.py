@@ -85,7 +85,7 @@ class TrustRatioOptimizer(Optimizer):
         return None
 
     @staticmethod
-    def torch_move(w: Tensor, g: Tensor, state: tuple[Tensor, ...], h: Scalars) -> bool:
+    def torch_move(w: Tensor, g: Tensor, x: Tensor | None, state: tuple[Tensor, ...], h: Scalars) -> bool:
         return False
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
