@@ -68,7 +68,7 @@ class FusedCudaRunner:
         if len(chunks):
             pointers, aligned = self._pointers_of(part)
             scalars = _table(move_body(self._rule, deferred).scalars, part, numbers)
-            flag = chunks if keep is None else keep.to(part.kind.device, torch.int8)
+            flag = chunks if keep is None else keep.to(part.kind.device, torch.int64)
             with _on(part.kind.device):
                 module["move"][(len(chunks),)](
                     chunks,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -155,16 +156,15 @@ class LAMB(TrustRatioOptimizer):
     @staticmethod
     def torch_direction(w: Tensor, g: Tensor, state: tuple[Tensor, ...], h: Scalars) -> Tensor | None:
         # Adam's step at learning rate -1 adds its direction to what it takes for the weights.
-        if abs(h.grad_scale) != 1:
-            return None
         x = w * h.decay
+        g = g if abs(h.grad_scale) == 1 else g * abs(h.grad_scale)
         torch._fused_adam_(
             [x],
             [g],
             [state[0]],
             [state[1]],
             [],
-            [torch.tensor(h.correction_step)],
+            [_as_tensor(h.correction_step, torch.float32)],
             lr=-1.0,
             beta1=h.beta1,
             beta2=h.beta2,
@@ -174,3 +174,18 @@ class LAMB(TrustRatioOptimizer):
             maximize=h.grad_scale < 0,
         )
         return x
+
+    @staticmethod
+    def torch_move(w: Tensor, g: Tensor, x: Tensor | None, state: tuple[Tensor, ...], h: Scalars) -> bool:
+        if x is not None:
+            return False  # one sweep, w - rate * x, is all there is to do
+        m, v = state
+        denominator = v.sqrt()
+        torch.add(_as_tensor(h.floor, w.dtype), denominator, alpha=h.root_scale, out=denominator)
+        w.mul_(1 - h.rate * h.decay).addcdiv_(m, denominator, value=-h.rate)
+        return True
+
+
+@functools.lru_cache(maxsize=64)
+def _as_tensor(value: float, dtype: torch.dtype) -> Tensor:
+    return torch.tensor(value, dtype=dtype)

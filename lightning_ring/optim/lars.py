@@ -153,7 +153,7 @@ class LARS(TrustRatioOptimizer):
         return g if abs(h.grad_scale) == 1 else None  # only its norm is looked at
 
     @staticmethod
-    def torch_move(w: Tensor, g: Tensor, state: tuple[Tensor, ...], h: Scalars) -> bool:
+    def torch_move(w: Tensor, g: Tensor, x: Tensor | None, state: tuple[Tensor, ...], h: Scalars) -> bool:
         # SGD's v = momentum * v + (1 - dampening) * (g + wd * w), w -= lr * v, with gain for 1 - dampening, as far as
         # 1 - (1 - gain) is gain to the precision of the weights.
         smallest = 1e-2 if w.dtype == torch.float64 else 1e-7

@@ -16,7 +16,7 @@ from lightning_ring.optim.tensor_list import TensorList
 
 CPU_PIECE = 1 << 16  # elements: five float32 streams of this length fit a 2 MiB second-level cache
 DEVICE_PIECE = 1 << 20
-KEPT_SHARE = 0.043
+MEMORY_SHARE = 0.049
 # Outside this range a float32 sum of up to CPU_PIECE squares may have lost digits to underflow, or overflowed.
 SAFE_SQUARES = (1e-26, 1e36)
 
@@ -50,8 +50,10 @@ class MultiTensorRunner:
     def waves(self, part: Part) -> list[Part]:
         if part.kind.device.type != "cpu":
             return [part]
-        sizes = [weight.numel() for weight in part.weights]
-        return list(_split(part, sizes, room=max(CPU_PIECE, int(sum(sizes) * KEPT_SHARE))))
+        kind = part.kind
+        pieces = 2 if kind.weight == kind.compute else 4  # that exist beside the kept directions
+        budget = MEMORY_SHARE * sum(weight.nbytes for weight in part.weights) / kind.compute.itemsize
+        return list(_split(part, room=max(CPU_PIECE, int(budget) - pieces * CPU_PIECE)))
 
     def grad_square_sum(self, part: Part) -> Tensor:
         sums = [_square_sums(_cast(batch.grads, part.kind.compute)) for batch in self._batches(part)]
@@ -122,7 +124,8 @@ class MultiTensorRunner:
             return False
         (row,), (w,), (g,) = batch.rows, batch.weights, batch.grads
         state = tuple(s[0] for s in batch.states)
-        if not self._rule.torch_move(w, g, state, numbers.at(part.positions[row])):
+        x = None if batch.directions is None else batch.directions[0]
+        if not self._rule.torch_move(w, g, x, state, numbers.at(part.positions[row])):
             return False
         torch.autograd.graph.increment_version(w)  # torch's fused SGD leaves it out
         return True
@@ -139,11 +142,12 @@ def _fits_torch_kernels(part: Part) -> bool:
     return kind.device.type == "cpu" and kind.weight == kind.grad == kind.compute
 
 
-def _split(part: Part, sizes: list[int], room: int) -> Iterator[Part]:
+def _split(part: Part, room: int) -> Iterator[Part]:
     """``part`` in waves of at most ``room`` elements, whose directions may be kept; larger tensors go alone."""
     rows: list[int] = []
     taken = 0
-    for row, size in enumerate(sizes):
+    for row, weight in enumerate(part.weights):
+        size = weight.numel()
         if size > room:
             yield part.subset([row], keeps_directions=False)
             continue

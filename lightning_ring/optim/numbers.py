@@ -50,7 +50,7 @@ class StepNumbers:
 
     def extended(self, further: Scalars) -> StepNumbers:
         """These vectors and ``further`` ones, which live on the device."""
-        numbers = StepNumbers(self.on_device | vars(further), {})
+        numbers = StepNumbers({**self.on_device, **further.__dict__}, {})
         numbers._on_host = dict(self._on_host)
         numbers._lists = dict(self._lists)
         numbers._uniform = self._uniform

@@ -71,6 +71,6 @@ class Rule(Protocol):
         ...
 
     @staticmethod
-    def torch_move(w: Tensor, g: Tensor, state: tuple[Tensor, ...], h: Scalars) -> bool:
-        """`move` in place, likewise; False, with nothing done, where no such kernel fits."""
+    def torch_move(w: Tensor, g: Tensor, x: Tensor | None, state: tuple[Tensor, ...], h: Scalars) -> bool:
+        """`move` in place, likewise (``x`` if it was kept); False, with nothing done, where no such kernel fits."""
         ...

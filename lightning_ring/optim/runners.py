@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from lightning_ring.optim.compiler import require_compiler
@@ -85,7 +84,7 @@ def interpreting_triton() -> bool:
 
 def way_to_run(options: RunOptions, kind: Kind) -> str:
     """``"plain"``, ``"foreach"`` or ``"fused"``."""
-    if not kind.flat or torch.compiler.is_compiling():
+    if not kind.flat:
         return "plain"
     if options.fused:
         return "fused"

@@ -102,7 +102,7 @@ def _function(name: str, body: Body, types: dict[str, str], compute: str, deferr
     sums = ("w_squares", "x_squares", *(["probe"] if deferred else [])) if name == "measure" else ()
     setup += [f"{sum_} = tl.zeros([BLOCK], tl.float64)" for sum_ in sums]
     if name == "move":
-        setup.append("taken = True\n    if CONDITIONAL:\n        taken = tl.load(keep) != 0")
+        setup.append("if CONDITIONAL:\n        size = size * tl.load(keep)  # 0 elements: nothing is written")
     after = [f"tl.store(sums + 3 * chunk + {i}, tl.sum({sum_}))" for i, sum_ in enumerate(sums)]
     return FUNCTION.format(
         name=name,
@@ -128,8 +128,7 @@ def _loop(
         # A gradient that is not finite makes the probe NaN.
         lines.append(f"{sum_} += {wide} * 0.0" if sum_ == "probe" else f"{sum_} += {wide} * {wide}")
     for element, value in stored.items():
-        keep = "mask & taken" if masked else "taken"
-        condition = f", mask={keep}" if not sums and masked else (", mask=mask" if masked else "")
+        condition = ", mask=mask" if masked else ""
         lines.append(f"tl.store(p_{element} + offsets, {value}.to({types[element]}){condition})")
     return lines
 

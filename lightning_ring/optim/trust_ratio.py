@@ -14,7 +14,7 @@ from lightning_ring.optim.loading import load_precisely
 from lightning_ring.optim.roster import LOW_PRECISION, Kind, Part, Roster, compute_dtype, lie_alike, parameter_names
 from lightning_ring.optim.rule import Scalars
 from lightning_ring.optim.runners import Runner, RunOptions, check_options, make_runner, way_to_run
-from lightning_ring.optim.update import NormAllReduce, update
+from lightning_ring.optim.update import NormAllReduce, Run, update
 from lightning_ring.optim.validation import require
 
 GROUP_KEYS = frozenset({"params", "param_names", "initial_lr", "name"})
@@ -85,14 +85,14 @@ class TrustRatioOptimizer(Optimizer):
         return None
 
     @staticmethod
-    def torch_move(w: Tensor, g: Tensor, state: tuple[Tensor, ...], h: Scalars) -> bool:
+    def torch_move(w: Tensor, g: Tensor, x: Tensor | None, state: tuple[Tensor, ...], h: Scalars) -> bool:
         return False
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         known = GROUP_KEYS | set(self.defaults)
         unknown = sorted(set(param_group) - known)
         require(not unknown, f"a parameter group has the unknown keys {unknown}; known are {sorted(known)}")
-        super().add_param_group(param_group)
+        super().add_param_group(dict(param_group))  # torch fills in defaults: not in the caller's dict
         try:
             self._check_added(self.param_groups[-1])
         except ValueError:
@@ -142,14 +142,18 @@ class TrustRatioOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        roster = self._current_roster()
-        runs = [(self._runner(part.kind), part) for part in self._collect(roster)]
+        roster, runs, hyperparameters = self._prepare(torch.compiler.is_compiling())
         if runs or self.norm_all_reduce is not None:
-            hyperparameters = [self.hyperparameters(group) for group in self.param_groups]
             taken = update(type(self), hyperparameters, roster, runs, self.options, self.norm_all_reduce)
             if taken is not True:
                 self._skipped = self._skipped + (~taken if isinstance(taken, Tensor) else 1)
         return loss
+
+    @torch.compiler.disable  # lists and dicts only; what follows is traced with the tensors as plain inputs
+    def _prepare(self, compiling: bool) -> tuple[Roster, list[Run], list[dict[str, Any]]]:
+        roster = self._current_roster()
+        runs = [(self._runner(part.kind, compiling), part) for part in self._collect(roster)]
+        return roster, runs, [self.hyperparameters(group) for group in self.param_groups]
 
     def _current_roster(self) -> Roster:
         if self._roster is None or not self._roster.fits(self.param_groups):
@@ -208,8 +212,9 @@ class TrustRatioOptimizer(Optimizer):
         advice = "pass real parameters" if grad.is_complex() else "make it dense: sparse=False in nn.Embedding"
         raise RuntimeError(f"{type(self).__name__}: the gradient of {name} is {found}, expected dense floats; {advice}")
 
-    def _runner(self, kind: Kind) -> Runner:
-        key = (way_to_run(self.options, kind), kind.device.type)
+    def _runner(self, kind: Kind, compiling: bool) -> Runner:
+        way = "plain" if compiling else way_to_run(self.options, kind)
+        key = (way, kind.device.type)
         if key not in self._runners:
             self._runners[key] = make_runner(*key, rule=type(self))
         return self._runners[key]

@@ -1,0 +1,20 @@
+from __future__ import annotations
+
+import pytest
+
+from lightning_ring.optim import compiler
+
+
+@pytest.fixture(scope="session", autouse=True)
+def kernel_cache(tmp_path_factory: pytest.TempPathFactory):
+    """Compiled kernels of this session go to a folder of its own; without a compiler the fused way is skipped."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LIGHTNING_RING_CACHE", str(tmp_path_factory.mktemp("kernels")))
+        yield
+
+
+@pytest.fixture(autouse=True)
+def skip_without_compiler(request: pytest.FixtureRequest) -> None:
+    way = getattr(request.node, "callspec", None) and request.node.callspec.params.get("way")
+    if isinstance(way, dict) and way.get("fused") and compiler.find_compiler() is None:
+        pytest.skip("no C++ compiler on this machine")

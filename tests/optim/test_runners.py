@@ -1,0 +1,86 @@
+"""Runners side by side: a `keep` that is a tensor (as it is on a device), and the memory that a step takes."""
+
+import copy
+
+import pytest
+import torch
+
+from lightning_ring.optim import compiler
+from tests.optim.ways import (
+    CPU_WAYS,
+    INTERPRETED,
+    every_optimizer,
+    random_params,
+    relative_difference,
+    set_random_grads,
+)
+
+# The C++ kernel is for the CPU, where whether to move is known before it is called.
+DEVICE_WAYS = {name: way for name, way in CPU_WAYS.items() if name != "fused" or INTERPRETED}
+
+
+@every_optimizer
+@pytest.mark.parametrize("way", DEVICE_WAYS.values(), ids=DEVICE_WAYS)
+@pytest.mark.parametrize("bad", [False, True])
+def test_a_step_can_be_skipped_without_reading_the_flag(optimizer_class, way, bad, monkeypatch):
+    monkeypatch.setattr("lightning_ring.optim.update._as_host_bool", lambda flag: flag)
+    params, others = random_params(dtype=torch.float32), random_params(dtype=torch.float32)
+    optimizer = optimizer_class(params, lr=0.1, skip_nonfinite=True, **way)
+    expected = optimizer_class(others, lr=0.1, foreach=False)
+    for step in range(2):
+        for o, p in ((optimizer, params), (expected, others)):
+            set_random_grads(p, step)
+            o.step()
+    before = copy.deepcopy([(p.detach(), optimizer.state[p]) for p in params])
+    if bad:
+        set_random_grads(params, 2)
+        params[6].grad.view(-1)[5] = float("nan")
+        optimizer.step()
+        for param, (values, state) in zip(params, before, strict=True):
+            assert torch.equal(param, values)
+            for key, value in state.items():
+                assert torch.equal(optimizer.state[param][key], value)
+    assert optimizer.skipped_steps == int(bad)
+    for a, b in zip(params, others, strict=True):
+        assert relative_difference(a, b) < 1e-6
+
+
+def peak_bytes(profile):
+    """Largest sum of tensor memory that was taken and not yet given back."""
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    running = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        running += event.nbytes()
+        peak = max(peak, running)
+    return peak
+
+
+@every_optimizer
+@pytest.mark.parametrize("way", [{}, *([{"fused": True}] if compiler.find_compiler() else [])], ids=str)
+@pytest.mark.parametrize("low_precision", [False, True])
+def test_a_step_takes_less_than_five_percent_of_the_parameters_memory(optimizer_class, way, low_precision):
+    dtype = torch.bfloat16 if low_precision else torch.float32
+    sizes = [1 << 20] * 3 + [1 << 18] * (48 if low_precision else 16) + [100_003] * 60 + [64] * 100
+    params = [torch.ones(size, dtype=dtype, requires_grad=True) for size in sizes]
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer = optimizer_class(params, lr=0.1, weight_decay=0.01, **way)
+    optimizer.step()  # makes the state, compiles
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        optimizer.step()
+    assert peak_bytes(profile) < 0.05 * sum(param.nbytes for param in params)
+
+
+@every_optimizer
+@pytest.mark.parametrize("way", CPU_WAYS.values(), ids=CPU_WAYS)
+def test_the_bits_do_not_depend_on_the_run(optimizer_class, way):
+    results = []
+    for _ in range(2):
+        params = random_params(dtype=torch.float32, shapes=[(200_000,), (30,)])
+        optimizer = optimizer_class(params, lr=0.1, **way)
+        for step in range(3):
+            set_random_grads(params, step)
+            optimizer.step()
+        results.append(params)
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)

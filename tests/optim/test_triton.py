@@ -1,0 +1,131 @@
+"""The Triton kernels: under Triton's interpreter everywhere, and on a GPU where there is one."""
+
+import copy
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.launch import ROOT, clean_env
+from tests.optim.ways import INTERPRETED, every_optimizer, random_params, relative_difference, set_random_grads
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU on this machine")
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the interpreted run")
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "selection",
+    [
+        # converges is 150 steps, the oracles 50: hours for an interpreter; the battery compares with the plain way.
+        ["tests/optim/test_battery.py", "-k", "fused and not converges"],
+        ["tests/optim/test_runners.py", "-k", "skipped and fused"],
+    ],
+    ids=["battery", "skipping"],
+)
+def test_under_the_interpreter(selection):
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *selection]
+    done = subprocess.run(
+        command, env=clean_env(TRITON_INTERPRET="1"), cwd=ROOT, capture_output=True, text=True, timeout=560, check=False
+    )
+    assert done.returncode == 0, done.stdout[-6000:]
+    assert " passed" in done.stdout
+
+
+@pytest.mark.gpu
+@needs_gpu
+@every_optimizer
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("way", [{}, {"fused": True}, {"foreach": True}, {"foreach": False}], ids=str)
+def test_on_cuda(optimizer_class, way, dtype):
+    shapes = [(), (0,), (7,), (300, 70), (64, 3, 7, 7), (100_003,)]
+    params = [p.detach().cuda().requires_grad_() for p in random_params(dtype=dtype, shapes=shapes)]
+    copies = [p.detach().double().cpu().requires_grad_() for p in params]
+    optimizer = optimizer_class(params, lr=0.1, weight_decay=0.01, **way)
+    oracle = optimizer_class(copies, lr=0.1, weight_decay=0.01, foreach=False)
+    for step in range(5):
+        set_random_grads(params, step)
+        for param, copied in zip(params, copies, strict=True):
+            copied.grad = param.grad.double().cpu()
+        optimizer.step()
+        oracle.step()
+    tolerance = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}[dtype]
+    for param, copied in zip(params, copies, strict=True):
+        assert relative_difference(param.cpu(), copied) < tolerance
+
+
+@pytest.mark.gpu
+@needs_gpu
+@every_optimizer
+@pytest.mark.parametrize("skip_nonfinite", [False, True])
+def test_the_step_waits_for_nothing(optimizer_class, skip_nonfinite):
+    params = [p.detach().cuda().requires_grad_() for p in random_params(dtype=torch.float32)]
+    optimizer = optimizer_class(params, lr=0.1, skip_nonfinite=skip_nonfinite)
+    set_random_grads(params, 0)
+    optimizer.step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        optimizer.step()
+        ratios = optimizer.trust_ratios
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.isfinite(ratios).all()
+
+
+@pytest.mark.gpu
+@needs_gpu
+@every_optimizer
+def test_in_a_cuda_graph(optimizer_class):
+    params = [p.detach().cuda().requires_grad_() for p in random_params(dtype=torch.float32, shapes=[(300, 70), (50,)])]
+    others = [p.detach().clone().requires_grad_() for p in params]
+    lr = torch.tensor(0.1, device="cuda")
+    optimizer = optimizer_class(params, lr=lr, capturable=True)
+    eager = optimizer_class(others, lr=0.1)
+    set_random_grads(params, 0)
+    for other, param in zip(others, params, strict=True):
+        other.grad = param.grad.clone()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        optimizer.step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    eager.step()
+    for step in range(1, 4):
+        rate = 0.1 / (1 + step)
+        lr.fill_(rate)
+        eager.param_groups[0]["lr"] = rate
+        replacements = copy.deepcopy(others)
+        set_random_grads(replacements, step)
+        for param, other, new in zip(params, others, replacements, strict=True):
+            param.grad.copy_(new.grad)
+            other.grad.copy_(new.grad)
+        graph.replay()
+        eager.step()
+    for a, b in zip(params, others, strict=True):
+        assert relative_difference(a, b) < 1e-6
+
+
+@pytest.mark.gpu
+@needs_gpu
+@every_optimizer
+def test_state_goes_between_devices(optimizer_class):
+    params = random_params(dtype=torch.float32)
+    moved = [p.detach().cuda().requires_grad_() for p in params]
+    optimizer, other = optimizer_class(params, lr=0.1), optimizer_class(moved, lr=0.1)
+    set_random_grads(params, 0)
+    optimizer.step()
+    other.load_state_dict(optimizer.state_dict())
+    with torch.no_grad():
+        for a, b in zip(moved, params, strict=True):
+            a.copy_(b)
+    for p, o in ((params, optimizer), (moved, other)):
+        set_random_grads(p, 1)
+        o.step()
+    for a, b in zip(params, moved, strict=True):
+        assert relative_difference(b.cpu(), a) < 1e-6
