@@ -113,7 +113,7 @@ def rank_environment(ranks: int, hosts: Sequence[Host], environ: Mapping[str, st
     """``environ`` and what every rank needs besides: threads that fit the cores, and how it is told to stop."""
     threads = max(1, cores() // ranks_per_host(ranks, hosts, environ))
     defaults = {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
-    return defaults | dict(environ) | {"RING_STOP_SIGNAL": str(stop_signal), "RING_LAUNCHER_PID": str(os.getpid())}
+    return defaults | dict(environ) | {"RING_STOP_SIGNAL": str(int(stop_signal)), "RING_LAUNCHER_PID": str(os.getpid())}
 
 
 def _written(hosts: Sequence[Host]) -> str:

@@ -135,7 +135,8 @@ class JobWatch:
         """Say goodbye at the end of the script, and stay until the others have left as well.
 
         Under MPI the process would otherwise stay in MPI_Finalize, where nothing could end it; and rank 0 holds the
-        relay. If another rank fails meanwhile, this process ends with exit code 1.
+        relay. If another rank fails meanwhile, this process ends with exit code 1; not if the script caught what this
+        rank raised itself and went on to its normal end, as it may have done on all ranks.
         """
         self.tell({"kind": "left"}, wait=1.0)
         stay = self.info.source == "mpi" or self.info.rank == 0
@@ -143,7 +144,9 @@ class JobWatch:
             with self._news:
                 if len(self._ledger.left.keys() | self._ledger.gone) >= self.info.world_size - 1:
                     break
-                if (failure := self._ledger.failure(self._fit)) is None and self._connection is not None:
+                failure = self._ledger.failure(self._fit)
+                caught = self._reported and failure is not None and failure.kind == "failed"
+                if (failure is None or caught) and self._connection is not None:
                     self._news.wait(timeout=1.0)
                     continue
             if not self._reported:
