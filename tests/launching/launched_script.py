@@ -1,4 +1,4 @@
-"""Plain ``python launched_script.py mpi|plain FOLDER``: the launcher makes two ranks of it."""
+"""Plain ``python launched_script.py FOLDER``: the launcher makes two ranks of it."""
 
 import os
 import sys
@@ -7,7 +7,7 @@ from pathlib import Path
 from lightning_ring.environment import RingEnvironment
 from lightning_ring.launcher import RingLauncher
 
-how, folder = sys.argv[1], Path(sys.argv[2])
+folder = Path(sys.argv[1])
 environment = RingEnvironment()
 
 
@@ -18,7 +18,7 @@ def train() -> str:
     return "trained"
 
 
-launcher = RingLauncher(environment, num_processes=2, num_nodes=1, use_mpi=how == "mpi")
+launcher = RingLauncher(environment, num_processes=2, num_nodes=1, use_mpi=True)
 result = launcher.launch(train)
 (folder / f"after.{os.getpid()}").write_text(result)
 sys.exit(7 if environment.global_rank() == 1 else 0)

@@ -15,14 +15,13 @@ from tests.launch import ROOT, mpirun_path, run
 HERE = ROOT / "tests" / "launching"
 
 
-@pytest.mark.parametrize(("how", "source"), [("mpi", "mpi"), ("plain", "ringrun")])
-def test_ranks_run_the_script_and_the_parent_returns_their_code(how, source, tmp_path):
-    if how == "mpi" and mpirun_path() is None:
+def test_ranks_run_the_script_and_the_parent_returns_their_code(tmp_path):
+    if mpirun_path() is None:
         pytest.skip("no mpirun beside this Python")
-    result = run([sys.executable, str(HERE / "launched_script.py"), how, str(tmp_path)], timeout=120)
+    result = run([sys.executable, str(HERE / "launched_script.py"), str(tmp_path)], timeout=120)
     assert result.returncode == 7, result.stdout  # rank 1's
     for rank in range(2):
-        assert (tmp_path / f"rank.{rank}").read_text() == f"2 {source}"
+        assert (tmp_path / f"rank.{rank}").read_text() == "2 mpi"
     assert len(list(tmp_path.glob("after.*"))) == 2, "what follows the launch runs in the ranks, not in the parent"
 
 
@@ -58,11 +57,7 @@ def test_a_rank_whose_variables_are_gone_does_not_start_ranks_again(monkeypatch)
 
 
 def test_no_script_no_ranks():
-    program = (
-        "from lightning_ring.environment import RingEnvironment\n"
-        "from lightning_ring.launcher import RingLauncher\n"
-        "RingLauncher(RingEnvironment(), 2, 1, use_mpi=False).launch(print)"
-    )
+    program = "from lightning_ring.cli.rerun import own_command\nwith own_command() as command: print(command)"
     result = run([sys.executable, "-c", program], timeout=60)
     assert result.returncode == 1
     assert "Write a script, use RingStrategy(start_method='fork')" in result.stdout
