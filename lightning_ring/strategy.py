@@ -36,6 +36,7 @@ from lightning_ring.comm.replicate import (
 from lightning_ring.environment import RingEnvironment
 from lightning_ring.foreign import explain_foreign_modules
 from lightning_ring.gradients import Reducer
+from lightning_ring.monitor.terminal import widen_terminal
 from lightning_ring.options import Backend, BroadcastBuffers, RingOptions, StartMethod, Uneven
 from lightning_ring.random_state import RandomStates
 from lightning_ring.starting import asked_of_trainer, check_asked, choose_launcher, devices_for
@@ -160,6 +161,7 @@ class RingStrategy(DDPStrategy):
 
     def setup_distributed(self) -> None:
         reset_seed()
+        widen_terminal()  # mpirun's have no width: a progress bar would draw nothing
         self._job = connect(self.ring_environment.discover(), self.root_device, self.options.timeout)
         if self.world_size > 1 or self.options.force_communication:
             options = self.options

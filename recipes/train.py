@@ -49,9 +49,6 @@ def train(config: DictConfig) -> dict[str, float]:
     import lightning as L  # here, because it takes seconds for which --help need not wait
     from lightning.pytorch.callbacks import LambdaCallback
 
-    from lightning_ring.monitor import widen_terminal
-
-    widen_terminal()
     L.seed_everything(config.seed, workers=True, verbose=False)
     model = instantiate(config.model, optimizer=instantiate(config.optimizer), schedule=instantiate(config.schedule))
     data = instantiate(config.data)

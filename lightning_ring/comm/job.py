@@ -64,12 +64,13 @@ def connect(info: RankInfo, device: torch.device, timeout: timedelta) -> Job:
     if info.world_size == 1:
         _open_default_group(dist.HashStore(), info, device, timeout)
     else:
+        install_excepthook(info)
         store = open_store(info, timeout)
         watch = JobWatch(info, store)
         if device.type == "cuda":  # before NCCL starts and says it in its own words
             _check_gpus(info, device, store)
         _open_default_group(store, info, device, timeout)
-        install_excepthook(info, watch)  # over torch's own hook, which would swallow what this one prints
+        install_excepthook(info, watch)
     _job = Job(info, dist.get_backend(), watch)
     return _job
 
