@@ -1,7 +1,7 @@
 """Runs every ``check_*`` function of one module on all ranks of one launch, so that many checks share one start-up.
 
 ``mpirun -n 2 python -m tests.battery tests.checks.comm OUT_DIR`` writes ``OUT_DIR/<rank>.json``:
-``{check name: null, or its traceback}``. Checks run in the order of the file; each begins after a barrier of its own.
+``{check name: null, or its traceback}``. Checks run in the order of the file (names after OUT_DIR choose some); each begins after a barrier of its own.
 A check may take the argument ``tmp_path`` (a folder shared by all ranks).
 """
 
@@ -33,14 +33,18 @@ class Battery:
         self._tmp = tmp
         self._results: dict[tuple[object, ...], tuple[dict[int, dict[str, str | None]], str]] = {}
 
-    def __call__(self, module: str, world_size: int, check: str, timeout: float = 240, **env: str) -> None:
+    def __call__(
+        self, module: str, world_size: int, check: str, timeout: float = 240, only: tuple[str, ...] = (), **env: str
+    ) -> None:
         """Fail with the traceback of every rank on which ``check`` failed, or with the output if it never ended."""
         key = (module, world_size, *sorted(env.items()))
         if key not in self._results:
             out = self._tmp / f"{module}-{world_size}-{len(self._results)}"
             out.mkdir()
             try:
-                output = mpirun(world_size, "-m", "tests.battery", module, str(out), timeout=timeout, **env).stdout
+                output = mpirun(
+                    world_size, "-m", "tests.battery", module, str(out), *only, timeout=timeout, **env
+                ).stdout
             except AssertionError as late:
                 output = str(late)
             files = {rank: out / f"{rank}.json" for rank in range(world_size)}
@@ -57,13 +61,13 @@ class Battery:
             pytest.fail("\n".join(failures) + f"\n--- output of the ranks (last 4,000 characters)\n{output[-4000:]}")
 
 
-def main(module_name: str, out: str) -> None:
+def main(module_name: str, out: str, *only: str) -> None:
     from mpi4py import MPI  # deferred: pytest imports this file too, and MPI must start in the ranks only
 
     world = MPI.COMM_WORLD
     module = importlib.import_module(module_name)
     results: dict[str, str | None] = {}
-    for name in check_names(module_name):
+    for name in only or check_names(module_name):
         world.Barrier()
         faulthandler.dump_traceback_later(100, exit=True)  # a check that hangs shows where, and ends the launch
         check = getattr(module, name)

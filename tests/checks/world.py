@@ -30,7 +30,7 @@ def communicator() -> Any:
         from lightning_ring.comm.mpi_backend import MPICommunicator
 
         return MPICommunicator(timeout=TIMEOUT)
-    from lightning_ring.comm.torch_backend import TorchCommunicator
+    from lightning_ring.comm.torch_backend import open_torch_communicator
 
     open_gloo()
-    return TorchCommunicator(timeout=TIMEOUT)
+    return open_torch_communicator("gloo", timeout=TIMEOUT)

@@ -11,7 +11,7 @@ import termios
 
 import pytest
 
-from lightning_ring.monitor import widen_terminal
+from lightning_ring.monitor.terminal import widen_terminal
 
 
 @pytest.fixture
