@@ -86,9 +86,7 @@ def source(
     return PRELUDE + "\n".join(functions)
 
 
-def _function(
-    name: str, body: Body, elements: list[str], types: dict[str, str], compute: str, deferred: bool
-) -> str:
+def _function(name: str, body: Body, elements: list[str], types: dict[str, str], compute: str, deferred: bool) -> str:
     columns = [*elements, "mirror"] if "mirror" in types else elements
     stored = {element for element, _ in body.stores}
     setup = []
@@ -116,7 +114,13 @@ def _function(
             loop.append("probe += double(g) * 0;  // 0, or NaN where g is not finite")
         clause = " reduction(+ : w_squares, x_squares, probe)"
         after = [f"sums[3 * chunk + {i}] = {sum_};" for i, sum_ in enumerate(("w_squares", "x_squares", "probe"))]
-    lines = [f"#pragma omp simd{clause}", "for (int64_t i = 0; i < size; ++i) {", *[f"  {x}" for x in loop], "}", *after]
+    lines = [
+        f"#pragma omp simd{clause}",
+        "for (int64_t i = 0; i < size; ++i) {",
+        *[f"  {x}" for x in loop],
+        "}",
+        *after,
+    ]
     return FUNCTION % {
         "name": name,
         "num_pointers": len(columns),

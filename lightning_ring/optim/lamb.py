@@ -111,6 +111,7 @@ class LAMB(TrustRatioOptimizer):
 
     @staticmethod
     def scalars(h: Scalars, step: Tensor | None, grad_scale: Tensor) -> Scalars:
+        assert step is not None
         correction1 = torch.where(h.bias_correction != 0, 1 - h.beta1**step, 1.0)
         correction2 = torch.where(h.bias_correction != 0, 1 - h.beta2**step, 1.0)
         # (m / c1) / (sqrt(v / c2) + eps) = m / (sqrt(v) * c1 / sqrt(c2) + c1 * eps): fewer sweeps over memory.

@@ -12,15 +12,13 @@ from torch import Tensor
 from lightning_ring.optim.numbers import StepNumbers
 from lightning_ring.optim.roster import Part, flat, norm_dtype
 from lightning_ring.optim.rule import Rule, Scalars
-from lightning_ring.optim.tensor_list import TensorList
+from lightning_ring.optim.tensor_list import TensorList, Tensors
 
 CPU_PIECE = 1 << 16  # elements: five float32 streams of this length fit a 2 MiB second-level cache
 DEVICE_PIECE = 1 << 20
 MEMORY_SHARE = 0.049
 # Outside this range a float32 sum of up to CPU_PIECE squares may have lost digits to underflow, or overflowed.
 SAFE_SQUARES = (1e-26, 1e36)
-
-Tensors = Sequence[Tensor]
 
 
 @dataclass(slots=True)
@@ -208,7 +206,7 @@ def _scalars(part: Part, numbers: StepNumbers, rows: list[int]) -> Scalars:
 
 def _store(targets: Sequence[Tensors], values: Sequence[TensorList], keep: Tensor | None) -> None:
     for target, value in zip(targets, values, strict=True):
-        results = value.tensors()
+        results: Tensors = value.tensors()
         if results[0] is target[0]:
             continue  # computed in place, or not changed
         if keep is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -20,7 +22,7 @@ class StepNumbers:
         self.on_device = on_device
         self._on_host = on_host
         self._lists: dict[str, list[float] | list[Tensor]] = {}
-        self._uniform = {name: v[0] for name in on_host if (v := self.values(name)).count(v[0]) == len(v)}
+        self._uniform = {name: v[0] for name in on_host if (v := list[Any](self.values(name))).count(v[0]) == len(v)}
         self._at: dict[int, Scalars] = {}
 
     def values(self, name: str) -> list[float] | list[Tensor]:

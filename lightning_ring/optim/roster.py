@@ -54,7 +54,7 @@ class Part:
     def subset(self, rows: list[int], keeps_directions: bool) -> Part:
         picked = [[column[row] for row in rows] for column in (self.positions, self.weights, self.grads, self.states)]
         mirrors = [self.mirrors[row] for row in rows] if self.mirrors else []
-        return Part(self.kind, *picked, mirrors, keeps_directions)  # type: ignore[arg-type]
+        return Part(self.kind, *picked, mirrors, keeps_directions)  # type: ignore[arg-type, call-arg]
 
 
 class Roster:

@@ -18,13 +18,15 @@ class Rule(Protocol):
     lines run on a `Tensor` (plain), on a `TensorList` (multi-tensor), and on a `Symbol`, which writes them down as the
     body of a C++ or Triton kernel. A step is: ``state = accumulate(...)``, ``x = direction(...)``; the sums of squares
     of ``w`` and ``x`` (over ranks, if the parameter is cut) give the trust ratio; then `move`. A `TensorList` works in
-    the memory of its left operands: use no temporary again after it was one, and no ``w`` or state after ``+`` or ``-``.
+    the memory of its left operands: use no temporary again after it was one, nor ``w`` or state after ``+`` or ``-``.
     """
 
     state_names: tuple[str, ...]
     """Keys of the per-parameter state, each a tensor like the parameter that begins as zeros."""
     counts_steps: bool
     """Whether `scalars` needs the number of steps that each parameter has taken (state key ``step``)."""
+
+    def __hash__(self) -> int: ...
 
     @staticmethod
     def scalars(h: Scalars, step: Tensor | None, grad_scale: Tensor) -> Scalars:

@@ -37,23 +37,24 @@ def update(
 
     sums = torch.zeros(3, len(roster.params), dtype=roster.ratios.dtype, device=roster.device)
     adapt = h.adapt.to(roster.device) != 0
-    keep: Tensor | bool = True
     if norm_all_reduce is None and not options.skip_nonfinite:
         for wave in [[(runner, wave)] for runner, part in runs for wave in runner.waves(part)]:
             _measure(roster, wave, numbers, False, sums)
             ratio = _move(rule, wave, numbers, sums, adapt, False, None)
-    else:
-        deferred = options.skip_nonfinite
-        _measure(roster, runs, numbers, deferred, sums)
-        if norm_all_reduce is not None:
-            sums = _sum_over_ranks(sums, norm_all_reduce)
-        if deferred:
-            keep = _as_host_bool(sums[2].sum() == 0)
-        if keep is False:
-            return False
-        ratio = _move(rule, runs, numbers, sums, adapt, deferred, None if keep is True else keep)
-    _commit(roster, ratio, step, active, None if keep is True else keep)
-    return keep
+        _commit(roster, ratio, step, active, None)
+        return True
+
+    deferred = options.skip_nonfinite
+    _measure(roster, runs, numbers, deferred, sums)
+    if norm_all_reduce is not None:
+        sums = _sum_over_ranks(sums, norm_all_reduce)
+    finite = _as_host_bool(sums[2].sum() == 0) if deferred else True
+    if finite is False:
+        return False
+    keep = finite if isinstance(finite, Tensor) else None
+    ratio = _move(rule, runs, numbers, sums, adapt, deferred, keep)
+    _commit(roster, ratio, step, active, keep)
+    return finite
 
 
 def _move(

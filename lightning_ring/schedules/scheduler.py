@@ -50,7 +50,9 @@ class WarmupLR(LRScheduler):
         last_epoch: int = -1,
     ) -> None:
         if not callable(schedule):
-            raise ValueError(f"schedule={schedule!r}, expected a function from step to factor, such as warmup_poly(...)")
+            raise ValueError(
+                f"schedule={schedule!r}, expected a function from step to factor, such as warmup_poly(...)"
+            )
         factor = schedule(0)
         if not factor >= 0:
             raise ValueError(f"schedule(0) is {factor}, expected a factor >= 0")

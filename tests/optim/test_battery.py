@@ -115,7 +115,9 @@ def test_large_tensors_are_cut_into_pieces_without_seams(optimizer_class, way):
 def test_groups_have_their_own_hyperparameters(optimizer_class, way):
     params = random_params()
     settings = [{"weight_decay": 0.1}, {"adapt": False, "weight_decay": 0.0, "lr": 0.003}]
-    optimizer = make(optimizer_class, [{"params": params[::2]} | settings[0], {"params": params[1::2]} | settings[1]], way)
+    optimizer = make(
+        optimizer_class, [{"params": params[::2]} | settings[0], {"params": params[1::2]} | settings[1]], way
+    )
     expected = [reference(optimizer_class, params, 4, **setting) for setting in settings]
     take_steps(optimizer, params, 4)
     for i, param in enumerate(params):
@@ -272,8 +274,12 @@ def test_huge_and_tiny_gradients_in_float32(optimizer_class, way, scale):
 @every_way
 @pytest.mark.parametrize("scale", [1e-25, 1e25])
 def test_huge_and_tiny_weights_in_float32(optimizer_class, way, scale):
-    params = [(p.detach() * scale).requires_grad_() for p in random_params(dtype=torch.float32, shapes=[(6, 5), (400,)])]
-    expected = reference(optimizer_class, params, 2, weight_decay=0.0, **({"eps": 1e-6} if optimizer_class.__name__ == "LAMB" else {}))
+    params = [
+        (p.detach() * scale).requires_grad_() for p in random_params(dtype=torch.float32, shapes=[(6, 5), (400,)])
+    ]
+    expected = reference(
+        optimizer_class, params, 2, weight_decay=0.0, **({"eps": 1e-6} if optimizer_class.__name__ == "LAMB" else {})
+    )
     take_steps(make(optimizer_class, params, way, weight_decay=0.0), params, 2)
     for param, other in zip(params, expected, strict=True):
         assert relative_difference(param, other) < 1e-6

@@ -59,9 +59,13 @@ def test_resumes_exactly(momentum_correction):
 
 FORMS = {
     "LARS": lambda form: lambda groups: LARS(groups, lr=0.5, momentum_form=form, weight_decay=0.01),
-    "SGD": lambda form: lambda groups: torch.optim.SGD(groups, lr=0.01, momentum=0.9)
-    if form == "torch"
-    else LARS(groups, lr=0.01, momentum=0.9, adapt=False),
+    "SGD": lambda form: (
+        lambda groups: (
+            torch.optim.SGD(groups, lr=0.01, momentum=0.9)
+            if form == "torch"
+            else LARS(groups, lr=0.01, momentum=0.9, adapt=False)
+        )
+    ),
 }
 
 
@@ -127,7 +131,10 @@ class Regression(LightningModule):
     def configure_optimizers(self):
         optimizer = LARS(self.parameters(), lr=0.5)
         schedule = warmup_multistep([4], warmup=3, start_factor=0.25)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": WarmupLR(optimizer, schedule), "interval": "step"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": WarmupLR(optimizer, schedule), "interval": "step"},
+        }
 
 
 def test_lightning_steps_it_once_for_each_optimizer_step(tmp_path):
