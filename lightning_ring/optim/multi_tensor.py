@@ -60,11 +60,15 @@ class MultiTensorRunner:
     def measure(self, part: Part, numbers: StepNumbers, deferred: bool) -> Tensor:
         sums: list[list[Any]] = [[], [], []]
         rows: list[int] = []
+        fits_torch = _fits_torch_kernels(part)
         for batch in self._batches(part):
             w, g = _cast(batch.weights, part.kind.compute), _cast(batch.grads, part.kind.compute)
-            x = None if deferred else self._torch_directions(part, numbers, batch)
+            h = _scalars(part, numbers, batch.rows)
+            x = None
+            if fits_torch and not deferred:
+                x = self._rule.torch_directions(w, g, tuple(batch.states), h)
             if x is None:
-                x = self._directions(w, g, batch, _scalars(part, numbers, batch.rows), deferred)
+                x = self._directions(w, g, batch, h, deferred)
             sums[0] += _square_sums(w)
             sums[1] += _square_sums(x)
             sums[2] += [(t * 0).sum(dtype=norm_dtype(t.device)) for t in g] if deferred else [0.0] * len(w)
@@ -105,17 +109,6 @@ class MultiTensorRunner:
         direction = self._rule.direction(weights, grads, state, h) if x is None else TensorList.of(x)
         new_w, new_state = self._rule.move(weights, grads, direction, state, h)
         _store((batch.weights, *batch.states), (new_w, *new_state), keep)
-
-    def _torch_directions(self, part: Part, numbers: StepNumbers, batch: Batch) -> Tensors | None:
-        if not _fits_torch_kernels(part):
-            return None
-        directions = []
-        for row, w, g, *state in zip(batch.rows, batch.weights, batch.grads, *batch.states, strict=True):
-            x = self._rule.torch_direction(w, g, tuple(state), numbers.at(part.positions[row]))
-            if x is None:
-                return None  # for the first row as for all: it depends on what the rows have in common
-            directions.append(x)
-        return directions
 
     def _torch_moves(self, part: Part, numbers: StepNumbers, batch: Batch) -> bool:
         if not _fits_torch_kernels(part) or len(batch.rows) > 1:

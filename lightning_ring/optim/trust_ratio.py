@@ -14,6 +14,7 @@ from lightning_ring.optim.loading import load_precisely
 from lightning_ring.optim.roster import LOW_PRECISION, Kind, Part, Roster, compute_dtype, lie_alike, parameter_names
 from lightning_ring.optim.rule import Rule, Scalars
 from lightning_ring.optim.runners import Runner, RunOptions, check_options, make_runner, way_to_run
+from lightning_ring.optim.tensor_list import Tensors
 from lightning_ring.optim.update import NormAllReduce, Run, update
 from lightning_ring.optim.validation import require
 
@@ -83,7 +84,7 @@ class TrustRatioOptimizer(Optimizer):
         raise NotImplementedError
 
     @staticmethod
-    def torch_direction(w: Tensor, g: Tensor, state: tuple[Tensor, ...], h: Scalars) -> Tensor | None:
+    def torch_directions(w: Tensors, g: Tensors, state: tuple[Tensors, ...], h: Scalars) -> Tensors | None:
         return None
 
     @staticmethod
