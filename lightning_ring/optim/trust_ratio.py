@@ -149,8 +149,16 @@ class TrustRatioOptimizer(Optimizer):
         if runs or self.norm_all_reduce is not None:
             taken = update(cast(Rule, type(self)), hyperparameters, roster, runs, self.options, self.norm_all_reduce)
             if taken is not True:
-                self._skipped = self._skipped + (~taken if isinstance(taken, Tensor) else 1)
+                self._count_skipped(taken)
         return loss
+
+    def _count_skipped(self, taken: Tensor | bool) -> None:
+        if not isinstance(taken, Tensor):
+            self._skipped += 1
+            return
+        if not isinstance(self._skipped, Tensor):
+            self._skipped = torch.full((), self._skipped, dtype=torch.int64, device=taken.device)
+        self._skipped.add_(~taken)  # in place: a CUDA graph that is replayed counts too
 
     @torch.compiler.disable  # lists and dicts only; what follows is traced with the tensors as plain inputs
     def _prepare(self, compiling: bool) -> tuple[Roster, list[Run], list[dict[str, Any]]]:
