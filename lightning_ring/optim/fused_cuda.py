@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_ring.optim.numbers import StepNumbers
-from lightning_ring.optim.roster import Kind, Part
+from lightning_ring.optim.roster import Kind, Part, send
 from lightning_ring.optim.rule import Rule
 from lightning_ring.optim.trace import measure_body, move_body
 from lightning_ring.optim.triton_kernel import BLOCK, CHUNK, compile_module
@@ -123,9 +123,14 @@ def _table(names: tuple[str, ...], part: Part, numbers: StepNumbers) -> Tensor:
     if not names:
         return torch.zeros(len(part.positions), 1, dtype=torch.float64, device=device)
     table = torch.stack([numbers.on_device[name] for name in names], dim=1)
-    if part.positions != list(range(len(table))):
-        table = table[torch.tensor(part.positions, device=table.device)]
+    if len(part.positions) != len(table):
+        table = table.index_select(0, _index(tuple(part.positions), table.device))
     return table.to(device)
+
+
+@functools.lru_cache(maxsize=64)
+def _index(positions: tuple[int, ...], device: torch.device) -> Tensor:
+    return send(torch.tensor(positions), device)
 
 
 def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:

@@ -11,6 +11,7 @@ from torch.optim.optimizer import ParamsT
 
 from lightning_ring.optim.rule import Operand, Scalars
 from lightning_ring.optim.runners import RunOptions
+from lightning_ring.optim.tensor_list import Tensors
 from lightning_ring.optim.trust_ratio import TrustRatioOptimizer
 from lightning_ring.optim.update import NormAllReduce
 from lightning_ring.optim.validation import require, require_number
@@ -111,6 +112,7 @@ class LAMB(TrustRatioOptimizer):
 
     @staticmethod
     def scalars(h: Scalars, step: Tensor | None, grad_scale: Tensor) -> Scalars:
+        assert step is not None
         correction1 = torch.where(h.bias_correction != 0, 1 - h.beta1**step, 1.0)
         correction2 = torch.where(h.bias_correction != 0, 1 - h.beta2**step, 1.0)
         # (m / c1) / (sqrt(v / c2) + eps) = m / (sqrt(v) * c1 / sqrt(c2) + c1 * eps): fewer sweeps over memory.
@@ -154,17 +156,21 @@ class LAMB(TrustRatioOptimizer):
         return w - h.rate * x, state
 
     @staticmethod
-    def torch_direction(w: Tensor, g: Tensor, state: tuple[Tensor, ...], h: Scalars) -> Tensor | None:
+    def torch_directions(w: Tensors, g: Tensors, state: tuple[Tensors, ...], h: Scalars) -> Tensors | None:
         # Adam's step at learning rate -1 adds its direction to what it takes for the weights.
-        x = w * h.decay
-        g = g if abs(h.grad_scale) == 1 else g * abs(h.grad_scale)
+        if any(isinstance(number, list) for number in (h.beta1, h.beta2, h.eps, h.grad_scale, h.decay)):
+            return None
+        x = torch._foreach_mul(w, h.decay)
+        if abs(h.grad_scale) != 1:
+            g = torch._foreach_mul(g, abs(h.grad_scale))
+        steps = h.correction_step if isinstance(h.correction_step, list) else [h.correction_step] * len(w)
         torch._fused_adam_(
-            [x],
-            [g],
-            [state[0]],
-            [state[1]],
+            list(x),
+            list(g),
+            list(state[0]),
+            list(state[1]),
             [],
-            [_as_tensor(h.correction_step, torch.float32)],
+            [_as_tensor(step, torch.float32) for step in steps],
             lr=-1.0,
             beta1=h.beta1,
             beta2=h.beta2,

@@ -10,6 +10,7 @@ from torch.optim.optimizer import ParamsT
 
 from lightning_ring.optim.rule import Operand, Scalars
 from lightning_ring.optim.runners import RunOptions
+from lightning_ring.optim.tensor_list import Tensors
 from lightning_ring.optim.trust_ratio import TrustRatioOptimizer
 from lightning_ring.optim.update import NormAllReduce
 from lightning_ring.optim.validation import require, require_number
@@ -149,8 +150,8 @@ class LARS(TrustRatioOptimizer):
         return w - h.ahead * v - h.beside * decayed, (v,)
 
     @staticmethod
-    def torch_direction(w: Tensor, g: Tensor, state: tuple[Tensor, ...], h: Scalars) -> Tensor | None:
-        return g if abs(h.grad_scale) == 1 else None  # only its norm is looked at
+    def torch_directions(w: Tensors, g: Tensors, state: tuple[Tensors, ...], h: Scalars) -> Tensors | None:
+        return g if isinstance(h.grad_scale, float) and abs(h.grad_scale) == 1 else None  # only norms are looked at
 
     @staticmethod
     def torch_move(w: Tensor, g: Tensor, x: Tensor | None, state: tuple[Tensor, ...], h: Scalars) -> bool:

@@ -12,15 +12,13 @@ from torch import Tensor
 from lightning_ring.optim.numbers import StepNumbers
 from lightning_ring.optim.roster import Part, flat, norm_dtype
 from lightning_ring.optim.rule import Rule, Scalars
-from lightning_ring.optim.tensor_list import TensorList
+from lightning_ring.optim.tensor_list import TensorList, Tensors
 
 CPU_PIECE = 1 << 16  # elements: five float32 streams of this length fit a 2 MiB second-level cache
 DEVICE_PIECE = 1 << 20
 MEMORY_SHARE = 0.049
 # Outside this range a float32 sum of up to CPU_PIECE squares may have lost digits to underflow, or overflowed.
 SAFE_SQUARES = (1e-26, 1e36)
-
-Tensors = Sequence[Tensor]
 
 
 @dataclass(slots=True)
@@ -62,11 +60,15 @@ class MultiTensorRunner:
     def measure(self, part: Part, numbers: StepNumbers, deferred: bool) -> Tensor:
         sums: list[list[Any]] = [[], [], []]
         rows: list[int] = []
+        fits_torch = _fits_torch_kernels(part)
         for batch in self._batches(part):
             w, g = _cast(batch.weights, part.kind.compute), _cast(batch.grads, part.kind.compute)
-            x = None if deferred else self._torch_directions(part, numbers, batch)
+            h = _scalars(part, numbers, batch.rows)
+            x = None
+            if fits_torch and not deferred:
+                x = self._rule.torch_directions(w, g, tuple(batch.states), h)
             if x is None:
-                x = self._directions(w, g, batch, _scalars(part, numbers, batch.rows), deferred)
+                x = self._directions(w, g, batch, h, deferred)
             sums[0] += _square_sums(w)
             sums[1] += _square_sums(x)
             sums[2] += [(t * 0).sum(dtype=norm_dtype(t.device)) for t in g] if deferred else [0.0] * len(w)
@@ -107,17 +109,6 @@ class MultiTensorRunner:
         direction = self._rule.direction(weights, grads, state, h) if x is None else TensorList.of(x)
         new_w, new_state = self._rule.move(weights, grads, direction, state, h)
         _store((batch.weights, *batch.states), (new_w, *new_state), keep)
-
-    def _torch_directions(self, part: Part, numbers: StepNumbers, batch: Batch) -> Tensors | None:
-        if not _fits_torch_kernels(part):
-            return None
-        directions = []
-        for row, w, g, *state in zip(batch.rows, batch.weights, batch.grads, *batch.states, strict=True):
-            x = self._rule.torch_direction(w, g, tuple(state), numbers.at(part.positions[row]))
-            if x is None:
-                return None  # for the first row as for all: it depends on what the rows have in common
-            directions.append(x)
-        return directions
 
     def _torch_moves(self, part: Part, numbers: StepNumbers, batch: Batch) -> bool:
         if not _fits_torch_kernels(part) or len(batch.rows) > 1:
@@ -208,7 +199,7 @@ def _scalars(part: Part, numbers: StepNumbers, rows: list[int]) -> Scalars:
 
 def _store(targets: Sequence[Tensors], values: Sequence[TensorList], keep: Tensor | None) -> None:
     for target, value in zip(targets, values, strict=True):
-        results = value.tensors()
+        results: Tensors = value.tensors()
         if results[0] is target[0]:
             continue  # computed in place, or not changed
         if keep is not None:

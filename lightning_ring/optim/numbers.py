@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -20,8 +22,9 @@ class StepNumbers:
         self.on_device = on_device
         self._on_host = on_host
         self._lists: dict[str, list[float] | list[Tensor]] = {}
-        self._uniform = {name: v[0] for name in on_host if (v := self.values(name)).count(v[0]) == len(v)}
+        self._uniform = {name: v[0] for name in on_host if (v := list[Any](self.values(name))).count(v[0]) == len(v)}
         self._at: dict[int, Scalars] = {}
+        self._all_on_host = on_host.keys() == on_device.keys()
 
     def values(self, name: str) -> list[float] | list[Tensor]:
         """One float for each parameter, or one 0-d tensor where the value is known on the device only."""
@@ -41,6 +44,8 @@ class StepNumbers:
         """The scalars of several parameters: a float where it is the same for all parameters, else a list."""
         if len(positions) == 1:
             first = self.at(positions[0])
+            if self._all_on_host:
+                return first
             return Scalars(**{name: v if isinstance(v, float) else [v] for name, v in vars(first).items()})
         scalars = Scalars()
         for name in self.on_device:
@@ -56,6 +61,7 @@ class StepNumbers:
         numbers._uniform = self._uniform
         if all(v.device.type == "cpu" for v in vars(further).values()) and not torch.compiler.is_compiling():
             numbers._on_host.update(vars(further))
+            numbers._all_on_host = self._all_on_host
         return numbers
 
 

@@ -54,7 +54,14 @@ class Part:
     def subset(self, rows: list[int], keeps_directions: bool) -> Part:
         picked = [[column[row] for row in rows] for column in (self.positions, self.weights, self.grads, self.states)]
         mirrors = [self.mirrors[row] for row in rows] if self.mirrors else []
-        return Part(self.kind, *picked, mirrors, keeps_directions)  # type: ignore[arg-type]
+        return Part(self.kind, *picked, mirrors, keeps_directions)  # type: ignore[arg-type, call-arg]
+
+
+def send(tensor: Tensor, device: torch.device) -> Tensor:
+    """``tensor`` (on the CPU, or there already) on ``device``, without waiting for the device."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 class Roster:
@@ -82,18 +89,27 @@ class Roster:
             self.step_views = list(self.steps.unbind())
 
         self._indices: dict[Any, Tensor] = {}
+        self._sent: tuple[list[list[float]], Tensor] | None = None
 
     def expand(self, per_group: Tensor, device: torch.device) -> Tensor:
         """Values of each group (last dimension) as values of each parameter, on ``device``."""
         if device not in self._indices:
-            self._indices[device] = self.group_of.to(device)
-        return per_group.to(device).index_select(-1, self._indices[device])
+            self._indices[device] = send(self.group_of, device)
+        return per_group.index_select(-1, self._indices[device])
+
+    def table(self, rows: list[list[float]], device: torch.device) -> Tensor:
+        """``rows`` as a float64 tensor on ``device``; sent only when they change, so never within a CUDA graph."""
+        if device.type == "cpu":
+            return torch.tensor(rows, dtype=torch.float64)
+        if self._sent is None or self._sent[0] != rows:
+            self._sent = (rows, send(torch.tensor(rows, dtype=torch.float64), device))
+        return self._sent[1]
 
     def index(self, positions: list[int]) -> Tensor:
         """``positions`` as an int64 tensor on the roster's device, kept for the next step."""
         key = tuple(positions)
         if key not in self._indices:
-            self._indices[key] = torch.tensor(positions, device=self.device)
+            self._indices[key] = send(torch.tensor(positions), self.device)
         return self._indices[key]
 
     def fits(self, groups: list[dict[str, Any]]) -> bool:

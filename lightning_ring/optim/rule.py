@@ -7,6 +7,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from lightning_ring.optim.tensor_list import Tensors
+
 Operand = Any  # a Tensor, a TensorList or a Symbol: each has + - * / and .sqrt()
 Scalars = SimpleNamespace  # named numbers of one parameter: floats, vectors over parameters, or Symbols
 
@@ -18,13 +20,15 @@ class Rule(Protocol):
     lines run on a `Tensor` (plain), on a `TensorList` (multi-tensor), and on a `Symbol`, which writes them down as the
     body of a C++ or Triton kernel. A step is: ``state = accumulate(...)``, ``x = direction(...)``; the sums of squares
     of ``w`` and ``x`` (over ranks, if the parameter is cut) give the trust ratio; then `move`. A `TensorList` works in
-    the memory of its left operands: use no temporary again after it was one, and no ``w`` or state after ``+`` or ``-``.
+    the memory of its left operands: use no temporary again after it was one, nor ``w`` or state after ``+`` or ``-``.
     """
 
     state_names: tuple[str, ...]
     """Keys of the per-parameter state, each a tensor like the parameter that begins as zeros."""
     counts_steps: bool
     """Whether `scalars` needs the number of steps that each parameter has taken (state key ``step``)."""
+
+    def __hash__(self) -> int: ...
 
     @staticmethod
     def scalars(h: Scalars, step: Tensor | None, grad_scale: Tensor) -> Scalars:
@@ -63,14 +67,15 @@ class Rule(Protocol):
         ...
 
     @staticmethod
-    def torch_direction(w: Tensor, g: Tensor, state: tuple[Tensor, ...], h: Scalars) -> Tensor | None:
+    def torch_directions(w: Tensors, g: Tensors, state: tuple[Tensors, ...], h: Scalars) -> Tensors | None:
         """`accumulate` in place and `direction`, by a fused kernel that torch has for 1-D CPU tensors of one dtype.
 
-        None, with nothing done, where no such kernel fits.
+        Numbers in ``h`` are lists where they differ between the tensors. None, with nothing done, where no such kernel
+        fits.
         """
         ...
 
     @staticmethod
     def torch_move(w: Tensor, g: Tensor, x: Tensor | None, state: tuple[Tensor, ...], h: Scalars) -> bool:
-        """`move` in place, likewise (``x`` if it was kept); False, with nothing done, where no such kernel fits."""
+        """`move` of one tensor in place, likewise; ``x`` if it was kept. False, with nothing done, if none fits."""
         ...

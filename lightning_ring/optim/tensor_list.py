@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+Tensors = tuple[Tensor, ...] | list[Tensor]
 Scale = float | list[float] | list[Tensor]
 
 
@@ -16,7 +16,7 @@ class _Memory:
 
     __slots__ = ("given", "live", "temporary", "tensors")
 
-    def __init__(self, tensors: Sequence[Tensor], *, given: bool = False, temporary: bool = False) -> None:
+    def __init__(self, tensors: Tensors, *, given: bool = False, temporary: bool = False) -> None:
         self.tensors = tuple(tensors)
         self.given = given or temporary
         self.temporary = temporary
@@ -50,7 +50,7 @@ class TensorList:
         self._b = factor
 
     @staticmethod
-    def of(tensors: Sequence[Tensor], *, given: bool = False) -> TensorList:
+    def of(tensors: Tensors, *, given: bool = False) -> TensorList:
         """``tensors`` as they are; ``given``: a sum that begins with them may be formed in their memory."""
         return TensorList(_Memory(tensors, given=given))
 
@@ -78,7 +78,8 @@ class TensorList:
     def __mul__(self, other: Any) -> TensorList:
         if not isinstance(other, TensorList):
             return other * self
-        assert self._b is None and other._b is None, "a TensorList multiplies two factors at most"
+        assert self._b is None, "a TensorList multiplies two factors at most"
+        assert other._b is None, "a TensorList multiplies two factors at most"
         return TensorList(self._a, _times(self._scale, other._scale), other._a)
 
     def __add__(self, other: Any) -> TensorList:
@@ -125,7 +126,7 @@ class TensorList:
         return _temporary(out)
 
 
-def _temporary(tensors: Sequence[Tensor]) -> TensorList:
+def _temporary(tensors: Tensors) -> TensorList:
     return TensorList(_Memory(tensors, temporary=True))
 
 
@@ -135,17 +136,20 @@ def _is(scale: Scale, number: float) -> bool:
 
 def _times(a: Scale, b: Scale) -> Scale:
     if isinstance(a, list):
-        return [x * b for x in a] if not isinstance(b, list) else [x * y for x, y in zip(a, b, strict=True)]
-    return [a * y for y in b] if isinstance(b, list) else a * b  # type: ignore[return-value]
+        factors: list[Any] = b if isinstance(b, list) else [b] * len(a)
+        return [x * y for x, y in zip(a, factors, strict=True)]
+    if isinstance(b, list):
+        return [a * y for y in b]  # type: ignore[return-value]
+    return a * b
 
 
-def _scaled(tensors: Sequence[Tensor], scale: Scale) -> Sequence[Tensor]:
+def _scaled(tensors: Tensors, scale: Scale) -> Tensors:
     if isinstance(scale, list) and isinstance(scale[0], Tensor):
         return [tensor * s.to(tensor.dtype) for tensor, s in zip(tensors, scale, strict=True)]
     return torch._foreach_mul(tensors, scale)
 
 
-def _scale_(tensors: Sequence[Tensor], scale: Scale) -> None:
+def _scale_(tensors: Tensors, scale: Scale) -> None:
     if _is(scale, 1.0):
         return
     if isinstance(scale, list) and isinstance(scale[0], Tensor):
@@ -155,7 +159,7 @@ def _scale_(tensors: Sequence[Tensor], scale: Scale) -> None:
         torch._foreach_mul_(tensors, scale)
 
 
-def _add(a: Sequence[Tensor], b: Sequence[Tensor], scale: Scale) -> Sequence[Tensor]:
+def _add(a: Tensors, b: Tensors, scale: Scale) -> Tensors:
     if isinstance(scale, float):
         return torch._foreach_add(a, b, alpha=scale)
     out = _scaled(b, scale)
@@ -163,20 +167,20 @@ def _add(a: Sequence[Tensor], b: Sequence[Tensor], scale: Scale) -> Sequence[Ten
     return out
 
 
-def _add_(out: Sequence[Tensor], b: Sequence[Tensor], scale: Scale) -> None:
+def _add_(out: Tensors, b: Tensors, scale: Scale) -> None:
     if isinstance(scale, float):
         torch._foreach_add_(out, b, alpha=scale)
     else:
         torch._foreach_add_(out, _scaled(b, scale))
 
 
-def _addcmul(a: Sequence[Tensor], b: Sequence[Tensor], c: Sequence[Tensor], scale: Scale) -> Sequence[Tensor]:
+def _addcmul(a: Tensors, b: Tensors, c: Tensors, scale: Scale) -> Tensors:
     if isinstance(scale, list) and isinstance(scale[0], Tensor):
         return torch._foreach_addcmul(a, _scaled(b, scale), c, 1.0)
     return torch._foreach_addcmul(a, b, c, scale)
 
 
-def _addcmul_(out: Sequence[Tensor], b: Sequence[Tensor], c: Sequence[Tensor], scale: Scale) -> None:
+def _addcmul_(out: Tensors, b: Tensors, c: Tensors, scale: Scale) -> None:
     if isinstance(scale, list) and isinstance(scale[0], Tensor):
         torch._foreach_addcmul_(out, _scaled(b, scale), c, 1.0)
     else:

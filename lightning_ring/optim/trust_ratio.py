@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -12,8 +12,9 @@ from torch.optim.optimizer import ParamsT
 
 from lightning_ring.optim.loading import load_precisely
 from lightning_ring.optim.roster import LOW_PRECISION, Kind, Part, Roster, compute_dtype, lie_alike, parameter_names
-from lightning_ring.optim.rule import Scalars
+from lightning_ring.optim.rule import Rule, Scalars
 from lightning_ring.optim.runners import Runner, RunOptions, check_options, make_runner, way_to_run
+from lightning_ring.optim.tensor_list import Tensors
 from lightning_ring.optim.update import NormAllReduce, Run, update
 from lightning_ring.optim.validation import require
 
@@ -47,6 +48,8 @@ class TrustRatioOptimizer(Optimizer):
 
     state_names: tuple[str, ...]
     counts_steps: bool
+    _roster: Roster | None
+    _runners: dict[tuple[str, str], Runner]
     accumulate: Callable[..., Any]
     direction: Callable[..., Any]
     move: Callable[..., Any]
@@ -81,7 +84,7 @@ class TrustRatioOptimizer(Optimizer):
         raise NotImplementedError
 
     @staticmethod
-    def torch_direction(w: Tensor, g: Tensor, state: tuple[Tensor, ...], h: Scalars) -> Tensor | None:
+    def torch_directions(w: Tensors, g: Tensors, state: tuple[Tensors, ...], h: Scalars) -> Tensors | None:
         return None
 
     @staticmethod
@@ -129,7 +132,7 @@ class TrustRatioOptimizer(Optimizer):
     # -- the step
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters that have a gradient.
 
         Args:
@@ -144,10 +147,18 @@ class TrustRatioOptimizer(Optimizer):
                 loss = closure()
         roster, runs, hyperparameters = self._prepare(torch.compiler.is_compiling())
         if runs or self.norm_all_reduce is not None:
-            taken = update(type(self), hyperparameters, roster, runs, self.options, self.norm_all_reduce)
+            taken = update(cast(Rule, type(self)), hyperparameters, roster, runs, self.options, self.norm_all_reduce)
             if taken is not True:
-                self._skipped = self._skipped + (~taken if isinstance(taken, Tensor) else 1)
+                self._count_skipped(taken)
         return loss
+
+    def _count_skipped(self, taken: Tensor | bool) -> None:
+        if not isinstance(taken, Tensor):
+            self._skipped += 1
+            return
+        if not isinstance(self._skipped, Tensor):
+            self._skipped = torch.full((), self._skipped, dtype=torch.int64, device=taken.device)
+        self._skipped.add_(~taken)  # in place: a CUDA graph that is replayed counts too
 
     @torch.compiler.disable  # lists and dicts only; what follows is traced with the tensors as plain inputs
     def _prepare(self, compiling: bool) -> tuple[Roster, list[Run], list[dict[str, Any]]]:
@@ -216,7 +227,7 @@ class TrustRatioOptimizer(Optimizer):
         way = "plain" if compiling else way_to_run(self.options, kind)
         key = (way, kind.device.type)
         if key not in self._runners:
-            self._runners[key] = make_runner(*key, rule=type(self))
+            self._runners[key] = make_runner(*key, rule=cast(Rule, type(self)))
         return self._runners[key]
 
     # -- saving and loading
@@ -236,5 +247,5 @@ class TrustRatioOptimizer(Optimizer):
                 group.setdefault(name, default)
 
     def _forget_caches(self) -> None:
-        self._roster: Roster | None = None
-        self._runners: dict[tuple[str, str], Runner] = {}
+        self._roster = None
+        self._runners = {}

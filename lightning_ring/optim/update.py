@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_ring.optim.numbers import StepNumbers, known_on_host
-from lightning_ring.optim.roster import Part, Roster
+from lightning_ring.optim.roster import Part, Roster, send
 from lightning_ring.optim.rule import Rule, Scalars
 from lightning_ring.optim.runners import Runner, RunOptions
 
@@ -36,24 +36,25 @@ def update(
     numbers = _numbers(rule, h, step, clip, roster.device)
 
     sums = torch.zeros(3, len(roster.params), dtype=roster.ratios.dtype, device=roster.device)
-    adapt = h.adapt.to(roster.device) != 0
-    keep: Tensor | bool = True
+    adapt = numbers.on_device["adapt"] != 0
     if norm_all_reduce is None and not options.skip_nonfinite:
         for wave in [[(runner, wave)] for runner, part in runs for wave in runner.waves(part)]:
             _measure(roster, wave, numbers, False, sums)
             ratio = _move(rule, wave, numbers, sums, adapt, False, None)
-    else:
-        deferred = options.skip_nonfinite
-        _measure(roster, runs, numbers, deferred, sums)
-        if norm_all_reduce is not None:
-            sums = _sum_over_ranks(sums, norm_all_reduce)
-        if deferred:
-            keep = _as_host_bool(sums[2].sum() == 0)
-        if keep is False:
-            return False
-        ratio = _move(rule, runs, numbers, sums, adapt, deferred, None if keep is True else keep)
-    _commit(roster, ratio, step, active, None if keep is True else keep)
-    return keep
+        _commit(roster, ratio, step, active, None)
+        return True
+
+    deferred = options.skip_nonfinite
+    _measure(roster, runs, numbers, deferred, sums)
+    if norm_all_reduce is not None:
+        sums = _sum_over_ranks(sums, norm_all_reduce)
+    finite = _as_host_bool(sums[2].sum() == 0) if deferred else True
+    if finite is False:
+        return False
+    keep = finite if isinstance(finite, Tensor) else None
+    ratio = _move(rule, runs, numbers, sums, adapt, deferred, keep)
+    _commit(roster, ratio, step, active, keep)
+    return finite
 
 
 def _move(
@@ -87,7 +88,7 @@ def _active(roster: Roster, runs: list[Run]) -> Tensor | None:
         return None
     active = torch.zeros(len(roster.params))
     active[positions] = 1
-    return active if roster.steps is None else active.to(roster.steps.device)
+    return active if roster.steps is None else send(active, roster.steps.device)
 
 
 def _per_parameter(hyperparameters: list[dict[str, Any]], roster: Roster, on_device: bool) -> Scalars:
@@ -96,7 +97,7 @@ def _per_parameter(hyperparameters: list[dict[str, Any]], roster: Roster, on_dev
     names = list(hyperparameters[0])
     tensors = {name: [group[name] for group in hyperparameters] for name in names}
     plain = [name for name in names if not any(isinstance(value, Tensor) for value in tensors[name])]
-    table = torch.tensor([[float(v) for v in tensors[name]] for name in plain], dtype=torch.float64)
+    table = roster.table([[float(v) for v in tensors[name]] for name in plain], device)
     expanded = dict(zip(plain, roster.expand(table, device).unbind(), strict=True))
     for name in names:
         if name not in expanded:
@@ -110,8 +111,9 @@ def _numbers(rule: Rule, h: Scalars, step: Tensor | None, clip: Tensor | None, d
     if clip is not None:
         grad_scale = grad_scale / clip
     if step is not None:
-        step = step.to(h.lr.device, torch.float64)
+        step = send(step.double(), h.lr.device)
     scalars = rule.scalars(h, step, grad_scale)
+    scalars.adapt = h.adapt
     if h.lr.device.type == "cpu" and not torch.compiler.is_compiling():
         return known_on_host(scalars, device)
     return StepNumbers(vars(scalars), {})
@@ -156,5 +158,5 @@ def _commit(roster: Roster, ratio: Tensor, step: Tensor | None, active: Tensor |
     if step is not None and roster.steps is not None:
         roster.steps.copy_(step if keep is None else torch.where(keep.to(step.device), step, roster.steps))
     if active is not None:
-        ratio = torch.where(active.to(ratio.device) != 0, ratio, roster.ratios)
+        ratio = torch.where(send(active, ratio.device) != 0, ratio, roster.ratios)
     roster.ratios.copy_(ratio if keep is None else torch.where(keep, ratio, roster.ratios))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 Schedule = Callable[[int], float]
 
@@ -54,7 +55,7 @@ def warmup_multistep(
     """
     ramp = _Warmup.of(warmup, start_factor, steps_per_epoch)
     steps = tuple(milestone * steps_per_epoch for milestone in milestones)
-    if not steps or any(later <= earlier for earlier, later in zip(steps, steps[1:], strict=False)):
+    if not steps or any(later <= earlier for earlier, later in pairwise(steps)):
         raise ValueError(f"milestones={list(milestones)}, expected increasing numbers, at least one")
     if steps[0] <= ramp.steps:
         raise ValueError(f"the first milestone {milestones[0]} lies within the warm-up of {warmup}")
@@ -90,7 +91,7 @@ def warmup_poly(
     end_factor: float = 0.0,
     steps_per_epoch: float = 1,
 ) -> Schedule:
-    """Gradual warm-up, then ``(1 - progress) ** power`` from 1 to ``end_factor`` at step ``total``, and that from there.
+    """Gradual warm-up, then ``(1 - progress) ** power`` from 1 to ``end_factor`` at step ``total``; from there that.
 
     Power 2 is MLPerf's schedule for LARS on ResNet-50.
 
