@@ -1,8 +1,8 @@
 """Runs every ``check_*`` function of one module on all ranks of one launch, so that many checks share one start-up.
 
 ``mpirun -n 2 python -m tests.battery tests.checks.comm OUT_DIR`` writes ``OUT_DIR/<rank>.json``:
-``{check name: null, or its traceback}``. Checks run in the order of the file (names after OUT_DIR choose some); each begins after a barrier of its own.
-A check may take the argument ``tmp_path`` (a folder shared by all ranks).
+``{check name: null, or its traceback}``. Checks run in the order of the file, each after a barrier of its own; names
+after OUT_DIR choose some. A check may take the argument ``tmp_path`` (a folder shared by all ranks).
 """
 
 from __future__ import annotations

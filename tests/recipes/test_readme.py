@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
-from lightning_ring.options import RingOptions
 
 import lightning_ring.errors
+from lightning_ring.options import RingOptions
 from tests.launch import ROOT, run
 
 README = (ROOT / "README.md").read_text()
