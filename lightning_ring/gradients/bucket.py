@@ -36,8 +36,9 @@ class Bucket:
         like = self.params[0]
         self.flat = torch.zeros(end + len(self.params) + 1, dtype=like.dtype, device=like.device)
         self.views = [_view_like(self.flat, offset, param) for offset, param in zip(offsets, self.params, strict=True)]
-        self.used = self.flat[end : end + len(self.params)]
-        self.stop = self.flat[-1:]
+        flags = self.flat[end:].real if self.flat.is_complex() else self.flat[end:]
+        self.used = flags[:-1]
+        self.stop = flags[-1:]
         self.pending = 0
         self.launched = False
         self.contributed = [False] * len(self.params)
@@ -78,7 +79,7 @@ class Bucket:
         if all(self.contributed):
             self.used.fill_(1)
         else:
-            self.used.copy_(torch.tensor(self.contributed, dtype=self.flat.dtype))
+            self.used.copy_(torch.tensor(self.contributed, dtype=self.used.dtype))
         self.stop.fill_(stop)
         self.launched = True
 
