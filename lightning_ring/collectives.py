@@ -34,8 +34,12 @@ def reduce_(tensor: Tensor, comm: Communicator, op: ReduceOp, turn: Turn | None)
     if turn is not None and not turn.has_data and op in (ReduceOp.SUM, ReduceOp.AVG):
         flat.zero_()
     divide_by = turn.active_ranks if turn is not None else comm.world_size
-    divide_here = op is ReduceOp.AVG and (turn is not None or not flat.is_floating_point())
+    through_autograd = tensor.requires_grad and torch.is_grad_enabled()
+    divide_here = op is ReduceOp.AVG and (turn is not None or not flat.is_floating_point() or through_autograd)
     comm.all_reduce_(flat, op=ReduceOp.SUM if divide_here else op, name="reduce").wait()
-    if divide_here:
-        flat = flat / divide_by
-    return tensor.copy_(flat) if flat.dtype == tensor.dtype else flat
+    if divide_here and not flat.is_floating_point():
+        return flat / divide_by
+    # past autograd, as torch.distributed does it: a loss that was reduced still has the gradient of this rank's own,
+    # and a mean that of a 1/N of it
+    tensor.detach().copy_(flat)
+    return tensor.div_(divide_by) if divide_here else tensor
