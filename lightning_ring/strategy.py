@@ -31,6 +31,7 @@ from lightning_ring.comm.replicate import (
     broadcast_buffers,
     broadcast_module,
     broadcast_optimizer_state,
+    broadcast_tensors,
     check_same_model,
 )
 from lightning_ring.environment import RingEnvironment
@@ -186,6 +187,7 @@ class RingStrategy(DDPStrategy):
             broadcast_module(self.model, self._comm)
         if fitting:
             self.configure_ddp()
+            self._leave_sigterm_to_the_buckets(trainer)
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if fitting:
@@ -229,36 +231,38 @@ class RingStrategy(DDPStrategy):
         say_what_is_padded(dataloader, self.world_size)
         if trainer.state.stage != RunningStage.TRAINING or trainer.state.fn != TrainerFn.FITTING:
             return dataloader
-        agreed = agree_on_batches(
+        return agree_on_batches(
             dataloader,
             self._comm,
             self.options.uneven,
             limit=trainer.limit_train_batches,
             needed=batches_until_the_end(trainer),
         )
-        self._turns.loader = agreed if isinstance(agreed, AgreedLoader) else None
-        return agreed
 
     def on_train_start(self) -> None:
         self._catch_stop_signals()
-        if self._turns.loader is not None and self.options.uneven == "join":
-            assert self._trainer is not None
-            assert self.lightning_module is not None
-            loaders = self._trainer.fit_loop._combined_loader
-            check_join_allowed(
-                len(loaders.flattened) if loaders is not None else 0, self.lightning_module.automatic_optimization
-            )
         super().on_train_start()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self._reducer is not None and self._trainer is not None:
             if self._reducer.agreed_to_stop():
                 raise SIGTERMException(143)  # 128 + SIGTERM, on every rank at the same step
+            self._find_joining_loader(self._trainer)
             self._reducer.active_ranks = self._turns.take(batch_idx, self._trainer.accumulate_grad_batches)
+            self._track_new_parameters(self._reducer, replicate=True)
         when = self.options.broadcast_buffers
         if when == "step" or (when == "epoch" and batch_idx == 0):
             self._broadcast_buffers()
         super().on_train_batch_start(batch, batch_idx)
+
+    def _find_joining_loader(self, trainer: pl.Trainer) -> None:
+        combined = trainer.fit_loop._combined_loader  # another one whenever loaders are reloaded
+        loaders = combined.flattened if combined is not None else []
+        joining = next((loader for loader in loaders if isinstance(loader, AgreedLoader) and loader.joins), None)
+        if joining is not None and joining is not self._turns.loader:
+            assert self.lightning_module is not None
+            check_join_allowed(len(loaders), self.lightning_module)
+        self._turns.loader = joining
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         module = self.lightning_module
@@ -312,13 +316,18 @@ class RingStrategy(DDPStrategy):
         assert self._reducer is not None
         self._reducer.finish()
 
-    def _track_new_parameters(self, reducer: Reducer) -> None:
-        """Parameters added or thawed after the start (fine-tuning callbacks): in the optimizer, not in a bucket yet."""
+    def _track_new_parameters(self, reducer: Reducer, *, replicate: bool = False) -> None:
+        """Parameters added or thawed after the start (fine-tuning callbacks): in the optimizer, not in a bucket yet.
+
+        ``replicate`` gives all ranks rank 0's values of them; only before forward, which keeps them for backward.
+        """
         params = [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
         if all(reducer.is_tracked(param) or not param.requires_grad for param in params):
             return
         assert self.model is not None
-        reducer.track(self.model.named_parameters())
+        new = reducer.track(self.model.named_parameters())
+        if replicate and self._comm is not None:
+            broadcast_tensors(new, self._comm)
 
     # -- evaluation
 
@@ -428,6 +437,8 @@ class RingStrategy(DDPStrategy):
         # at once, before callbacks handle the exception: they may save checkpoints while the other ranks wait
         try:
             yield
+        except StopIteration:
+            raise  # no failure: a step that takes `dataloader_iter` ends its epoch so
         except Exception as exception:
             self._report(exception)
             raise
@@ -437,6 +448,13 @@ class RingStrategy(DDPStrategy):
         if self._comm is not None and self.world_size > 1:
             on_stop_signal(self._ask_to_stop)
 
+    def _leave_sigterm_to_the_buckets(self, trainer: pl.Trainer) -> None:
+        # Before every batch Lightning broadcasts in torch's default group whether rank 0 got a SIGTERM, and reads the
+        # answer off the device. The buckets carry that already; and of ranks that take different numbers of steps one
+        # would wait in that group and one in the communicator, for ever, where the communicator alone sees the error.
+        if self._reducer is not None and self.world_size > 1:
+            trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _nothing  # type: ignore[method-assign]
+
     def _ask_to_stop(self) -> None:
         self._stop_asked = True
         if self._reducer is not None:
@@ -445,6 +463,10 @@ class RingStrategy(DDPStrategy):
     def _stop_if_asked(self) -> None:
         if self._stop_asked and self._reducer is None:
             raise SIGTERMException(143)
+
+
+def _nothing() -> None:
+    return None
 
 
 @cache

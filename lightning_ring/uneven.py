@@ -10,12 +10,14 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
-import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
 from lightning.pytorch.utilities.data import sized_len
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch.utils.data import DistributedSampler
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor
+from torch.utils.data import DistributedSampler, IterableDataset
+from torchmetrics import Metric
 
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.errors import ConfigurationError, UnevenBatchesError
@@ -45,7 +47,9 @@ class AgreedLoader:
         self._comm = comm
         self._policy = policy
         self._length = length
-        self._turns: deque[Turn] = deque()  # Lightning fetches ahead: a turn is taken when its batch is trained on
+        # Lightning fetches ahead: a turn is taken when its batch is trained on. With "error" nobody needs to take any:
+        # all ranks have data whenever one has.
+        self._turns: deque[Turn] = deque()
 
     def __getattr__(self, name: str) -> Any:
         if name == "_loader":  # being unpickled: nothing to delegate to yet
@@ -72,9 +76,14 @@ class AgreedLoader:
                 return
             if not all(having):
                 self._allow(having, step)
-            self._turns.append(Turn(sum(having), has_data))
+            if self.joins:
+                self._turns.append(Turn(sum(having), has_data))
             yield batch
             last, step = batch, step + 1
+
+    @property
+    def joins(self) -> bool:
+        return self._policy == "join"
 
     def take_turn(self) -> Turn:
         return self._turns.popleft()
@@ -94,10 +103,10 @@ class AgreedLoader:
 
 
 class Turns:
-    """Which ranks hold data for the batch at hand. Without an `AgreedLoader` all of them do.
+    """Which ranks hold data for the batch at hand. Without an `AgreedLoader` that joins all of them do.
 
     Attributes:
-        loader: The training loader whose batches are agreed upon.
+        loader: The training loader that goes on until the last rank has no data.
         during_step: The current turn while a training step runs, else `None`.
     """
 
@@ -117,6 +126,7 @@ class Turns:
         Over several micro-batches a rank counts if it had data for the first: then it holds part of the gradient.
         """
         if self.loader is None:
+            self._current = None  # the loader before this one may have ended without data on this rank
             return None
         self._current = self.loader.take_turn()
         if batch_idx % accumulate_grad_batches == 0:
@@ -154,12 +164,14 @@ def agree_on_batches(
     Raises:
         UnevenBatchesError: With ``policy="error"``, where the lengths are known and differ, before the first step.
     """
-    lengths: list[int | None] = comm.all_gather_object(sized_len(loader))
+    described: list[tuple[int | None, bool]] = comm.all_gather_object((sized_len(loader), _is_stream(loader)))
+    lengths = [length for length, _ in described]
     if any(length is None for length in lengths):
         return AgreedLoader(loader, comm, policy, None)
     used = [_limited(length, limit) for length in lengths if length is not None]
+    streams = any(is_stream for _, is_stream in described)
     if min(used) == max(used) or min(used) >= needed:
-        return loader
+        return AgreedLoader(loader, comm, policy, max(filter(None, lengths), default=0)) if streams else loader
     if policy == "error":
         fewest, most = used.index(min(used)), used.index(max(used))
         raise UnevenBatchesError(
@@ -170,16 +182,27 @@ def agree_on_batches(
     return AgreedLoader(loader, comm, policy, max(length for length in lengths if length is not None))
 
 
-def check_join_allowed(num_loaders: int, automatic_optimization: bool) -> None:
-    """``uneven="join"`` needs one training loader and automatic optimization: else the ranks' collectives differ.
+def _is_stream(loader: Any) -> bool:
+    """Whether the loader's length is a promise only: an iterable data set may have one, and end before it."""
+    return isinstance(getattr(loader, "dataset", None), IterableDataset)
+
+
+def check_join_allowed(num_loaders: int, module: LightningModule) -> None:
+    """``uneven="join"`` needs one training loader, batches that Lightning fetches, and automatic optimization: else the
+    ranks' collectives differ.
 
     Raises:
         ConfigurationError: One of them is missing.
     """
-    if not automatic_optimization:
+    if not module.automatic_optimization:
         raise ConfigurationError(
             "RingStrategy(uneven='join') was given a module with manual optimization, in which a finished rank cannot "
             "know how many backward passes the others run. Use automatic optimization, or uneven='error'."
+        )
+    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+        raise ConfigurationError(
+            "RingStrategy(uneven='join') was given a training_step(dataloader_iter), which fetches batches by itself, "
+            "so that nobody can tell whose batch counts. Let it take (batch, batch_idx), or use uneven='error'."
         )
     if num_loaders > 1:
         raise ConfigurationError(
@@ -192,17 +215,27 @@ def check_join_allowed(num_loaders: int, automatic_optimization: bool) -> None:
 def _leaving_no_trace(module: LightningModule) -> Iterator[None]:
     """Around the training step of a rank that ran out of data: it repeats its last batch, so that it makes the same
     collective calls as the others (``self.log(..., sync_dist=True)``, ``self.all_gather``), and none of it counts: no
-    gradient, no buffer, no weight in logged means."""
+    gradient (its loss is not used), no buffer, no metric, no weight in logged means."""
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    metrics = [(metric, _metric_state(metric)) for metric in module.modules() if isinstance(metric, Metric)]
     log = module.log
     module.log = functools.partial(_log_without_weight, log)  # type: ignore[method-assign]
     try:
-        with torch.no_grad():
-            yield
+        yield  # with gradients enabled: steps that call torch.autograd.grad (penalties, forces) need them
     finally:
         del module.log
+        for metric, state in metrics:
+            for name, value in state.items():
+                setattr(metric, name, value)
         for buffer, before in buffers:
             buffer.copy_(before)
+
+
+def _metric_state(metric: Metric) -> dict[str, Any]:
+    state = {
+        name: value.clone() if isinstance(value, Tensor) else list(value) for name, value in metric.metric_state.items()
+    }
+    return state | {name: getattr(metric, name) for name in ("_update_count", "_computed", "_forward_cache")}
 
 
 def _log_without_weight(log: Callable[..., None], *args: Any, **kwargs: Any) -> None:

@@ -75,19 +75,23 @@ class Reducer:
         self._stop_event: torch.cuda.Event | None = None
         self.track(named_parameters)
 
-    def track(self, named_parameters: Iterable[tuple[str, Parameter]]) -> None:
-        """Take in parameters that are new (later added or thawed); every rank must do so at the same point."""
+    def track(self, named_parameters: Iterable[tuple[str, Parameter]]) -> list[Parameter]:
+        """Take in parameters that are new (later added or thawed); every rank must do so at the same point.
+
+        Returns the new ones.
+        """
         new = [
             (name, param)
             for name, param in _unique(named_parameters)
             if param not in self._slots and param.requires_grad
         ]
         if not new:
-            return
+            return []
         for name, param in new:
             self._names[param] = name
             self._hooks.append(param.register_post_accumulate_grad_hook(self._on_gradient))
         self._take(plan_buckets(new[::-1], self._cap))
+        return [param for _, param in new]
 
     def is_tracked(self, param: Parameter) -> bool:
         return param in self._slots
