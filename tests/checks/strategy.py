@@ -18,12 +18,13 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
 )
 from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.utilities import CombinedLoader
 from mpi4py import MPI
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Subset
 
 from lightning_ring import RingStrategy
-from lightning_ring.errors import ConfigurationError, ModelMismatchError, RingError, UnevenBatchesError
+from lightning_ring.errors import CollectiveError, ConfigurationError, ModelMismatchError, RingError, UnevenBatchesError
 from tests.checks.models import (
     RANK,
     SIZE,
@@ -322,6 +323,18 @@ def check_collectives_of_the_strategy() -> None:
     assert (seen["all"], seen["any"]) == (SIZE == 1, True)
 
 
+def check_stopping_on_one_rank_alone_is_an_error_on_every_rank() -> None:
+    if SIZE == 1:
+        return
+
+    class Stopping(Classifier):
+        def on_train_batch_end(self, *_: Any) -> None:
+            self.trainer.should_stop = RANK == 0
+
+    with pytest.raises(CollectiveError, match="different collectives"):
+        fit("ring", Stopping(), max_epochs=4)
+
+
 def check_early_stopping_decides_alike() -> None:
     class Noisy(Classifier):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -435,6 +448,53 @@ def check_thawed_parameters_are_averaged() -> None:
     assert_all_ranks_equal(parameters(module))
 
 
+def check_parameters_added_in_training_begin_alike() -> None:
+    class Growing(Classifier):
+        def on_train_epoch_start(self) -> None:
+            if self.current_epoch == 1:
+                self.head = nn.Linear(4, 4)
+                self.optimizers().add_param_group({"params": list(self.head.parameters())})
+
+        def loss(self, batch: Any) -> Tensor:
+            return F.cross_entropy(
+                self.head(self.net(batch[0])) if self.current_epoch else self.net(batch[0]), batch[1]
+            )
+
+    torch.manual_seed(RANK)  # the new layer begins elsewhere on each rank
+    module = Growing()
+    fit("ring", module)
+    assert_all_ranks_equal(parameters(module))
+
+
+def check_complex_parameters() -> None:
+    class Complex(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mixing = nn.Parameter(torch.randn(8, 8, dtype=torch.complex64))
+            self.sometimes = nn.Parameter(torch.randn(8, dtype=torch.complex64))
+
+        def loss(self, batch: Any) -> Tensor:
+            hidden = batch[0].to(torch.complex64) @ self.mixing
+            if len(self.seen["loss"]) % 2 and RANK == 0:
+                hidden = hidden * self.sometimes
+            return F.cross_entropy(self.net(hidden.abs()), batch[1])
+
+        def on_after_backward(self) -> None: ...
+
+    ring, reference = both(Complex, ddp=ddp(find_unused_parameters=True))
+    ring, reference = (torch.view_as_real(module.mixing.detach()).double().flatten() for module in (ring, reference))
+    assert_all_ranks_equal(ring)
+    assert relative_difference(ring, reference) < 1e-5
+
+
+def check_a_reduced_loss_keeps_its_gradient() -> None:
+    class Reducing(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.trainer.strategy.reduce(self.loss(batch) * 1.0)
+
+    assert_like_ddp(*both(Reducing))
+
+
 def check_mismatched_models_are_an_error_on_every_rank() -> None:
     if SIZE == 1:
         return
@@ -521,6 +581,92 @@ def check_join_goes_on_with_the_ranks_that_have_data() -> None:
         losses = WORLD.allgather(module.seen["loss"])
         counted = [loss for rank, own in enumerate(losses) for loss in own[: 6 if rank < SIZE - 1 else 4]]
         torch.testing.assert_close(run.callback_metrics["loss_epoch"].double(), torch.stack(counted).mean())
+
+
+def check_join_ends_with_the_loader_that_needed_it() -> None:
+    if SIZE == 1:
+        return
+
+    class Reloading(Classifier):
+        def train_dataloader(self) -> Any:
+            return _uneven_loader() if self.current_epoch == 0 else _uneven_loader(extra=0)
+
+    L.seed_everything(3, verbose=False)
+    module = Reloading().double()
+    whole = copy.deepcopy(module)
+    arguments = {"use_distributed_sampler": False, "precision": "64-true", "reload_dataloaders_every_n_epochs": 1}
+    run = trainer(RingStrategy(uneven="join"), **arguments)
+    run.fit(module)
+    assert run.global_step == 12
+    rows = WORLD.allgather(module.seen["index"])
+    xs, ys, _ = data().tensors
+    steps = [
+        [i for rank in range(SIZE) if step not in (4, 5) or rank < SIZE - 1 for i in rows[rank][step]]
+        for step in range(12)
+    ]
+    one_process(whole, [[xs[row].double(), ys[row]] for row in steps], lr=0.1, momentum=0.9)
+    assert relative_difference(parameters(module), parameters(whole)) < 1e-12
+
+
+def check_join_counts_no_metric_twice_and_allows_inner_gradients() -> None:
+    from torchmetrics import SumMetric
+
+    class Penalised(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.batches = SumMetric()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.batches.update(1.0)
+            self.log("batches", self.batches, on_epoch=True)
+            x = batch[0].clone().requires_grad_(True)
+            (slope,) = torch.autograd.grad(self.net(x).sum(), x, create_graph=True)
+            return self.loss(batch) + slope.square().mean()
+
+    if SIZE == 1:
+        return
+    module = Penalised()
+    run = fit(RingStrategy(uneven="join"), module, _uneven_loader(), use_distributed_sampler=False, max_epochs=1)
+    assert run.callback_metrics["batches"] == 6 * SIZE - 2
+    assert_all_ranks_equal(parameters(module))
+
+
+def check_streams_in_a_combined_loader_and_behind_an_iterator() -> None:
+    class Both(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return sum(self.loss(part) for part in batch.values() if part is not None)
+
+    class Fetching(Classifier):
+        def training_step(self, dataloader_iter: Any) -> Any:
+            batch, _, _ = next(dataloader_iter)
+            return self.loss(batch)
+
+    for mode in ("max_size_cycle", "min_size", "max_size"):
+        streams = {name: DataLoader(_Stream(num), batch_size=4) for name, num in (("a", 24), ("b", 8))}
+        module = Both()
+        run = fit("ring", module, CombinedLoader(streams, mode))
+        assert run.global_step == 2 * (2 if mode == "min_size" else 6)
+        assert_all_ranks_equal(parameters(module))
+    module = Fetching()
+    run = fit("ring", module, DataLoader(_Stream(24), batch_size=4))
+    assert run.current_epoch == 2
+    assert_all_ranks_equal(parameters(module))
+    if SIZE > 1:
+        assert not run.strategy._job.watch._reported, "the end of the data was reported as a failure"
+        with pytest.raises(ConfigurationError, match="dataloader_iter"):
+            fit(RingStrategy(uneven="join"), Fetching(), _uneven_loader(), use_distributed_sampler=False)
+
+
+class _Promising(_Stream):
+    def __len__(self) -> int:
+        return 24
+
+
+def check_streams_that_end_before_their_length_are_an_error_at_the_step() -> None:
+    if SIZE == 1:
+        return
+    with pytest.raises(UnevenBatchesError, match=rf"rank {SIZE - 1} ran out .*step 4"):
+        fit("ring", Classifier(), DataLoader(_Promising(16 if RANK == SIZE - 1 else 24), batch_size=4))
 
 
 def check_join_refuses_manual_optimization() -> None:
