@@ -254,8 +254,8 @@ def _listed(ranks: list[int]) -> str:
 
 
 def batches_until_the_end(trainer: Trainer) -> float:
-    """Training batches after which ``max_steps`` ends training; infinity where it does not."""
-    if trainer.max_steps == -1:
+    """Training batches after which ``max_steps`` ends training; infinity where it does not, or nobody can tell."""
+    if trainer.max_steps == -1 or not trainer.lightning_module.automatic_optimization:
         return math.inf
     return (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches
 

@@ -543,6 +543,21 @@ def check_uneven_batches_are_an_error_on_every_rank() -> None:
     fit("ring", Classifier(), _uneven_loader(), use_distributed_sampler=False, limit_train_batches=3)
 
 
+def check_uneven_batches_with_steps_of_the_users_own_are_an_error() -> None:
+    class Seldom(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            self.manual_backward(self.loss(batch))
+            if batch_idx % 4 == 3:  # `max_steps` counts these
+                self.optimizers().step()
+
+    if SIZE == 1:
+        return
+    module = Seldom()
+    module.automatic_optimization = False
+    with pytest.raises(UnevenBatchesError, match=rf"rank {SIZE - 1} has 4"):
+        fit("ring", module, _uneven_loader(), use_distributed_sampler=False, max_steps=2, max_epochs=-1)
+
+
 class _Stream(IterableDataset):
     def __init__(self, num: int) -> None:
         self.rows = [data()[i] for i in range(num)]
