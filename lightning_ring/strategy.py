@@ -125,6 +125,7 @@ class RingStrategy(DDPStrategy):
         self._reducer: Reducer | None = None
         self._turns = Turns()
         self._stand_in: Tensor | None = None
+        self._repeated_loss: Tensor | None = None
         self._stop_asked = False
         self._random_states = RandomStates()
 
@@ -275,6 +276,7 @@ class RingStrategy(DDPStrategy):
             return output
         if has_data:
             _warn_of_none(self.global_rank)
+        self._repeated_loss = None if has_data else _loss_of(output)
         # a loss that depends on nothing: its backward takes part in the reduction, with zeros
         self._stand_in = torch.zeros((), device=self.root_device, requires_grad=True)
         return self._stand_in
@@ -290,10 +292,19 @@ class RingStrategy(DDPStrategy):
         # gradients are averaged before the precision plugin's `post_backward`, which calls the user's
         # `on_after_backward`: there they are equal on all ranks already
         with self._reporting_failures(), reducer.backward():
+            self._repeat_backward(reducer)
             self.precision_plugin.backward(closure_loss, self.lightning_module, optimizer, *args, **kwargs)
         closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
         self.post_backward(closure_loss)
         return closure_loss
+
+    def _repeat_backward(self, reducer: Reducer) -> None:
+        """On a rank that ran out of data: the collectives inside backward (`all_gather` with gradients, SyncBatchNorm)
+        need this rank too; what it adds to them is zeros."""
+        loss, self._repeated_loss = self._repeated_loss, None
+        if loss is not None and loss.requires_grad:
+            with reducer.discarding():
+                loss.backward(torch.zeros_like(loss))
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -463,6 +474,11 @@ class RingStrategy(DDPStrategy):
     def _stop_if_asked(self) -> None:
         if self._stop_asked and self._reducer is None:
             raise SIGTERMException(143)
+
+
+def _loss_of(output: Any) -> Tensor | None:
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    return loss if isinstance(loss, Tensor) else None
 
 
 def _nothing() -> None:

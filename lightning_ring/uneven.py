@@ -228,7 +228,7 @@ def _leaving_no_trace(module: LightningModule) -> Iterator[None]:
             for name, value in state.items():
                 setattr(metric, name, value)
         for buffer, before in buffers:
-            buffer.copy_(before)
+            buffer.data.copy_(before)  # unseen by autograd: a backward may follow
 
 
 def _metric_state(metric: Metric) -> dict[str, Any]:

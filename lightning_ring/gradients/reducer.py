@@ -68,6 +68,7 @@ class Reducer:
         self._delayed = False  # no overlap: everything leaves in `finish`
         self._active = False
         self._explicit = False
+        self._discarding = False
         self._queue: list[Bucket] = []
         self._next = 0
         self._works: list[tuple[Bucket, Work]] = []
@@ -104,6 +105,20 @@ class Reducer:
             yield
         finally:
             self.enabled = before
+
+    @contextmanager
+    def discarding(self) -> Iterator[None]:
+        """Backward inside leaves no trace in gradients, and sends none."""
+        before = [(param, param.grad) for param in self._slots]
+        for param, _ in before:
+            param.grad = None
+        self._discarding = True
+        try:
+            yield
+        finally:
+            self._discarding = False
+            for param, grad in before:
+                param.grad = grad
 
     @contextmanager
     def backward(self) -> Iterator[None]:
@@ -187,6 +202,8 @@ class Reducer:
         return bool(self._unsent) and any(param in self._unsent for param in bucket.params)
 
     def _on_gradient(self, param: Parameter) -> None:
+        if self._discarding:
+            return
         if param.grad is not None and param.grad.is_sparse:
             self._warn_once(
                 f"the gradient of {self._names[param]} is sparse and travels dense; with the strategy `ring` sparse "

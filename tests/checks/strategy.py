@@ -646,6 +646,26 @@ def check_join_counts_no_metric_twice_and_allows_inner_gradients() -> None:
     assert_all_ranks_equal(parameters(module))
 
 
+def check_join_takes_part_in_collectives_inside_backward() -> None:
+    class Gathering(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.all_gather(self.loss(batch), sync_grads=True).mean()
+
+    if SIZE == 1:
+        return
+    for accumulate in (1, 2):
+        module = Gathering(batch_norm=True)
+        run = fit(
+            RingStrategy(uneven="join"),
+            module,
+            _uneven_loader(),
+            use_distributed_sampler=False,
+            accumulate_grad_batches=accumulate,
+        )
+        assert run.global_step == 12 // accumulate
+        assert_all_ranks_equal(parameters(module))
+
+
 def check_streams_in_a_combined_loader_and_behind_an_iterator() -> None:
     class Both(Classifier):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
