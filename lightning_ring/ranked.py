@@ -100,7 +100,7 @@ class RankedStrategy(DDPStrategy):
             open_communicator(
                 self._job, options.backend, self.root_device, options.timeout, stall_warning=options.stall_warning
             )
-        self._process_group_backend = self._job.process_group_backend
+        self._process_group_backend = torch.distributed.get_backend()
 
     # -- collectives that Lightning and the user call
 

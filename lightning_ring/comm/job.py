@@ -28,9 +28,10 @@ class Job:
     """
 
     info: RankInfo
-    process_group_backend: str
     watch: JobWatch | None
+    store: dist.Store
     communicator: Communicator | None = None
+    num_groups: int = 0
 
     def check(self) -> None:
         """Raise `PeerFailedError` once another rank has failed."""
@@ -59,20 +60,24 @@ def connect(info: RankInfo, device: torch.device, timeout: timedelta) -> Job:
             )
         if _job.watch is not None:
             _job.watch.reset()
+        if not dist.is_initialized():  # the script destroyed the group, as scripts do before a test on one device
+            _job.communicator = None  # its groups went with it
+            _job.num_groups += 1
+            _open_default_group(_job, device, timeout)
         return _job
-    watch = None
-    if info.world_size == 1:
-        _open_default_group(dist.HashStore(), info, device, timeout)
-    else:
+    watch: JobWatch | None = None
+    store: dist.Store = dist.HashStore()
+    if info.world_size > 1:
         install_excepthook(info)
         store = open_store(info, timeout)
         watch = JobWatch(info, store)
         if device.type == "cuda":  # before NCCL starts and says it in its own words
             _check_gpus(info, device, store)
-        _open_default_group(store, info, device, timeout)
-        install_excepthook(info, watch)
-    _job = Job(info, dist.get_backend(), watch)
-    return _job
+    job = Job(info, watch, store)
+    _open_default_group(job, device, timeout)
+    install_excepthook(info, watch)
+    _job = job
+    return job
 
 
 def open_communicator(
@@ -123,15 +128,15 @@ def _open(job: Job, backend: str, timeout: timedelta, stall_warning: timedelta) 
     return open_torch_communicator(backend, timeout=timeout, stall_warning=stall_warning, check=job.check)
 
 
-def _open_default_group(store: dist.Store, info: RankInfo, device: torch.device, timeout: timedelta) -> None:
+def _open_default_group(job: Job, device: torch.device, timeout: timedelta) -> None:
     if dist.is_initialized():  # the user's script opened one, or an earlier strategy of Lightning's
         return
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
     dist.init_process_group(
         backend,
-        store=dist.PrefixStore("default", store),
-        rank=info.rank,
-        world_size=info.world_size,
+        store=dist.PrefixStore(f"default/{job.num_groups}", job.store),
+        rank=job.info.rank,
+        world_size=job.info.world_size,
         timeout=timeout,
         device_id=device if device.type == "cuda" else None,
     )

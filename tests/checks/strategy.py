@@ -776,3 +776,13 @@ def check_batch_size_finder_says_it_is_for_one_rank() -> None:
 
     with pytest.raises(MisconfigurationException, match="distributed"):
         fit("ring", Classifier(), callbacks=[BatchSizeFinder()])
+
+
+def check_trains_again_after_the_script_destroyed_the_group() -> None:
+    for backend in ("gloo", "auto"):
+        module = Classifier()
+        fit(RingStrategy(backend=backend), module, max_epochs=1)
+        torch.distributed.destroy_process_group()
+        fit(RingStrategy(backend=backend), module, max_epochs=1)
+        assert torch.distributed.is_initialized()
+        assert_all_ranks_equal(parameters(module))
