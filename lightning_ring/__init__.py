@@ -3,11 +3,10 @@
 Importing it registers ``Trainer(strategy="ring")``.
 """
 
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_ring.errors import RingError
+from lightning_ring.registration import register_strategies
 
 if TYPE_CHECKING:
     from lightning_ring.strategy import RingStrategy
@@ -15,16 +14,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["RingError", "RingStrategy"]
 
-
-def _register() -> None:
-    from lightning.pytorch.strategies import StrategyRegistry
-
-    from lightning_ring.foreign import register_with_foreign_registry
-    from lightning_ring.strategy import RingStrategy
-
-    if "ring" not in StrategyRegistry:
-        StrategyRegistry.register("ring", RingStrategy, description="ring all-reduce: see lightning_ring.RingStrategy")
-    register_with_foreign_registry()
+register_strategies()
 
 
 def __getattr__(name: str) -> Any:
@@ -33,7 +23,3 @@ def __getattr__(name: str) -> Any:
 
         return RingStrategy
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-if Path(sys.argv[0]).name != "ringrun":  # it starts other processes: importing torch would be most of its running time
-    _register()

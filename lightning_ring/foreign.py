@@ -16,11 +16,9 @@ _ADVICE = (
 )
 
 
-class ForeignTrainerStrategy:
-    """Stands in ``pytorch_lightning``'s registry under "ring", to say which package is meant."""
-
-    def __init__(self, **_: Any) -> None:
-        raise ConfigurationError(f"Trainer(strategy='ring') of pytorch_lightning was called. {_ADVICE}")
+def foreign_trainer_error() -> ConfigurationError:
+    """For the Trainer of the other package."""
+    return ConfigurationError(f"Trainer(strategy='ring') of pytorch_lightning was called. {_ADVICE}")
 
 
 def explain_foreign_modules() -> None:
@@ -40,10 +38,3 @@ def explain_foreign_modules() -> None:
         return original(model)
 
     trainer_module._maybe_unwrap_optimized = checked
-
-
-def register_with_foreign_registry() -> None:
-    """Where ``pytorch_lightning`` is imported already, let its Trainer explain itself."""
-    foreign = sys.modules.get("pytorch_lightning.strategies")
-    if foreign is not None and "ring" not in foreign.StrategyRegistry:
-        foreign.StrategyRegistry.register("ring", ForeignTrainerStrategy)

@@ -46,11 +46,33 @@ def test_imports_point_one_way(module: Path) -> None:
         assert rooms <= ALLOWED[room] | {room}
 
 
-def test_importing_the_package_registers_ring_and_starts_no_mpi() -> None:
-    code = (
-        "import sys, lightning_ring; from lightning.pytorch.strategies import StrategyRegistry as r; "
-        "assert 'ring' in r; assert 'mpi4py' not in sys.modules; print(lightning_ring.__all__)"
-    )
-    result = subprocess.run([sys.executable, "-c", code], env=clean_env(), capture_output=True, text=True, timeout=60)
+def run_code(code: str) -> str:
+    result = subprocess.run([sys.executable, "-c", code], env=clean_env(), capture_output=True, text=True, timeout=90)
     assert result.returncode == 0, result.stderr
-    assert result.stdout.strip() == "['RingError', 'RingStrategy']"
+    return result.stdout.strip()
+
+
+@pytest.mark.parametrize("order", ["import lightning_ring, lightning.pytorch", "import lightning, lightning_ring"])
+def test_importing_the_package_registers_ring_in_any_order_and_starts_no_mpi(order: str) -> None:
+    code = (
+        f"{order}; import sys; from lightning.pytorch.strategies import StrategyRegistry as r; assert 'ring' in r; "
+        "assert 'mpi4py' not in sys.modules; print(type(r.get('ring')).__name__, lightning_ring.__all__)"
+    )
+    assert run_code(code) == "RingStrategy ['RingError', 'RingStrategy']"
+
+
+def test_importing_the_package_imports_neither_lightning_nor_torch() -> None:
+    print_names = "print(sorted(sys.modules.keys() & {'lightning', 'torch', 'mpi4py'}))"
+    assert run_code(f"import lightning_ring, lightning_ring.cli.ringrun, sys; {print_names}") == "[]"
+
+
+def test_the_strategy_itself_may_be_imported_first() -> None:
+    assert run_code("from lightning_ring.strategy import RingStrategy as R; print(R.strategy_name)") == "ring"
+
+
+@pytest.mark.parametrize("order", ["lightning_ring, pytorch_lightning", "pytorch_lightning, lightning_ring"])
+def test_the_trainer_of_the_other_package_says_which_package_to_use(order: str) -> None:
+    code = f"import {order}; pytorch_lightning.Trainer(strategy='ring', accelerator='cpu')"
+    result = subprocess.run([sys.executable, "-c", code], env=clean_env(), capture_output=True, text=True, timeout=90)
+    assert result.returncode == 1
+    assert "ConfigurationError: Trainer(strategy='ring') of pytorch_lightning was called" in result.stderr

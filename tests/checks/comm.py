@@ -14,7 +14,7 @@ import torch.distributed as dist
 from mpi4py import MPI
 from torch import Tensor
 
-from lightning_ring.comm import Communicator, ReduceOp, shard
+from lightning_ring.comm.communicator import Communicator, ReduceOp, shard
 from lightning_ring.comm.nccl_backend import NCCLCommunicator
 from lightning_ring.comm.torch_backend import GlooCommunicator, open_torch_communicator
 from lightning_ring.errors import CollectiveError, ConfigurationError, PeerFailedError, RingError

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_ring.comm import ReduceOp, shard
+from lightning_ring.comm.communicator import ReduceOp, shard
 from lightning_ring.comm.exchange import all_reduce_directly_, broadcast_
 from lightning_ring.comm.ring import all_gather_, all_reduce_, reduce_scatter_, scratch_bytes
 from lightning_ring.comm.thread_backend import run_ranks

@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 import torch
 
-from lightning_ring.comm import ReduceOp
+from lightning_ring.comm.communicator import ReduceOp
 from lightning_ring.comm.thread_backend import run_ranks
 from lightning_ring.errors import CollectiveError, ConfigurationError, PeerFailedError, RingError
 

@@ -113,7 +113,7 @@ def test_without_a_default_group():
 NCCL_RANK = """
 import sys
 import torch, torch.distributed as dist
-from lightning_ring.comm import ReduceOp, shard
+from lightning_ring.comm.communicator import ReduceOp, shard
 from lightning_ring.comm.torch_backend import open_torch_communicator
 from tests.comm.test_ring import allowed, plain, tolerance, values
 rank, port, world_size = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])

@@ -1,0 +1,79 @@
+"""Registers the strategies when Lightning is imported, so that importing lightning_ring does not take its seconds.
+
+``ringrun``, data-loader workers, and scripts that use the optimizers or communicators alone need no Lightning.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+
+def register_strategies() -> None:
+    """Make ``Trainer(strategy="ring")`` known, now or as soon as ``lightning.pytorch`` has been imported."""
+    _after_import("lightning.pytorch", _register)
+    _after_import("pytorch_lightning", _register_with_the_other_package)
+
+
+def _register() -> None:
+    from lightning.pytorch.strategies import StrategyRegistry
+
+    if "ring" not in StrategyRegistry:
+        StrategyRegistry.register("ring", _ring, description="ring all-reduce: see lightning_ring.RingStrategy")
+
+
+def _ring(**arguments: Any) -> Any:
+    from lightning_ring.strategy import RingStrategy
+
+    return RingStrategy(**arguments)
+
+
+def _register_with_the_other_package() -> None:
+    from pytorch_lightning.strategies import StrategyRegistry
+
+    if "ring" not in StrategyRegistry:
+        StrategyRegistry.register("ring", _refuse)
+
+
+def _refuse(**_: Any) -> None:
+    from lightning_ring.foreign import foreign_trainer_error
+
+    raise foreign_trainer_error()
+
+
+def _after_import(name: str, then: Callable[[], None]) -> None:
+    if name in sys.modules:
+        then()
+    else:
+        sys.meta_path.insert(0, _Finder(name, then))
+
+
+class _Finder(MetaPathFinder):
+    """Finds one module as the others would, and calls ``then`` once it has been executed."""
+
+    def __init__(self, name: str, then: Callable[[], None]) -> None:
+        self._name = name
+        self._then = then
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def execute_and_register(module: ModuleType) -> None:
+            execute(module)
+            self._then()
+
+        spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
+        return spec
