@@ -32,6 +32,11 @@ def clean_env(**extra: str) -> dict[str, str]:
     return env | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"} | extra
 
 
+def default_signals() -> None:
+    """For ``preexec_fn``: a shell starts background jobs, CI's among them, with Ctrl-C ignored, which is inherited."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def run(command: list[str], *, timeout: float, **env: str) -> subprocess.CompletedProcess[str]:
     """Run ``command`` in a session of its own; past ``timeout`` seconds that session is killed and the test fails."""
     process = subprocess.Popen(

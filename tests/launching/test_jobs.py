@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch import ROOT, clean_env, end_session, mpirun_command, mpirun_path
+from tests.launch import ROOT, clean_env, default_signals, end_session, mpirun_command, mpirun_path
 
 SCRIPT = str(ROOT / "tests" / "launching" / "rank_script.py")
 RINGRUN = [sys.executable, "-m", "lightning_ring.cli.ringrun"]
@@ -60,6 +60,7 @@ def job(launcher: str, action: str, folder: Path, **env: str) -> Iterator[Job]:
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
+        preexec_fn=default_signals,
     )
     begun = Job(process, folder)
     try:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch import ROOT, clean_env, end_session, mpirun_command, run
+from tests.launch import ROOT, clean_env, default_signals, end_session, mpirun_command, run
 
 SCRIPT = str(ROOT / "tests" / "strategy" / "trainer_script.py")
 WAYS = {
@@ -34,6 +34,7 @@ def job(way: str, action: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
+        preexec_fn=default_signals,
     )
     try:
         yield process
