@@ -170,7 +170,8 @@ class LAMB(TrustRatioOptimizer):
         torch._fused_adam_(
             x,
             g,
-            *state,
+            state[0],
+            state[1],
             [],
             [_as_tensor(step, torch.float32) for step in steps],
             lr=-1.0,
@@ -210,8 +211,8 @@ class LAMB(TrustRatioOptimizer):
         return True
 
 
-@functools.lru_cache(maxsize=8)
-def _zeros(size):
+@functools.lru_cache(maxsize=2)  # whole pieces, and what is left over at the end of a tensor
+def _zeros(size: int) -> Tensor:
     return torch.zeros(size)
 
 

@@ -65,20 +65,23 @@ class MultiTensorRunner:
     def measure(self, part: Part, numbers: StepNumbers, deferred: bool) -> Tensor:
         sums: list[list[Any]] = [[], [], []]
         rows: list[int] = []
-        fits_torch = _fits_torch_kernels(part)
+        try_torch = _fits_torch_kernels(part) and not deferred
+        h, rows_of_h = Scalars(), None
+        to_come = sum(weight.numel() for weight in part.weights)
         for batch in self._batches(part):
             w, g = _cast(batch.weights, part.kind.compute), _cast(batch.grads, part.kind.compute)
-            h = _scalars(part, numbers, batch.rows)
+            if batch.rows is not rows_of_h:  # pieces of one tensor share the list
+                h, rows_of_h = _scalars(part, numbers, batch.rows), batch.rows
             sums[0] += _square_sums(w)  # first: a lone reading sweep is the fastest way to bring them into the cache
-            x = None
-            if fits_torch and not deferred:
-                x = self._rule.torch_directions(w, g, tuple(batch.states), h)
+            x = self._rule.torch_directions(w, g, tuple(batch.states), h) if try_torch else None
             if x is None:
                 x = self._directions(w, g, batch, h, deferred)
             sums[1] += _square_sums(x)
             sums[2] += [(t * 0).sum(dtype=norm_dtype(t.device)) for t in g] if deferred else [0.0] * len(w)
             rows += batch.rows
-            batch.directions = x if part.keeps_directions else None
+            batch.directions = x if to_come <= part.room else None
+            to_come -= sum(map(len, w))
+            x = None  # so that the next piece finds the same memory, still in the cache
         return torch.stack([_sum_by_row(values, rows, part) for values in sums])
 
     def _directions(self, w: Tensors, g: Tensors, batch: Batch, h: Scalars, deferred: bool) -> Tensors:
@@ -91,8 +94,9 @@ class MultiTensorRunner:
         return self._rule.direction(TensorList.of(w), TensorList.of(g), state, h).tensors()
 
     def move(self, part: Part, numbers: StepNumbers, deferred: bool, keep: Tensor | None) -> None:
-        for batch in self._batches(part):
-            if deferred or keep is not None or not self._torch_moves(part, numbers, batch):
+        try_torch = _fits_torch_kernels(part) and not deferred and keep is None
+        for batch in reversed(self._batches(part)):  # what was measured last may still be in the cache
+            if not try_torch or not self._torch_moves(part, numbers, batch):
                 self._move(part, batch, _scalars(part, numbers, batch.rows), deferred, keep)
             if batch.mirrors:
                 torch._foreach_copy_(batch.mirrors, batch.weights)
@@ -116,7 +120,7 @@ class MultiTensorRunner:
         _store((batch.weights, *batch.states), (new_w, *new_state), keep)
 
     def _torch_moves(self, part: Part, numbers: StepNumbers, batch: Batch) -> bool:
-        if not _fits_torch_kernels(part) or len(batch.rows) > 1:
+        if len(batch.rows) > 1:
             return False
         (row,), (w,), (g,) = batch.rows, batch.weights, batch.grads
         x = None if batch.directions is None else batch.directions[0]
@@ -144,15 +148,15 @@ def _split(part: Part, room: int) -> Iterator[Part]:
     for row, weight in enumerate(part.weights):
         size = weight.numel()
         if size > room:
-            yield part.subset([row], keeps_directions=False)
+            yield part.subset([row], room)
             continue
         if taken + size > room:
-            yield part.subset(rows, keeps_directions=True)
+            yield part.subset(rows, room)
             rows, taken = [], 0
         rows.append(row)
         taken += size
     if rows:
-        yield part.subset(rows, keeps_directions=True)
+        yield part.subset(rows, room)
 
 
 def cut(part: Part, piece_size: int) -> list[Batch]:
@@ -175,8 +179,9 @@ def cut(part: Part, piece_size: int) -> list[Batch]:
     for row, weight in enumerate(part.weights):
         size = weight.numel()
         if size > piece_size:
+            rows = [row]
             for views in zip(*(flat(column[row]).split(piece_size) for column in columns), strict=True):
-                close([row], [[view] for view in views])
+                close(rows, [[view] for view in views])
             continue
         if size > room:
             close_small()
