@@ -80,7 +80,7 @@ class MultiTensorRunner:
             sums[2] += [(t * 0).sum(dtype=norm_dtype(t.device)) for t in g] if deferred else [0.0] * len(w)
             rows += batch.rows
             batch.directions = x if to_come <= part.room else None
-            to_come -= sum(map(len, w))
+            to_come -= sum(t.numel() for t in w)
             x = None  # so that the next piece finds the same memory, still in the cache
         return torch.stack([_sum_by_row(values, rows, part) for values in sums])
 
