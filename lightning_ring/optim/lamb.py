@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from lightning_ring.optim.tensor_list import Tensors
 from lightning_ring.optim.trust_ratio import TrustRatioOptimizer
 from lightning_ring.optim.update import NormAllReduce
 from lightning_ring.optim.validation import require, require_number
+
+JUST_BELOW_1 = math.nextafter(1.0, 0.0)
 
 
 class LAMB(TrustRatioOptimizer):
@@ -158,17 +161,17 @@ class LAMB(TrustRatioOptimizer):
     @staticmethod
     def torch_directions(w: Tensors, g: Tensors, state: tuple[Tensors, ...], h: Scalars) -> Tensors | None:
         # Adam's step at learning rate -1 adds its direction to what it takes for the weights.
-        if any(isinstance(number, list) for number in (h.beta1, h.beta2, h.eps, h.grad_scale, h.decay)):
+        if list in map(type, (h.beta1, h.beta2, h.eps, h.grad_scale, h.decay)):
             return None
         x = torch._foreach_mul(w, h.decay)
         if abs(h.grad_scale) != 1:
             g = torch._foreach_mul(g, abs(h.grad_scale))
         steps = h.correction_step if isinstance(h.correction_step, list) else [h.correction_step] * len(w)
         torch._fused_adam_(
-            list(x),
-            list(g),
-            list(state[0]),
-            list(state[1]),
+            x,
+            g,
+            state[0],
+            state[1],
             [],
             [_as_tensor(step, torch.float32) for step in steps],
             lr=-1.0,
@@ -184,12 +187,33 @@ class LAMB(TrustRatioOptimizer):
     @staticmethod
     def torch_move(w: Tensor, g: Tensor, x: Tensor | None, state: tuple[Tensor, ...], h: Scalars) -> bool:
         if x is not None:
-            return False  # one sweep, w - rate * x, is all there is to do
+            w.add_(x, alpha=-h.rate)
+            return True
         m, v = state
-        denominator = v.sqrt()
-        torch.add(_as_tensor(h.floor, w.dtype), denominator, alpha=h.root_scale, out=denominator)
-        w.mul_(1 - h.rate * h.decay).addcdiv_(m, denominator, value=-h.rate)
+        if w.dtype != torch.float32:
+            return False
+        # One sweep: AdamW's step with betas so near to 1, and gradients of 0, that the state stays as it is to the bit.
+        torch._fused_adamw_(
+            [w],
+            [_zeros(w.numel())],
+            [m],
+            [v],
+            [],
+            [_as_tensor(torch.inf, torch.float32)],  # no bias correction: 1 - beta ** inf = 1
+            lr=h.rate / h.root_scale,
+            beta1=JUST_BELOW_1,
+            beta2=JUST_BELOW_1,
+            weight_decay=h.decay * h.root_scale,
+            eps=h.floor / h.root_scale,
+            amsgrad=False,
+            maximize=False,
+        )
         return True
+
+
+@functools.lru_cache(maxsize=2)  # whole pieces, and what is left over at the end of a tensor
+def _zeros(size: int) -> Tensor:
+    return torch.zeros(size)
 
 
 @functools.lru_cache(maxsize=64)

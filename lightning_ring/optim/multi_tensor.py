@@ -15,9 +15,10 @@ from lightning_ring.optim.rule import Rule, Scalars
 from lightning_ring.optim.tensor_list import TensorList, Tensors
 
 CPU_PIECE = 1 << 16  # elements: five float32 streams of this length fit a 2 MiB second-level cache
+CPU_SUM_PIECE = 1 << 18  # one stream, read once: the longer the better, as far as float32 sums stay precise
 DEVICE_PIECE = 1 << 20
 MEMORY_SHARE = 0.049
-# Outside this range a float32 sum of up to CPU_PIECE squares may have lost digits to underflow, or overflowed.
+# Outside this range a float32 sum of up to CPU_SUM_PIECE squares may have lost digits to underflow, or overflowed.
 SAFE_SQUARES = (1e-26, 1e36)
 
 
@@ -54,26 +55,33 @@ class MultiTensorRunner:
         return list(_split(part, room=max(CPU_PIECE, int(budget) - pieces * CPU_PIECE)))
 
     def grad_square_sum(self, part: Part) -> Tensor:
-        sums = [_square_sums(_cast(batch.grads, part.kind.compute)) for batch in self._batches(part)]
+        kind = part.kind
+        if kind.device.type == "cpu" and kind.grad == kind.compute:
+            pieces = [piece for grad in part.grads for piece in flat(grad).split(CPU_SUM_PIECE)]
+            return _as_vector(_square_sums(pieces), part).sum()
+        sums = [_square_sums(_cast(batch.grads, kind.compute)) for batch in self._batches(part)]
         return _as_vector([value for values in sums for value in values], part).sum()
 
     def measure(self, part: Part, numbers: StepNumbers, deferred: bool) -> Tensor:
         sums: list[list[Any]] = [[], [], []]
         rows: list[int] = []
-        fits_torch = _fits_torch_kernels(part)
+        try_torch = _fits_torch_kernels(part) and not deferred
+        h, rows_of_h = Scalars(), None
+        to_come = sum(weight.numel() for weight in part.weights)
         for batch in self._batches(part):
             w, g = _cast(batch.weights, part.kind.compute), _cast(batch.grads, part.kind.compute)
-            h = _scalars(part, numbers, batch.rows)
-            x = None
-            if fits_torch and not deferred:
-                x = self._rule.torch_directions(w, g, tuple(batch.states), h)
+            if batch.rows is not rows_of_h:  # pieces of one tensor share the list
+                h, rows_of_h = _scalars(part, numbers, batch.rows), batch.rows
+            sums[0] += _square_sums(w)  # first: a lone reading sweep is the fastest way to bring them into the cache
+            x = self._rule.torch_directions(w, g, tuple(batch.states), h) if try_torch else None
             if x is None:
                 x = self._directions(w, g, batch, h, deferred)
-            sums[0] += _square_sums(w)
             sums[1] += _square_sums(x)
             sums[2] += [(t * 0).sum(dtype=norm_dtype(t.device)) for t in g] if deferred else [0.0] * len(w)
             rows += batch.rows
-            batch.directions = x if part.keeps_directions else None
+            batch.directions = x if to_come <= part.room else None
+            to_come -= sum(t.numel() for t in w)
+            x = None  # so that the next piece finds the same memory, still in the cache
         return torch.stack([_sum_by_row(values, rows, part) for values in sums])
 
     def _directions(self, w: Tensors, g: Tensors, batch: Batch, h: Scalars, deferred: bool) -> Tensors:
@@ -86,8 +94,9 @@ class MultiTensorRunner:
         return self._rule.direction(TensorList.of(w), TensorList.of(g), state, h).tensors()
 
     def move(self, part: Part, numbers: StepNumbers, deferred: bool, keep: Tensor | None) -> None:
-        for batch in self._batches(part):
-            if deferred or keep is not None or not self._torch_moves(part, numbers, batch):
+        try_torch = _fits_torch_kernels(part) and not deferred and keep is None
+        for batch in reversed(self._batches(part)):  # what was measured last may still be in the cache
+            if not try_torch or not self._torch_moves(part, numbers, batch):
                 self._move(part, batch, _scalars(part, numbers, batch.rows), deferred, keep)
             if batch.mirrors:
                 torch._foreach_copy_(batch.mirrors, batch.weights)
@@ -111,12 +120,11 @@ class MultiTensorRunner:
         _store((batch.weights, *batch.states), (new_w, *new_state), keep)
 
     def _torch_moves(self, part: Part, numbers: StepNumbers, batch: Batch) -> bool:
-        if not _fits_torch_kernels(part) or len(batch.rows) > 1:
+        if len(batch.rows) > 1:
             return False
         (row,), (w,), (g,) = batch.rows, batch.weights, batch.grads
-        state = tuple(s[0] for s in batch.states)
         x = None if batch.directions is None else batch.directions[0]
-        if not self._rule.torch_move(w, g, x, state, numbers.at(part.positions[row])):
+        if not self._rule.torch_move(w, g, x, tuple(s[0] for s in batch.states), numbers.at(part.positions[row])):
             return False
         torch.autograd.graph.increment_version(w)  # torch's fused SGD leaves it out
         return True
@@ -140,15 +148,15 @@ def _split(part: Part, room: int) -> Iterator[Part]:
     for row, weight in enumerate(part.weights):
         size = weight.numel()
         if size > room:
-            yield part.subset([row], keeps_directions=False)
+            yield part.subset([row], room)
             continue
         if taken + size > room:
-            yield part.subset(rows, keeps_directions=True)
+            yield part.subset(rows, room)
             rows, taken = [], 0
         rows.append(row)
         taken += size
     if rows:
-        yield part.subset(rows, keeps_directions=True)
+        yield part.subset(rows, room)
 
 
 def cut(part: Part, piece_size: int) -> list[Batch]:
@@ -171,8 +179,9 @@ def cut(part: Part, piece_size: int) -> list[Batch]:
     for row, weight in enumerate(part.weights):
         size = weight.numel()
         if size > piece_size:
+            rows = [row]
             for views in zip(*(flat(column[row]).split(piece_size) for column in columns), strict=True):
-                close([row], [[view] for view in views])
+                close(rows, [[view] for view in views])
             continue
         if size > room:
             close_small()
@@ -212,10 +221,11 @@ def _square_sums(tensors: Tensors) -> list[Any]:
     first = tensors[0]
     if first.device.type != "cpu":
         return list(torch._foreach_pow(torch._foreach_norm(tensors, 2, norm_dtype(first.device)), 2.0))
+    low, high = SAFE_SQUARES
     sums = []
     for tensor in tensors:
         total = torch.dot(tensor, tensor).item()
-        if tensor.dtype != torch.float64 and not SAFE_SQUARES[0] < total < SAFE_SQUARES[1]:
+        if not low < total < high and tensor.dtype != torch.float64:
             total = torch.linalg.vector_norm(tensor, dtype=torch.float64).item() ** 2
         sums.append(total)
     return sums

@@ -24,6 +24,7 @@ class StepNumbers:
         self._lists: dict[str, list[float] | list[Tensor]] = {}
         self._uniform = {name: v[0] for name in on_host if (v := list[Any](self.values(name))).count(v[0]) == len(v)}
         self._at: dict[int, Scalars] = {}
+        self._fewer: StepNumbers | None = None  # what these numbers extend
         self._all_on_host = on_host.keys() == on_device.keys()
 
     def values(self, name: str) -> list[float] | list[Tensor]:
@@ -37,7 +38,9 @@ class StepNumbers:
         """The scalars of the parameter at ``position``."""
         found = self._at.get(position)
         if found is None:
-            found = self._at[position] = Scalars(**{name: self.values(name)[position] for name in self.on_device})
+            known = {} if self._fewer is None else vars(self._fewer.at(position))
+            further = {name: self.values(name)[position] for name in self.on_device if name not in known}
+            found = self._at[position] = Scalars(**known, **further)
         return found
 
     def over(self, positions: list[int]) -> Scalars:
@@ -59,6 +62,7 @@ class StepNumbers:
         numbers._on_host = dict(self._on_host)
         numbers._lists = dict(self._lists)
         numbers._uniform = self._uniform
+        numbers._fewer = self
         if all(v.device.type == "cpu" for v in vars(further).values()) and not torch.compiler.is_compiling():
             numbers._on_host.update(vars(further))
             numbers._all_on_host = self._all_on_host

@@ -49,12 +49,12 @@ class Part:
     grads: list[Tensor] = field(default_factory=list)
     states: list[tuple[Tensor, ...]] = field(default_factory=list)
     mirrors: list[Tensor] = field(default_factory=list)
-    keeps_directions: bool = False  # small enough that a runner may keep the directions from measuring to moving
+    room: int = 0  # of how many elements a runner may keep the directions from measuring to moving
 
-    def subset(self, rows: list[int], keeps_directions: bool) -> Part:
+    def subset(self, rows: list[int], room: int) -> Part:
         picked = [[column[row] for row in rows] for column in (self.positions, self.weights, self.grads, self.states)]
         mirrors = [self.mirrors[row] for row in rows] if self.mirrors else []
-        return Part(self.kind, *picked, mirrors, keeps_directions)  # type: ignore[arg-type, call-arg]
+        return Part(self.kind, *picked, mirrors, room)  # type: ignore[arg-type, call-arg]
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:

@@ -1,11 +1,12 @@
 """Runners side by side: a `keep` that is a tensor (as it is on a device), and the memory that a step takes."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from lightning_ring.optim import compiler
+from lightning_ring.optim import LAMB, compiler
 from tests.optim.ways import (
     CPU_WAYS,
     INTERPRETED,
@@ -84,3 +85,18 @@ def test_the_bits_do_not_depend_on_the_run(optimizer_class, way):
         results.append(params)
     for a, b in zip(*results, strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("size", [1, 33, 65_543])
+def test_lambs_one_sweep_move_leaves_the_state_alone(size):
+    """It calls torch's AdamW kernel with betas just below 1, which must not change a bit of the averages."""
+    generator = torch.Generator().manual_seed(size)
+    w, m, v, exponents = torch.randn(4, size, dtype=torch.float64, generator=generator)
+    m, v = (m * 10 ** (8 * exponents)).float(), (v.square() * 10 ** (-8 * exponents)).float()
+    h = SimpleNamespace(rate=0.01, root_scale=0.5, floor=1e-3, decay=0.1)
+    weights, before = w.float(), (m.clone(), v.clone())
+    assert LAMB.torch_move(weights, torch.ones(size), None, (m, v), h)
+    assert torch.equal(m, before[0])
+    assert torch.equal(v, before[1])
+    change = 0.01 * (m.double() / (0.5 * v.double().sqrt() + 1e-3) + 0.1 * w)
+    assert relative_difference(weights, w - change) < 1e-6
