@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from lightning_ring.comm.ending import remove_segments
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -64,6 +66,7 @@ def end_session(process: subprocess.Popen[str]) -> None:
         except OSError:
             continue  # it ended meanwhile
         if int(fields[3]) == process.pid:
+            remove_segments(int(stat.parent.name))  # mpirun, killed with them, would have removed them
             os.kill(int(stat.parent.name), signal.SIGKILL)
 
 
