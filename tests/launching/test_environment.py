@@ -21,6 +21,10 @@ TWO_NODES = {
 }
 
 
+# Open MPI without mpirun leaves its segment in /dev/shm behind
+NO_SHARED_MEMORY = {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self"}
+
+
 @pytest.fixture
 def launched(monkeypatch):
     """Replace this process's launcher variables by the ones given."""
@@ -134,7 +138,7 @@ def test_two_ranks_on_one_gpu_are_named():
 def test_an_mpi4py_of_another_mpi_than_the_launcher():
     pytest.importorskip("mpi4py")
     program = "from lightning_ring.comm.ranks import discover_ranks; discover_ranks()"
-    result = run([sys.executable, "-c", program], timeout=60, PMI_RANK="0", PMI_SIZE="2")
+    result = run([sys.executable, "-c", program], timeout=60, PMI_RANK="0", PMI_SIZE="2", **NO_SHARED_MEMORY)
     assert result.returncode != 0
     assert "mpi4py sees rank 0 of 1 ranks" in result.stdout
     assert "rank 0 of 2" in result.stdout
@@ -155,6 +159,6 @@ def test_a_cluster_that_offers_pmi_to_everything_is_still_slurm():
     program = "from lightning_ring.comm.ranks import discover_ranks; print(discover_ranks())"
     slurm = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1"}
     slurm |= {"SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_NODEID": "0", "SLURM_STEP_TASKS_PER_NODE": "2"}
-    result = run([sys.executable, "-c", program], timeout=60, PMI_RANK="1", PMI_SIZE="2", **slurm)
+    result = run([sys.executable, "-c", program], timeout=60, PMI_RANK="1", PMI_SIZE="2", **slurm, **NO_SHARED_MEMORY)
     assert "rank=1, world_size=2" in result.stdout
     assert "source='slurm'" in result.stdout
