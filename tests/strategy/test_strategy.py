@@ -10,7 +10,7 @@ MODULE = "tests.checks.strategy"
 SECONDS = 400
 
 
-# four ranks share two cores in the smallest machine: there, what the number of ranks can change
+# three and four ranks share two cores in the smallest machine: there, what the number of ranks can change
 NUMERIC = tuple(
     name for name in check_names(MODULE) if any(word in name for word in ("equal", "join", "uneven", "sync"))
 )
@@ -18,12 +18,13 @@ NUMERIC = tuple(
 
 @pytest.mark.timeout(SECONDS + 30)
 @pytest.mark.parametrize("check", check_names(MODULE))
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 2])
 def test_strategy(battery: Battery, world_size: int, check: str) -> None:
     battery(MODULE, world_size, check, timeout=SECONDS)
 
 
 @pytest.mark.timeout(SECONDS + 30)
 @pytest.mark.parametrize("check", NUMERIC)
-def test_strategy_on_four_ranks(battery: Battery, check: str) -> None:
-    battery(MODULE, 4, check, timeout=SECONDS, only=NUMERIC)
+@pytest.mark.parametrize("world_size", [3, 4])
+def test_strategy_on_more_ranks(battery: Battery, world_size: int, check: str) -> None:
+    battery(MODULE, world_size, check, timeout=SECONDS, only=NUMERIC)
