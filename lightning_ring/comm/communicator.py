@@ -55,12 +55,27 @@ class Communicator(Protocol):
     @property
     def world_size(self) -> int: ...
 
+    @property
+    def shard_index(self) -> int:
+        """Which of the ``world_size`` shards (`shard_bounds`) `reduce_scatter_` leaves on this rank.
+
+        The rank itself on one ring; where rings are nested it follows from who shares a node with whom.
+        """
+        ...
+
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Uninitialised 1-D memory that this communicator moves fastest. All ranks ask for the same, in one order.
+
+        Any other tensor can be handed to the collectives as well. The memory is given back with its last tensor.
+        """
+        ...
+
     def all_reduce_(self, tensor: Tensor, *, op: ReduceOp = ReduceOp.SUM, name: str = "") -> Work:
         """Reduce ``tensor`` (any shape) over all ranks, in place. All ranks end with the same bits."""
         ...
 
     def reduce_scatter_(self, flat: Tensor, *, op: ReduceOp = ReduceOp.SUM, name: str = "") -> Work:
-        """Reduce ``flat`` (1-D, any length); rank r's shard (`shard`) then holds the result, the rest is scratch."""
+        """Reduce ``flat`` (1-D, any length); shard `shard_index` then holds the result, the rest is scratch."""
         ...
 
     def all_gather_(self, flat: Tensor, *, name: str = "") -> Work:

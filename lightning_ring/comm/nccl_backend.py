@@ -47,6 +47,13 @@ class NCCLCommunicator:
         self.world_size = host.world_size
 
     @property
+    def shard_index(self) -> int:
+        return self.rank
+
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    @property
     def check(self) -> Check | None:
         return self._host.check
 

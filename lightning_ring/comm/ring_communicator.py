@@ -57,6 +57,13 @@ class RingCommunicator:
         return self.transport.world_size
 
     @property
+    def shard_index(self) -> int:
+        return self.rank
+
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    @property
     def check(self) -> Check | None:
         """Called about every 20 ms while this rank waits; raises a `RingError` once a peer is known to have failed."""
         return self._patience.check

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 
 import torch
@@ -11,6 +11,12 @@ from torch.nn import Parameter
 
 _ALIGNMENT_BYTES = 64  # a cache line: views start where vector kernels like it
 _MIB = 2**20
+
+Empty = Callable[[int, torch.dtype, torch.device], Tensor]
+
+
+def torch_empty(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(numel, dtype=dtype, device=device)
 
 
 class Bucket:
@@ -29,12 +35,12 @@ class Bucket:
         contributed: For each parameter whether this rank put a gradient into the buffer.
     """
 
-    def __init__(self, names: Sequence[str], params: Sequence[Parameter]) -> None:
+    def __init__(self, names: Sequence[str], params: Sequence[Parameter], empty: Empty = torch_empty) -> None:
         self.names = list(names)
         self.params = list(params)
         offsets, end = _offsets(self.params)
         like = self.params[0]
-        self.flat = torch.zeros(end + len(self.params) + 1, dtype=like.dtype, device=like.device)
+        self.flat = empty(end + len(self.params) + 1, like.dtype, like.device).zero_()
         self.views = [_view_like(self.flat, offset, param) for offset, param in zip(offsets, self.params, strict=True)]
         flags = self.flat[end:].real if self.flat.is_complex() else self.flat[end:]
         self.used = flags[:-1]
@@ -96,7 +102,10 @@ class Bucket:
 
 
 def plan_buckets(
-    named_params: Sequence[tuple[str, Parameter]], bucket_cap_mb: float, first_bucket_mb: float = 1.0
+    named_params: Sequence[tuple[str, Parameter]],
+    bucket_cap_mb: float,
+    first_bucket_mb: float = 1.0,
+    empty: Empty = torch_empty,
 ) -> list[Bucket]:
     """Fill buckets with ``named_params`` in the order given (the reverse of use), one dtype and device to a bucket.
 
@@ -104,17 +113,18 @@ def plan_buckets(
         named_params: Each parameter once, in the order in which backward is expected to produce gradients.
         bucket_cap_mb: Size in MiB past which a bucket takes no further parameter; one larger parameter fills one alone.
         first_bucket_mb: The same for the first bucket of each dtype and device, smaller so that the wire starts early.
+        empty: Where buffers get their memory, `Communicator.empty` for instance.
     """
     kinds = {(param.dtype, param.device) for _, param in named_params}
-    buckets: list[tuple[int, Bucket]] = []
+    groups: list[tuple[int, tuple[str, ...], tuple[Parameter, ...]]] = []
     for kind in kinds:
         members = [(i, n, p) for i, (n, p) in enumerate(named_params) if (p.dtype, p.device) == kind]
         numbered = _number_by_size([p for _, _, p in members], bucket_cap_mb * _MIB, first_bucket_mb * _MIB)
         for _, group in groupby(zip(numbered, members, strict=True), key=lambda pair: pair[0]):
             last, names, params = zip(*(member for _, member in group), strict=True)
-            buckets.append((last[-1], Bucket(names, params)))
+            groups.append((last[-1], names, params))
     # a bucket can leave once its last gradient is there: that position decides the one order of travel on every rank
-    return [bucket for _, bucket in sorted(buckets, key=lambda pair: pair[0])]
+    return [Bucket(names, params, empty) for _, names, params in sorted(groups, key=lambda group: group[0])]
 
 
 def _number_by_size(params: Sequence[Parameter], cap: float, first_cap: float) -> list[int]:

@@ -91,7 +91,7 @@ class Reducer:
         for name, param in new:
             self._names[param] = name
             self._hooks.append(param.register_post_accumulate_grad_hook(self._on_gradient))
-        self._take(plan_buckets(new[::-1], self._cap))
+        self._take(plan_buckets(new[::-1], self._cap, empty=self._comm.empty))
         return [param for _, param in new]
 
     def is_tracked(self, param: Parameter) -> bool:
@@ -284,7 +284,7 @@ class Reducer:
         then = sorted(now, key=lambda pair: position.get(pair[0], len(position)))
         if [name for name, _ in then] != [name for name, _ in now]:
             self.buckets = []
-            self._take(plan_buckets(then, self._cap))
+            self._take(plan_buckets(then, self._cap, empty=self._comm.empty))
 
     def _note_stop(self) -> None:
         if not self._works:
