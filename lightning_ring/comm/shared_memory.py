@@ -1,0 +1,284 @@
+"""The ranks of one node: collectives in memory that all of them see, without sockets; for buckets, without copies."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import mmap
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from lightning_ring.comm import shared_collectives as steps
+from lightning_ring.comm.agreement import HEADER_BYTES, check_agreement, describe, header
+from lightning_ring.comm.collective_queue import SPIN_SECONDS, CollectiveQueue, Steps
+from lightning_ring.comm.communicator import ReduceOp, Work, as_bytes
+from lightning_ring.comm.patience import DEFAULT_TIMEOUT, Check, Patience
+from lightning_ring.comm.ring import check_reducible, prepare_
+from lightning_ring.comm.ring_communicator import (
+    check_all_to_all,
+    check_device,
+    check_rank,
+    check_sizes,
+    contiguous_flat,
+    pickled,
+    unpickled,
+)
+from lightning_ring.comm.shared_rounds import SEGMENT_BYTES, Rounds
+from lightning_ring.comm.shared_segment import Bootstrap, NoSharedMemory, share
+
+T = TypeVar("T")
+SHORT_BYTES = 64 * 1024  # a tensor up to this goes through the slots in one round, wherever it is
+_MAX_KNOWN = 4096
+
+_log = logging.getLogger("lightning_ring")
+
+
+def open_shared_memory(
+    bootstrap: Bootstrap,
+    *,
+    timeout: timedelta = DEFAULT_TIMEOUT,
+    stall_warning: timedelta | None = None,
+    check: Check | None = None,
+) -> SharedMemoryCommunicator | None:
+    """A communicator among the ranks of ``bootstrap``, which share a node; `None`, after one warning, if they cannot.
+
+    Collective. ``bootstrap`` is used here only: any communicator over just these ranks, or a `StoreBootstrap`.
+    """
+    try:
+        maps = share(bootstrap, SEGMENT_BYTES)
+    except NoSharedMemory as error:
+        if bootstrap.rank == 0:
+            _log.warning("The ranks of this node cannot share memory: %s. Tensors travel by messages instead.", error)
+        return None
+    return SharedMemoryCommunicator(bootstrap.rank, maps, Patience(timeout, check, stall_warning))
+
+
+class SharedMemoryCommunicator:
+    """CPU tensors among ranks that see ``maps``, one segment of each rank (`share`).
+
+    Tensors from `empty` are reduced in place; any other is copied through the segments. Before each collective the
+    ranks compare a digest of what they call, so that diverged calls are an error on every rank. After an error the
+    communicator is broken: what is under way and every later call raise that same error.
+    """
+
+    def __init__(self, rank: int, maps: Sequence[mmap.mmap], patience: Patience) -> None:
+        self.rank = rank
+        self.world_size = len(maps)
+        self._patience = patience
+        self._rounds = Rounds(rank, maps)
+        crowded = len(os.sched_getaffinity(0)) < self.world_size  # spinning would keep a peer from its core
+        self._queue = CollectiveQueue(
+            patience, self._rounds.reached, self._rounds.missing, spin_seconds=0.0 if crowded else SPIN_SECONDS
+        )
+        self._known: dict[Any, tuple[str, int]] = {}
+        self._regions: dict[int, tuple[int, list[Tensor]]] = {}
+        self._num_regions = 0
+        self._num_calls = 0
+        self._warned = False
+
+    @property
+    def shard_index(self) -> int:
+        return self.rank
+
+    @property
+    def check(self) -> Check | None:
+        """Called about every 20 ms while this rank waits; raises a `RingError` once a peer is known to have failed."""
+        return self._patience.check
+
+    @check.setter
+    def check(self, check: Check | None) -> None:
+        self._patience.check = check
+
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory that the other ranks see too; after one warning ordinary memory, if there is not enough. Blocks."""
+        if device.type != "cpu" or numel * dtype.itemsize <= SHORT_BYTES:
+            return torch.empty(numel, dtype=dtype, device=device)
+        try:
+            maps = share(self, numel * dtype.itemsize)
+        except NoSharedMemory as error:
+            if self.rank == 0 and not self._warned:
+                _log.warning("No shared memory for a buffer, which is copied at every use instead: %s.", error)
+            self._warned = True
+            return torch.empty(numel, dtype=dtype)
+        self._num_regions += 1
+        own = maps[self.rank]
+        tensor = torch.frombuffer(own, dtype=dtype)
+        others = [torch.frombuffer(m, dtype=torch.uint8) if m is not own else tensor[:0] for m in maps]
+        self._regions[tensor.data_ptr()] = (self._num_regions, others)
+        gone = weakref.finalize(own, self._regions.pop, tensor.data_ptr())  # with the last tensor in it
+        gone.atexit = False
+        return tensor
+
+    def all_reduce_(self, tensor: Tensor, *, op: ReduceOp = ReduceOp.SUM, name: str = "") -> Work:
+        flat = contiguous_flat(tensor, "all_reduce_")
+        rounds = self._rounds
+
+        def through_slots() -> Steps:
+            if self.world_size <= 2 or flat.nbytes <= SHORT_BYTES:
+                return steps.all_reduce_through_slots(flat, rounds, op)
+            return steps.halves_through_slots(flat, rounds, op)
+
+        def in_place(everyones: list[Tensor]) -> Steps:
+            return steps.all_reduce_in_place(everyones, rounds, op)
+
+        return self._submit("all_reduce", flat, op, name, through_slots, in_place)
+
+    def reduce_scatter_(self, flat: Tensor, *, op: ReduceOp = ReduceOp.SUM, name: str = "") -> Work:
+        flat = contiguous_flat(flat, "reduce_scatter_")
+        return self._submit(
+            "reduce_scatter",
+            flat,
+            op,
+            name,
+            lambda: steps.reduce_scatter_through_slots(flat, self._rounds, op),
+            lambda everyones: steps.reduce_scatter_in_place(everyones, self._rounds, op),
+        )
+
+    def all_gather_(self, flat: Tensor, *, name: str = "") -> Work:
+        flat = contiguous_flat(flat, "all_gather_")
+        return self._submit(
+            "all_gather",
+            flat,
+            None,
+            name,
+            lambda: steps.all_gather_through_slots(flat, self._rounds),
+            lambda everyones: steps.all_gather_in_place(everyones, self._rounds),
+        )
+
+    def all_gather(self, tensor: Tensor, *, name: str = "") -> list[Tensor]:
+        check_device(tensor, "all_gather")
+        what = describe("all_gather", tensor.dtype, f"shape {tuple(tensor.shape)}", name=name)
+        rows = tensor.new_empty(self.world_size, tensor.numel())
+        rows[self.rank] = tensor.detach().reshape(-1)
+        self._run(what, steps.all_gather_through_slots(rows.view(-1), self._rounds))
+        return [row.view(tensor.shape) for row in rows]
+
+    def all_to_all(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], *, name: str = "") -> Work:
+        what = describe("all_to_all", name=name)
+        check_all_to_all(inputs, outputs, self.world_size, what)
+        sources = [as_bytes(contiguous_flat(tensor, "all_to_all")) for tensor in inputs]
+        targets = [as_bytes(contiguous_flat(tensor, "all_to_all")) for tensor in outputs]
+
+        def run() -> Steps:
+            sizes = torch.zeros(self.world_size, 2 * self.world_size, dtype=torch.int64)
+            sizes[self.rank] = torch.tensor([flat.numel() for flat in (*sources, *targets)])
+            yield from steps.exchange_rows(sizes, self._rounds)
+            check_sizes(sizes, what)
+            yield from steps.all_to_all_through_slots(sources, targets, self._rounds, int(sizes.max()))
+
+        return self._queue.submit(what, self._agreed(what, digest_of(what), 0, run()), background=True)
+
+    def broadcast_(self, tensor: Tensor, *, src: int = 0, name: str = "") -> Work:
+        flat = contiguous_flat(tensor, "broadcast_")
+        check_rank(src, self.world_size, "src")
+        return self._submit(
+            f"broadcast from rank {src}",
+            flat,
+            None,
+            name,
+            lambda: steps.broadcast_through_slots(flat, self._rounds, src),
+            lambda everyones: steps.broadcast_in_place(everyones, self._rounds, src),
+        )
+
+    def broadcast_object(self, obj: T, *, src: int = 0) -> T:
+        check_rank(src, self.world_size, "src")
+        if self.world_size == 1:
+            return obj
+        message = pickled(obj) if self.rank == src else torch.empty(0, dtype=torch.uint8)
+        received: list[Tensor] = []
+        what = describe("broadcast_object", f"from rank {src}")
+        self._run(what, steps.gather_messages(message, received, self._rounds))
+        value = unpickled(received[src], src)
+        return obj if self.rank == src else value
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        received: list[Tensor] = []
+        self._run(describe("all_gather_object"), steps.gather_messages(pickled(obj), received, self._rounds))
+        return [unpickled(message, rank) for rank, message in enumerate(received)]
+
+    def barrier(self) -> None:
+        self._run(describe("barrier"), steps.meet(self._rounds))
+
+    def close(self) -> None:
+        self._queue.close()
+
+    def _submit(
+        self,
+        kind: str,
+        flat: Tensor,
+        op: ReduceOp | None,
+        name: str,
+        through_slots: Callable[[], Steps],
+        in_place: Callable[[list[Tensor]], Steps],
+    ) -> Work:
+        what, digest = self._describe(kind, flat, op, name)
+        short = flat.nbytes <= SHORT_BYTES
+        place = 0 if short else self._place(flat)
+        body = through_slots() if short else self._in_place_if_all_can(flat, place, through_slots, in_place)
+        if op is ReduceOp.AVG and flat.dtype.itemsize == 2:
+            body = self._prepared(flat, op, body)
+        return self._queue.submit(what, self._agreed(what, digest, place, body), background=not short)
+
+    def _describe(self, kind: str, flat: Tensor, op: ReduceOp | None, name: str) -> tuple[str, int]:
+        """Text and digest of a collective, made once: they take longer than a short collective."""
+        key = (kind, flat.dtype, flat.numel(), op, name)
+        known = self._known.get(key)
+        if known is None:
+            if op is not None:
+                check_reducible(flat, op)
+            details = (flat.dtype, f"{flat.numel()} elements")
+            what = describe(kind, *details if op is None else (op.value, *details), name=name)
+            if len(self._known) >= _MAX_KNOWN:
+                self._known.clear()
+            known = self._known[key] = what, digest_of(what)
+        return known
+
+    def _run(self, what: str, body: Steps) -> None:
+        self._queue.submit(what, self._agreed(what, digest_of(what), 0, body), background=False).wait()
+
+    def _agreed(self, what: str, digest: int, place: int, body: Steps) -> Steps:
+        """``body``, whose first round tells the others what is called, and ends it if they call something else."""
+        self._num_calls += 1
+        call = self._num_calls
+        rounds = self._rounds
+        rounds.announce(digest, place)
+        yield next(body)
+        if not rounds.agree():
+            headers = torch.zeros(self.world_size, HEADER_BYTES, dtype=torch.uint8)
+            headers[self.rank] = header(what)
+            yield from steps.exchange_rows(headers, rounds)
+            check_agreement(headers, call)
+        yield from body
+
+    def _prepared(self, flat: Tensor, op: ReduceOp, body: Steps) -> Steps:
+        prepare_(flat, op, self.world_size)
+        yield from body
+
+    def _place(self, flat: Tensor) -> int:
+        """Where ``flat`` is in the memory from `empty`, 0 if it is not in it: the region's number, and the offset."""
+        start = flat.untyped_storage().data_ptr()
+        region = self._regions.get(start)
+        return 0 if region is None else (region[0] << 40) + flat.data_ptr() - start
+
+    def _in_place_if_all_can(
+        self, flat: Tensor, place: int, through_slots: Callable[[], Steps], in_place: Callable[[list[Tensor]], Steps]
+    ) -> Steps:
+        yield self._rounds.arrive()
+        if place == 0 or any(other != place for other in self._rounds.places()):
+            yield from through_slots()
+            return
+        start = flat.untyped_storage().data_ptr()
+        offset = flat.data_ptr() - start
+        everyones = [memory[offset : offset + flat.nbytes] for memory in self._regions[start][1]]
+        everyones = [flat if peer == self.rank else other.view(flat.dtype) for peer, other in enumerate(everyones)]
+        yield from in_place(everyones)
+
+
+def digest_of(what: str) -> int:
+    return int.from_bytes(hashlib.blake2b(what.encode(), digest_size=8).digest(), "little", signed=True)
