@@ -60,7 +60,7 @@ def reduce_scatter_in_place(everyones: Sequence[Tensor], rounds: Rounds, op: Red
     yield rounds.arrive()
 
 
-def all_gather_in_place(everyones: Sequence[Tensor], rounds: Rounds) -> Steps:
+def all_gather_in_place(everyones: Sequence[Tensor], rounds: Rounds, _: object = None) -> Steps:
     """Fill this rank's tensor of ``everyones`` from the others' shards. Begins after a round."""
     for peer, theirs in enumerate(everyones):
         if peer != rounds.rank:
@@ -76,9 +76,13 @@ def broadcast_in_place(everyones: Sequence[Tensor], rounds: Rounds, src: int) ->
 
 
 def all_reduce_through_slots(flat: Tensor, rounds: Rounds, op: ReduceOp) -> Steps:
-    """Reduce 1-D ``flat`` in place: everybody reads all of it from everybody, a slot at a time."""
-    for piece in flat.split(SLOT_BYTES // flat.element_size()):
-        slots = _slots(rounds, flat.dtype, piece.numel())
+    """Reduce 1-D ``flat`` in place: of two ranks, or where it fits a slot, each reads all from all."""
+    if rounds.world_size > 2 and flat.nbytes > SLOT_BYTES:  # so that not every byte is read by every rank
+        yield from reduce_scatter_through_slots(flat, rounds, op)
+        yield from all_gather_through_slots(flat, rounds)
+        return
+    for piece in _slotfuls(flat):
+        slots = rounds.next_slots(flat.dtype, piece.numel())
         slots[rounds.rank].copy_(piece)
         yield rounds.arrive()
         reduce_rows(slots, piece, op)
@@ -90,7 +94,7 @@ def reduce_scatter_through_slots(flat: Tensor, rounds: Rounds, op: ReduceOp) -> 
     numel = SLOT_BYTES // world_size // 64 * 64 // flat.element_size()
     shards = [shard(flat, world_size, peer).split(numel) for peer in range(world_size)]
     for index in range(len(shards[0])):  # the first shard is never shorter than another
-        slots = _slots(rounds, flat.dtype, numel * world_size)
+        slots = rounds.next_slots(flat.dtype, numel * world_size)
         for peer, pieces in enumerate(shards):
             if peer != rank and index < len(pieces):
                 slots[rank][peer * numel :][: pieces[index].numel()].copy_(pieces[index])
@@ -102,13 +106,13 @@ def reduce_scatter_through_slots(flat: Tensor, rounds: Rounds, op: ReduceOp) -> 
             reduce_rows(rows, mine, op)
 
 
-def all_gather_through_slots(flat: Tensor, rounds: Rounds) -> Steps:
+def all_gather_through_slots(flat: Tensor, rounds: Rounds, _: object = None) -> Steps:
     """Fill 1-D ``flat`` from the ranks' shards of it."""
     world_size, rank = rounds.world_size, rounds.rank
     numel = SLOT_BYTES // flat.element_size()
     shards = [shard(flat, world_size, peer).split(numel) for peer in range(world_size)]
     for index in range(len(shards[0])):
-        slots = _slots(rounds, flat.dtype, numel)
+        slots = rounds.next_slots(flat.dtype, numel)
         if index < len(shards[rank]):
             slots[rank][: shards[rank][index].numel()].copy_(shards[rank][index])
         yield rounds.arrive()
@@ -117,16 +121,10 @@ def all_gather_through_slots(flat: Tensor, rounds: Rounds) -> Steps:
                 pieces[index].copy_(slots[peer][: pieces[index].numel()])
 
 
-def halves_through_slots(flat: Tensor, rounds: Rounds, op: ReduceOp) -> Steps:
-    """Reduce 1-D ``flat`` in place: for many ranks fewer bytes than when everybody reads all."""
-    yield from reduce_scatter_through_slots(flat, rounds, op)
-    yield from all_gather_through_slots(flat, rounds)
-
-
 def broadcast_through_slots(flat: Tensor, rounds: Rounds, src: int) -> Steps:
     """Replace 1-D ``flat`` by rank ``src``'s."""
-    for piece in flat.split(SLOT_BYTES // flat.element_size()):
-        slot = _slots(rounds, flat.dtype, piece.numel())[src]
+    for piece in _slotfuls(flat):
+        slot = rounds.next_slots(flat.dtype, piece.numel())[src]
         if rounds.rank == src:
             slot.copy_(piece)
         yield rounds.arrive()
@@ -136,7 +134,7 @@ def broadcast_through_slots(flat: Tensor, rounds: Rounds, src: int) -> Steps:
 
 def exchange_rows(rows: Tensor, rounds: Rounds) -> Steps:
     """Fill ``rows`` (world size × k, at most a slot each): this rank's row goes to all others, theirs come here."""
-    slots = _slots(rounds, rows.dtype, rows.shape[1])
+    slots = rounds.next_slots(rows.dtype, rows.shape[1])
     slots[rounds.rank].copy_(rows[rounds.rank])
     yield rounds.arrive()
     for row, slot in zip(rows, slots, strict=True):
@@ -185,10 +183,8 @@ def meet(rounds: Rounds) -> Steps:
     yield rounds.arrive()
 
 
-def _slots(rounds: Rounds, dtype: torch.dtype, numel: int) -> list[Tensor]:
-    """The first ``numel`` elements of everybody's slot for the next round."""
-    num_bytes = numel * dtype.itemsize
-    return [slot[:num_bytes].view(dtype) for slot in rounds.slots[(rounds.number + 1) & 1]]
+def _slotfuls(flat: Tensor) -> Sequence[Tensor]:
+    return (flat,) if flat.nbytes <= SLOT_BYTES else flat.split(SLOT_BYTES // flat.element_size())
 
 
 def _reduced_pieces(shards: Sequence[Tensor], rank: int, op: ReduceOp) -> Iterator[tuple[list[Tensor], Tensor]]:

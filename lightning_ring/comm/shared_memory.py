@@ -9,12 +9,12 @@ import os
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from lightning_ring.comm import shared_collectives as steps
+from lightning_ring.comm import shared_collectives as ways
 from lightning_ring.comm.agreement import HEADER_BYTES, check_agreement, describe, header
 from lightning_ring.comm.collective_queue import SPIN_SECONDS, CollectiveQueue, Steps
 from lightning_ring.comm.communicator import ReduceOp, Work, as_bytes
@@ -35,6 +35,20 @@ from lightning_ring.comm.shared_segment import Bootstrap, NoSharedMemory, share
 T = TypeVar("T")
 SHORT_BYTES = 64 * 1024  # a tensor up to this goes through the slots in one round, wherever it is
 _MAX_KNOWN = 4096
+
+
+class Kind(NamedTuple):
+    """The two ways of a collective: `shared_collectives`."""
+
+    name: str
+    through_slots: Callable[[Tensor, Rounds, Any], Steps]
+    in_place: Callable[[Sequence[Tensor], Rounds, Any], Steps]
+
+
+_ALL_REDUCE = Kind("all_reduce", ways.all_reduce_through_slots, ways.all_reduce_in_place)
+_REDUCE_SCATTER = Kind("reduce_scatter", ways.reduce_scatter_through_slots, ways.reduce_scatter_in_place)
+_ALL_GATHER = Kind("all_gather", ways.all_gather_through_slots, ways.all_gather_in_place)
+_BROADCAST = Kind("broadcast", ways.broadcast_through_slots, ways.broadcast_in_place)
 
 _log = logging.getLogger("lightning_ring")
 
@@ -116,47 +130,20 @@ class SharedMemoryCommunicator:
         return tensor
 
     def all_reduce_(self, tensor: Tensor, *, op: ReduceOp = ReduceOp.SUM, name: str = "") -> Work:
-        flat = contiguous_flat(tensor, "all_reduce_")
-        rounds = self._rounds
-
-        def through_slots() -> Steps:
-            if self.world_size <= 2 or flat.nbytes <= SHORT_BYTES:
-                return steps.all_reduce_through_slots(flat, rounds, op)
-            return steps.halves_through_slots(flat, rounds, op)
-
-        def in_place(everyones: list[Tensor]) -> Steps:
-            return steps.all_reduce_in_place(everyones, rounds, op)
-
-        return self._submit("all_reduce", flat, op, name, through_slots, in_place)
+        return self._submit(_ALL_REDUCE, tensor, op, name)
 
     def reduce_scatter_(self, flat: Tensor, *, op: ReduceOp = ReduceOp.SUM, name: str = "") -> Work:
-        flat = contiguous_flat(flat, "reduce_scatter_")
-        return self._submit(
-            "reduce_scatter",
-            flat,
-            op,
-            name,
-            lambda: steps.reduce_scatter_through_slots(flat, self._rounds, op),
-            lambda everyones: steps.reduce_scatter_in_place(everyones, self._rounds, op),
-        )
+        return self._submit(_REDUCE_SCATTER, flat, op, name)
 
     def all_gather_(self, flat: Tensor, *, name: str = "") -> Work:
-        flat = contiguous_flat(flat, "all_gather_")
-        return self._submit(
-            "all_gather",
-            flat,
-            None,
-            name,
-            lambda: steps.all_gather_through_slots(flat, self._rounds),
-            lambda everyones: steps.all_gather_in_place(everyones, self._rounds),
-        )
+        return self._submit(_ALL_GATHER, flat, None, name)
 
     def all_gather(self, tensor: Tensor, *, name: str = "") -> list[Tensor]:
         check_device(tensor, "all_gather")
         what = describe("all_gather", tensor.dtype, f"shape {tuple(tensor.shape)}", name=name)
         rows = tensor.new_empty(self.world_size, tensor.numel())
         rows[self.rank] = tensor.detach().reshape(-1)
-        self._run(what, steps.all_gather_through_slots(rows.view(-1), self._rounds))
+        self._run(what, ways.all_gather_through_slots(rows.view(-1), self._rounds))
         return [row.view(tensor.shape) for row in rows]
 
     def all_to_all(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], *, name: str = "") -> Work:
@@ -168,23 +155,15 @@ class SharedMemoryCommunicator:
         def run() -> Steps:
             sizes = torch.zeros(self.world_size, 2 * self.world_size, dtype=torch.int64)
             sizes[self.rank] = torch.tensor([flat.numel() for flat in (*sources, *targets)])
-            yield from steps.exchange_rows(sizes, self._rounds)
+            yield from ways.exchange_rows(sizes, self._rounds)
             check_sizes(sizes, what)
-            yield from steps.all_to_all_through_slots(sources, targets, self._rounds, int(sizes.max()))
+            yield from ways.all_to_all_through_slots(sources, targets, self._rounds, int(sizes.max()))
 
         return self._queue.submit(what, self._agreed(what, digest_of(what), 0, run()), background=True)
 
     def broadcast_(self, tensor: Tensor, *, src: int = 0, name: str = "") -> Work:
-        flat = contiguous_flat(tensor, "broadcast_")
         check_rank(src, self.world_size, "src")
-        return self._submit(
-            f"broadcast from rank {src}",
-            flat,
-            None,
-            name,
-            lambda: steps.broadcast_through_slots(flat, self._rounds, src),
-            lambda everyones: steps.broadcast_in_place(everyones, self._rounds, src),
-        )
+        return self._submit(_BROADCAST, tensor, src, name)
 
     def broadcast_object(self, obj: T, *, src: int = 0) -> T:
         check_rank(src, self.world_size, "src")
@@ -193,50 +172,53 @@ class SharedMemoryCommunicator:
         message = pickled(obj) if self.rank == src else torch.empty(0, dtype=torch.uint8)
         received: list[Tensor] = []
         what = describe("broadcast_object", f"from rank {src}")
-        self._run(what, steps.gather_messages(message, received, self._rounds))
+        self._run(what, ways.gather_messages(message, received, self._rounds))
         value = unpickled(received[src], src)
         return obj if self.rank == src else value
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         received: list[Tensor] = []
-        self._run(describe("all_gather_object"), steps.gather_messages(pickled(obj), received, self._rounds))
+        self._run(describe("all_gather_object"), ways.gather_messages(pickled(obj), received, self._rounds))
         return [unpickled(message, rank) for rank, message in enumerate(received)]
 
     def barrier(self) -> None:
-        self._run(describe("barrier"), steps.meet(self._rounds))
+        self._run(describe("barrier"), ways.meet(self._rounds))
 
     def close(self) -> None:
         self._queue.close()
 
-    def _submit(
-        self,
-        kind: str,
-        flat: Tensor,
-        op: ReduceOp | None,
-        name: str,
-        through_slots: Callable[[], Steps],
-        in_place: Callable[[list[Tensor]], Steps],
-    ) -> Work:
-        what, digest = self._describe(kind, flat, op, name)
-        short = flat.nbytes <= SHORT_BYTES
-        place = 0 if short else self._place(flat)
-        body = through_slots() if short else self._in_place_if_all_can(flat, place, through_slots, in_place)
-        if op is ReduceOp.AVG and flat.dtype.itemsize == 2:
-            body = self._prepared(flat, op, body)
-        return self._queue.submit(what, self._agreed(what, digest, place, body), background=not short)
+    def _submit(self, kind: Kind, tensor: Tensor, how: ReduceOp | int | None, name: str) -> Work:
+        """``how`` is the reduction, or the rank that broadcasts."""
+        if tensor.dim() == 1 and tensor.is_contiguous() and tensor.is_cpu and not tensor.requires_grad:
+            flat = tensor  # what `contiguous_flat` would give; it takes a third of a short collective's time
+        else:
+            flat = contiguous_flat(tensor, kind.name + "_")
+        what, digest = self._describe(kind.name, flat.dtype, flat.numel(), how, name)
+        if flat.nbytes <= SHORT_BYTES:
+            body = kind.through_slots(flat, self._rounds, how)
+            steps = self._agreed(what, digest, 0, body)
+        else:
+            steps = self._agreed(what, digest, self._place(flat), self._in_place_if_all_can(kind, flat, how))
+        if how is ReduceOp.AVG and flat.dtype.itemsize == 2:
+            steps = self._prepared(flat, how, steps)
+        return self._queue.submit(what, steps, background=flat.nbytes > SHORT_BYTES)
 
-    def _describe(self, kind: str, flat: Tensor, op: ReduceOp | None, name: str) -> tuple[str, int]:
+    def _describe(
+        self, kind: str, dtype: torch.dtype, numel: int, how: ReduceOp | int | None, name: str
+    ) -> tuple[str, int]:
         """Text and digest of a collective, made once: they take longer than a short collective."""
-        key = (kind, flat.dtype, flat.numel(), op, name)
-        known = self._known.get(key)
+        known = self._known.get((kind, dtype, numel, how, name))
         if known is None:
-            if op is not None:
-                check_reducible(flat, op)
-            details = (flat.dtype, f"{flat.numel()} elements")
-            what = describe(kind, *details if op is None else (op.value, *details), name=name)
+            details = [dtype, f"{numel} elements"]
+            if isinstance(how, ReduceOp):
+                check_reducible(torch.empty(0, dtype=dtype), how)
+                details.insert(0, how.value)
+            elif how is not None:
+                details.insert(0, f"from rank {how}")
+            what = describe(kind, *details, name=name)
             if len(self._known) >= _MAX_KNOWN:
                 self._known.clear()
-            known = self._known[key] = what, digest_of(what)
+            known = self._known[kind, dtype, numel, how, name] = what, digest_of(what)
         return known
 
     def _run(self, what: str, body: Steps) -> None:
@@ -252,7 +234,7 @@ class SharedMemoryCommunicator:
         if not rounds.agree():
             headers = torch.zeros(self.world_size, HEADER_BYTES, dtype=torch.uint8)
             headers[self.rank] = header(what)
-            yield from steps.exchange_rows(headers, rounds)
+            yield from ways.exchange_rows(headers, rounds)
             check_agreement(headers, call)
         yield from body
 
@@ -266,18 +248,17 @@ class SharedMemoryCommunicator:
         region = self._regions.get(start)
         return 0 if region is None else (region[0] << 40) + flat.data_ptr() - start
 
-    def _in_place_if_all_can(
-        self, flat: Tensor, place: int, through_slots: Callable[[], Steps], in_place: Callable[[list[Tensor]], Steps]
-    ) -> Steps:
+    def _in_place_if_all_can(self, kind: Kind, flat: Tensor, how: Any) -> Steps:
         yield self._rounds.arrive()
+        place = self._place(flat)
         if place == 0 or any(other != place for other in self._rounds.places()):
-            yield from through_slots()
+            yield from kind.through_slots(flat, self._rounds, how)
             return
         start = flat.untyped_storage().data_ptr()
         offset = flat.data_ptr() - start
         everyones = [memory[offset : offset + flat.nbytes] for memory in self._regions[start][1]]
         everyones = [flat if peer == self.rank else other.view(flat.dtype) for peer, other in enumerate(everyones)]
-        yield from in_place(everyones)
+        yield from kind.in_place(everyones, self._rounds, how)
 
 
 def digest_of(what: str) -> int:

@@ -10,14 +10,16 @@ import mmap
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 SLOT_BYTES = 512 * 1024
 BOARD_BYTES = 4096
 SEGMENT_BYTES = BOARD_BYTES + 2 * SLOT_BYTES
 
-# A board's words of 8 bytes, in one cache line: the round its rank arrived at; unused; then for even and for odd rounds a
-# digest of the collective; then for both where in shared memory the rank's tensor is.
+# A board's words of 8 bytes, in one cache line: the round its rank arrived at; nothing; then for even and
+# for odd rounds a digest of the collective; then for both where in shared memory the rank's tensor is.
 _WORDS = 8
+_MAX_VIEWS = 1024
 
 
 class Rounds:
@@ -41,6 +43,18 @@ class Rounds:
             for start in (BOARD_BYTES, BOARD_BYTES + SLOT_BYTES)
         ]
         """``slots[parity of the round][rank]``"""
+        self._views: dict[tuple[torch.dtype, int, int], list[Tensor]] = {}
+
+    def next_slots(self, dtype: torch.dtype, numel: int) -> list[Tensor]:
+        """The first ``numel`` elements of everybody's slot for the next round."""
+        parity = (self.number + 1) & 1
+        views = self._views.get((dtype, numel, parity))
+        if views is None:
+            if len(self._views) >= _MAX_VIEWS:
+                self._views.clear()
+            views = [slot[: numel * dtype.itemsize].view(dtype) for slot in self.slots[parity]]
+            self._views[dtype, numel, parity] = views
+        return views
 
     def announce(self, digest: int, place: int) -> None:
         """What the others find on the board from the next round on (`agree`, `places`)."""

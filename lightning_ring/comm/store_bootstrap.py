@@ -14,7 +14,7 @@ from lightning_ring.comm.patience import CHECK_SECONDS, Patience
 
 
 class StoreBootstrap:
-    """The ``members``, ranks of the job, numbered in that order. ``store`` must be theirs alone (`dist.PrefixStore`)."""
+    """``members`` are ranks of the job, numbered in that order. ``store`` is theirs alone (`dist.PrefixStore`)."""
 
     def __init__(self, store: dist.Store, members: Sequence[int], rank: int, patience: Patience) -> None:
         self.rank = members.index(rank)
