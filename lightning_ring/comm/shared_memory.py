@@ -6,9 +6,7 @@ import hashlib
 import logging
 import mmap
 import os
-import weakref
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -18,7 +16,7 @@ from lightning_ring.comm import shared_collectives as ways
 from lightning_ring.comm.agreement import HEADER_BYTES, check_agreement, describe, header
 from lightning_ring.comm.collective_queue import SPIN_SECONDS, CollectiveQueue, Steps
 from lightning_ring.comm.communicator import ReduceOp, Work, as_bytes
-from lightning_ring.comm.patience import DEFAULT_TIMEOUT, Check, Patience
+from lightning_ring.comm.patience import Check, Patience
 from lightning_ring.comm.ring import check_reducible, prepare_
 from lightning_ring.comm.ring_communicator import (
     check_all_to_all,
@@ -29,6 +27,7 @@ from lightning_ring.comm.ring_communicator import (
     pickled,
     unpickled,
 )
+from lightning_ring.comm.shared_regions import Regions
 from lightning_ring.comm.shared_rounds import SEGMENT_BYTES, Rounds
 from lightning_ring.comm.shared_segment import Bootstrap, NoSharedMemory, share
 
@@ -55,14 +54,20 @@ _log = logging.getLogger("lightning_ring")
 
 def open_shared_memory(
     bootstrap: Bootstrap,
+    patience: Patience | None = None,
     *,
-    timeout: timedelta = DEFAULT_TIMEOUT,
-    stall_warning: timedelta | None = None,
-    check: Check | None = None,
+    members: Sequence[int] = (),
+    beside: SharedMemoryCommunicator | None = None,
 ) -> SharedMemoryCommunicator | None:
     """A communicator among the ranks of ``bootstrap``, which share a node; `None`, after one warning, if they cannot.
 
-    Collective. ``bootstrap`` is used here only: any communicator over just these ranks, or a `StoreBootstrap`.
+    Collective.
+
+    Args:
+        bootstrap: Used here only: any communicator over just these ranks, or a `StoreBootstrap`.
+        patience: How long it waits; several communicators may share one, and then its first error.
+        members: The ranks' numbers in the job, for errors; as in ``bootstrap`` if not given.
+        beside: A communicator over the same ranks; tensors from either one's `empty` are then in reach of both.
     """
     try:
         maps = share(bootstrap, SEGMENT_BYTES)
@@ -70,7 +75,8 @@ def open_shared_memory(
         if bootstrap.rank == 0:
             _log.warning("The ranks of this node cannot share memory: %s. Tensors travel by messages instead.", error)
         return None
-    return SharedMemoryCommunicator(bootstrap.rank, maps, Patience(timeout, check, stall_warning))
+    regions = beside.regions if beside is not None else Regions(bootstrap.rank)
+    return SharedMemoryCommunicator(bootstrap.rank, maps, patience or Patience(), regions, members)
 
 
 class SharedMemoryCommunicator:
@@ -81,18 +87,25 @@ class SharedMemoryCommunicator:
     communicator is broken: what is under way and every later call raise that same error.
     """
 
-    def __init__(self, rank: int, maps: Sequence[mmap.mmap], patience: Patience) -> None:
+    def __init__(
+        self,
+        rank: int,
+        maps: Sequence[mmap.mmap],
+        patience: Patience,
+        regions: Regions,
+        members: Sequence[int] = (),
+    ) -> None:
         self.rank = rank
         self.world_size = len(maps)
+        self.regions = regions
         self._patience = patience
         self._rounds = Rounds(rank, maps)
+        self._members = list(members) or list(range(len(maps)))
         crowded = len(os.sched_getaffinity(0)) < self.world_size  # spinning would keep a peer from its core
         self._queue = CollectiveQueue(
-            patience, self._rounds.reached, self._rounds.missing, spin_seconds=0.0 if crowded else SPIN_SECONDS
+            patience, self._rounds.reached, self._missing, spin_seconds=0.0 if crowded else SPIN_SECONDS
         )
         self._known: dict[Any, tuple[str, int]] = {}
-        self._regions: dict[int, tuple[int, list[Tensor]]] = {}
-        self._num_regions = 0
         self._num_calls = 0
         self._warned = False
 
@@ -120,14 +133,7 @@ class SharedMemoryCommunicator:
                 _log.warning("No shared memory for a buffer, which is copied at every use instead: %s.", error)
             self._warned = True
             return torch.empty(numel, dtype=dtype)
-        self._num_regions += 1
-        own = maps[self.rank]
-        tensor = torch.frombuffer(own, dtype=dtype)
-        others = [torch.frombuffer(m, dtype=torch.uint8) if m is not own else tensor[:0] for m in maps]
-        self._regions[tensor.data_ptr()] = (self._num_regions, others)
-        gone = weakref.finalize(own, self._regions.pop, tensor.data_ptr())  # with the last tensor in it
-        gone.atexit = False
-        return tensor
+        return self.regions.add(maps, dtype)
 
     def all_reduce_(self, tensor: Tensor, *, op: ReduceOp = ReduceOp.SUM, name: str = "") -> Work:
         return self._submit(_ALL_REDUCE, tensor, op, name)
@@ -198,7 +204,7 @@ class SharedMemoryCommunicator:
             body = kind.through_slots(flat, self._rounds, how)
             steps = self._agreed(what, digest, 0, body)
         else:
-            steps = self._agreed(what, digest, self._place(flat), self._in_place_if_all_can(kind, flat, how))
+            steps = self._agreed(what, digest, self.regions.place(flat), self._in_place_if_all_can(kind, flat, how))
         if how is ReduceOp.AVG and flat.dtype.itemsize == 2:
             steps = self._prepared(flat, how, steps)
         return self._queue.submit(what, steps, background=flat.nbytes > SHORT_BYTES)
@@ -242,23 +248,16 @@ class SharedMemoryCommunicator:
         prepare_(flat, op, self.world_size)
         yield from body
 
-    def _place(self, flat: Tensor) -> int:
-        """Where ``flat`` is in the memory from `empty`, 0 if it is not in it: the region's number, and the offset."""
-        start = flat.untyped_storage().data_ptr()
-        region = self._regions.get(start)
-        return 0 if region is None else (region[0] << 40) + flat.data_ptr() - start
-
     def _in_place_if_all_can(self, kind: Kind, flat: Tensor, how: Any) -> Steps:
         yield self._rounds.arrive()
-        place = self._place(flat)
+        place = self.regions.place(flat)
         if place == 0 or any(other != place for other in self._rounds.places()):
             yield from kind.through_slots(flat, self._rounds, how)
-            return
-        start = flat.untyped_storage().data_ptr()
-        offset = flat.data_ptr() - start
-        everyones = [memory[offset : offset + flat.nbytes] for memory in self._regions[start][1]]
-        everyones = [flat if peer == self.rank else other.view(flat.dtype) for peer, other in enumerate(everyones)]
-        yield from kind.in_place(everyones, self._rounds, how)
+        else:
+            yield from kind.in_place(self.regions.everyones(flat), self._rounds, how)
+
+    def _missing(self, number: int) -> list[int]:
+        return [self._members[rank] for rank in self._rounds.missing(number)]
 
 
 def digest_of(what: str) -> int:

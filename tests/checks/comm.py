@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lightning_ring.comm.communicator import Communicator, ReduceOp, shard
 from lightning_ring.comm.nccl_backend import NCCLCommunicator
+from lightning_ring.comm.patience import Patience
 from lightning_ring.comm.shared_memory import open_shared_memory
 from lightning_ring.comm.torch_backend import GlooCommunicator, open_torch_communicator
 from lightning_ring.errors import CollectiveError, ConfigurationError, PeerFailedError, RingError
@@ -44,7 +45,7 @@ def opened(backend: str, timeout: float = 60.0) -> Iterator[Communicator]:
 
         comm: Communicator = MPICommunicator(timeout=timedelta(seconds=timeout))
     elif backend == "shared memory":
-        shared = open_shared_memory(MPIBootstrap(), timeout=timedelta(seconds=timeout))
+        shared = open_shared_memory(MPIBootstrap(), Patience(timedelta(seconds=timeout)))
         assert shared is not None
         comm = shared
     else:
