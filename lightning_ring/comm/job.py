@@ -18,6 +18,7 @@ from lightning_ring.comm.ranks import RankInfo, check_gpu_assignment
 from lightning_ring.comm.rendezvous import open_store
 from lightning_ring.comm.shared_memory import open_shared_memory
 from lightning_ring.comm.store_bootstrap import StoreBootstrap
+from lightning_ring.comm.threads import fit_threads
 from lightning_ring.comm.torch_backend import open_torch_communicator
 from lightning_ring.comm.watch import JobWatch
 from lightning_ring.errors import ConfigurationError, RankDiscoveryError
@@ -75,6 +76,7 @@ def connect(info: RankInfo, device: torch.device, timeout: timedelta) -> Job:
         install_excepthook(info)
         store = open_store(info, timeout)
         watch = JobWatch(info, store)
+        fit_threads(info, store)
         if device.type == "cuda":  # before NCCL starts and says it in its own words
             _check_gpus(info, device, store)
     job = Job(info, watch, store)
