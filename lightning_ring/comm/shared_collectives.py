@@ -2,7 +2,8 @@
 
 Tensors that all ranks can see are reduced where they are: every rank sums its shard of all of them, a piece that fits
 the cache at a time, and writes the result to all. Others are copied through the slots of the rounds. Either way the
-additions are made in the order of the ranks, so that all ranks, and both ways, end with the same bits.
+operations are made in the order of the ranks, so that all ranks, and with real numbers both ways, end with the same
+bits.
 """
 
 from __future__ import annotations
