@@ -119,15 +119,16 @@ class GapReport:
 def judge(ranks: Sequence[RankTimes]) -> GapReport:
     """Put the ranks' measurements together.
 
-    A slow rank comes first: it holds the others up on any data. Otherwise, if the gap is more than `SMALL_GAP`, it is
-    copying where most of the gap opens between the two synthetic sources, else the costliest part of the loader.
+    A slow rank holds the others up on any data: it is the bottleneck if it costs a step more than real data do.
+    Otherwise, if the gap is more than `SMALL_GAP`, it is copying where most of the gap opens between the two synthetic
+    sources, else the costliest part of the loader.
     """
     images = sum(times.batch_size for times in ranks)
     speed = {source: images / max(times.step[source] for times in ranks) for source in SOURCES}
     gap = (speed[ON_DEVICE] - speed[REAL]) / speed[ON_DEVICE]
     medians = [_quantile(times.waits, 0.5) for times in ranks]
     waiting = max(range(len(ranks)), key=lambda rank: medians[rank])
-    slow = _slow_rank([times.own for times in ranks])
+    slow = _slow_rank([times.own for times in ranks], max(times.step[REAL] - times.step[ON_DEVICE] for times in ranks))
     return GapReport(
         images_per_second=speed,
         gap=gap,
@@ -149,12 +150,13 @@ def _bottleneck(gap: float, rank: RankTimes) -> str:
     return rank.loader.largest()
 
 
-def _slow_rank(own: Sequence[float]) -> int | None:
+def _slow_rank(own: Sequence[float], data: float) -> int | None:
+    """``data``: seconds that a step on real data takes more."""
     if len(own) < 2:
         return None
     slowest = max(range(len(own)), key=lambda rank: own[rank])
     others = median([time for rank, time in enumerate(own) if rank != slowest])
-    return slowest if own[slowest] > SLOW_RANK * others else None
+    return slowest if own[slowest] > max(SLOW_RANK * others, others + data) else None
 
 
 def median(values: Sequence[float]) -> float:
