@@ -14,9 +14,9 @@ from torch import Tensor
 
 from lightning_ring.comm import shared_collectives as ways
 from lightning_ring.comm.agreement import HEADER_BYTES, check_agreement, describe, header
-from lightning_ring.comm.collective_queue import SPIN_SECONDS, CollectiveQueue, Steps
+from lightning_ring.comm.collective_queue import CollectiveQueue, Steps
 from lightning_ring.comm.communicator import ReduceOp, Work, as_bytes
-from lightning_ring.comm.patience import Check, Patience
+from lightning_ring.comm.patience import SPIN_SECONDS, Check, Patience
 from lightning_ring.comm.ring import check_reducible, prepare_
 from lightning_ring.comm.ring_communicator import (
     check_all_to_all,
