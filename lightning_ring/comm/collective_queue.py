@@ -58,7 +58,7 @@ class CollectiveQueue:
     """First in, first out; after the first error every work, under way or to come, ends with that error.
 
     ``reached(number)`` tells whether a collective that yielded ``number`` may go on, and ``missing(number)`` for which
-    ranks it waits. The lock is held by whoever moves the first work on.
+    ranks it waits. The lock is held by whoever moves the first work on. One who waits spins for ``spin_seconds``.
     """
 
     def __init__(
@@ -66,13 +66,11 @@ class CollectiveQueue:
         patience: Patience,
         reached: Callable[[int], bool],
         missing: Callable[[int], Sequence[int]],
-        *,
-        spin_seconds: float = SPIN_SECONDS,
     ) -> None:
         self.patience = patience
         self._reached = reached
         self._missing = missing
-        self._spin_seconds = spin_seconds
+        self.spin_seconds = SPIN_SECONDS
         self._open: deque[QueuedWork] = deque()
         self._moving = threading.Lock()
         self._waiters: deque[QueuedWork] = deque()  # appending and popping are atomic, counting is not
@@ -150,7 +148,7 @@ class CollectiveQueue:
         while not work.over:
             head = self._open[0]
             if not self._move(head):
-                self._wait(head, self._spin_seconds, lambda: False)
+                self._wait(head, self.spin_seconds, lambda: False)
 
     def _move(self, work: QueuedWork) -> bool:
         """Take one step of the first work, if it has not to wait; whether it was taken."""
