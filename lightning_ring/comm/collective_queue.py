@@ -21,7 +21,7 @@ from lightning_ring.comm.patience import (
 )
 from lightning_ring.errors import CollectiveError, RingError
 
-WAKE_SECONDS = 0.5e-3  # whoever waits at once has begun by then, and the thread leaves it alone
+WAKE_SECONDS = 1e-3  # whoever waits at once has begun by then, and the thread leaves it alone
 STUCK_SECONDS = 5.0  # past the timeout: the thread itself hangs
 YIELD_SECONDS = 100e-6  # until then a waiting thread only lets others run
 
@@ -75,6 +75,7 @@ class CollectiveQueue:
         self._moving = threading.Lock()
         self._waiters: deque[QueuedWork] = deque()  # appending and popping are atomic, counting is not
         self._alarm = Alarm(WAKE_SECONDS)
+        self._alarm_set = False
         self._thread: threading.Thread | None = None
         self._closed = False
 
@@ -226,11 +227,14 @@ class CollectiveQueue:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="ring-collectives", daemon=True)
             self._thread.start()
-        self._alarm.set()
+        if not self._alarm_set:  # virtual machines take 20 µs to set a timer anew
+            self._alarm_set = True
+            self._alarm.set()
 
     def _run(self) -> None:
         while True:
             self._alarm.wait()
+            self._alarm_set = False  # before it looks: what is queued from now on sets it again
             if self._closed:
                 return
             while self._open and not self._waiters:  # one who waits runs the queue, and sets the alarm afterwards
