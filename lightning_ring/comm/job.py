@@ -13,8 +13,12 @@ import torch.distributed as dist
 
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.excepthook import install_excepthook
+from lightning_ring.comm.patience import Patience
 from lightning_ring.comm.ranks import RankInfo, check_gpu_assignment
 from lightning_ring.comm.rendezvous import open_store
+from lightning_ring.comm.shared_memory import open_shared_memory
+from lightning_ring.comm.store_bootstrap import StoreBootstrap
+from lightning_ring.comm.threads import fit_threads
 from lightning_ring.comm.torch_backend import open_torch_communicator
 from lightning_ring.comm.watch import JobWatch
 from lightning_ring.errors import ConfigurationError, RankDiscoveryError
@@ -32,6 +36,7 @@ class Job:
     store: dist.Store
     communicator: Communicator | None = None
     num_groups: int = 0
+    num_opened: int = 0
 
     def check(self) -> None:
         """Raise `PeerFailedError` once another rank has failed."""
@@ -71,6 +76,7 @@ def connect(info: RankInfo, device: torch.device, timeout: timedelta) -> Job:
         install_excepthook(info)
         store = open_store(info, timeout)
         watch = JobWatch(info, store)
+        fit_threads(info, store)
         if device.type == "cuda":  # before NCCL starts and says it in its own words
             _check_gpus(info, device, store)
     job = Job(info, watch, store)
@@ -87,8 +93,8 @@ def open_communicator(
 
     Args:
         job: From `connect`.
-        backend: ``"auto"``, ``"nccl"``, ``"gloo"`` or ``"mpi"``; auto is NCCL on CUDA, MPI on CPU where MPI started the
-            ranks, else Gloo.
+        backend: ``"auto"``, ``"nccl"``, ``"gloo"`` or ``"mpi"``; auto is NCCL on CUDA, on CPU shared memory where all
+            ranks are on one node, else MPI where it started the ranks, else Gloo.
         device: Where gradients live.
         timeout: Past it a collective raises.
         stall_warning: After it a collective that has not finished is reported in the log.
@@ -104,7 +110,8 @@ def open_communicator(
 
 def _chosen(backend: str, job: Job, device: torch.device) -> str:
     if backend == "auto":
-        backend = "nccl" if device.type == "cuda" else "mpi" if job.info.source == "mpi" else "gloo"
+        one_node = 1 < job.info.world_size == job.info.local_size
+        backend = "nccl" if device.type == "cuda" else "shared memory" if one_node else _by_messages(job.info)
     if backend == "nccl" and device.type != "cuda":
         raise ConfigurationError(f"backend='nccl' moves CUDA tensors, the model is on {device}. Use backend='auto'.")
     if backend == "mpi":
@@ -120,12 +127,28 @@ def _chosen(backend: str, job: Job, device: torch.device) -> str:
     return backend
 
 
+def _by_messages(info: RankInfo) -> str:
+    return "mpi" if info.source == "mpi" else "gloo"
+
+
 def _open(job: Job, backend: str, timeout: timedelta, stall_warning: timedelta) -> Communicator:
+    if backend == "shared memory":
+        shared = _open_shared_memory(job, timeout, stall_warning)
+        if shared is not None:
+            return shared
+        backend = _by_messages(job.info)
     if backend == "mpi":
         from lightning_ring.comm.mpi_backend import MPICommunicator  # imports mpi4py, which starts MPI
 
         return MPICommunicator(timeout=timeout, stall_warning=stall_warning, check=job.check)
     return open_torch_communicator(backend, timeout=timeout, stall_warning=stall_warning, check=job.check)
+
+
+def _open_shared_memory(job: Job, timeout: timedelta, stall_warning: timedelta) -> Communicator | None:
+    job.num_opened += 1
+    patience = Patience(timeout, job.check, stall_warning)
+    store = dist.PrefixStore(f"shared memory/{job.num_opened}", job.store)
+    return open_shared_memory(StoreBootstrap(store, range(job.info.world_size), job.info.rank, patience), patience)
 
 
 def _open_default_group(job: Job, device: torch.device, timeout: timedelta) -> None:

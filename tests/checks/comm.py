@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -16,12 +17,24 @@ from torch import Tensor
 
 from lightning_ring.comm.communicator import Communicator, ReduceOp, shard
 from lightning_ring.comm.nccl_backend import NCCLCommunicator
+from lightning_ring.comm.patience import Patience
+from lightning_ring.comm.shared_memory import open_shared_memory
 from lightning_ring.comm.torch_backend import GlooCommunicator, open_torch_communicator
 from lightning_ring.errors import CollectiveError, ConfigurationError, PeerFailedError, RingError
 from tests.comm.test_ring import COMPLEX, FLOATS, INTEGERS, allowed, plain, tolerance, values
 
 WORLD = MPI.COMM_WORLD
-BACKENDS = ["gloo", "mpi"]
+BACKENDS = ["gloo", "mpi", "shared memory"]
+
+
+class MPIBootstrap:
+    """How the ranks of these checks meet to share memory."""
+
+    rank = WORLD.rank
+    world_size = WORLD.size
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        return WORLD.allgather(obj)
 
 
 @contextlib.contextmanager
@@ -31,6 +44,10 @@ def opened(backend: str, timeout: float = 60.0) -> Iterator[Communicator]:
         from lightning_ring.comm.mpi_backend import MPICommunicator
 
         comm: Communicator = MPICommunicator(timeout=timedelta(seconds=timeout))
+    elif backend == "shared memory":
+        shared = open_shared_memory(MPIBootstrap(), Patience(timedelta(seconds=timeout)))
+        assert shared is not None
+        comm = shared
     else:
         if not dist.is_initialized():
             start_gloo()
