@@ -78,6 +78,10 @@ class Hosts:
         line += ["-x", f"GLOO_SOCKET_IFNAME={INTERFACE}"]
         return self.on(self.names[0], *line, *options, *command)
 
+    def pids(self, host: str) -> list[int]:
+        """What runs on ``host``."""
+        return [int(pid) for pid in _call("ip", "netns", "pids", host).split()]
+
     def cut(self, host: str) -> None:
         """Take ``host``'s link down."""
         _ip("-n", host, "link", "set", INTERFACE, "down")
@@ -187,10 +191,11 @@ def _ip(*arguments: str) -> None:
     _call("ip", *arguments)
 
 
-def _call(*command: str) -> None:
+def _call(*command: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=20)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
+    return done.stdout
 
 
 def main() -> int:
