@@ -125,7 +125,7 @@ def open_communicator(
         job.communicator = None
     job.num_opened += 1
     nodes = nodes_of(job.places) or [list(range(job.info.world_size))]
-    nested = is_hierarchical(topology, nodes, device.type)
+    nested = is_hierarchical(topology, nodes, device.type, job.info.rank)
     chosen = _chosen(backend, job, device)
     carrier = carrier_between_nodes(job.places) if backend == "auto" and chosen == "mpi" and job.places else chosen
     if nested:

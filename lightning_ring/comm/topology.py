@@ -60,8 +60,8 @@ def nodes_of(places: Sequence[Place]) -> list[list[int]]:
     ]
 
 
-def is_hierarchical(topology: str, nodes: Sequence[Sequence[int]], device_type: str) -> bool:
-    """What ``topology`` comes to for ranks on ``nodes``; ``"auto"`` says at INFO why it stays flat.
+def is_hierarchical(topology: str, nodes: Sequence[Sequence[int]], device_type: str, rank: int = 0) -> bool:
+    """What ``topology`` comes to for ranks on ``nodes``; for ``"auto"`` rank 0 says at INFO why it stays flat.
 
     Raises:
         ConfigurationError: ``"hierarchical"`` cannot work; the message is the same on every rank.
@@ -73,7 +73,7 @@ def is_hierarchical(topology: str, nodes: Sequence[Sequence[int]], device_type: 
         raise ConfigurationError(
             f"topology='hierarchical' cannot work here: {obstacle}. Use topology='auto' or 'flat'."
         )
-    if obstacle and len(nodes) > 1:
+    if obstacle and len(nodes) > 1 and rank == 0:
         _log.info("one flat ring over all ranks: %s.", obstacle)
     return not obstacle
 
@@ -115,8 +115,9 @@ def open_hierarchical(
         lanes = [_over(transport, nodes, patience), _over(transport, nodes, patience)]
     inward, outward = lanes
     across = _over(carrier, peers, patience)
-    in_node, between = type(inward).__name__, type(across).__name__
-    _log.info("%d nodes of %d ranks: %s in a node, %s between nodes.", len(nodes), len(peers), in_node, between)
+    if rank == 0:
+        in_node, between = type(inward).__name__, type(across).__name__
+        _log.info("%d nodes of %d ranks: %s in a node, %s between nodes.", len(nodes), len(peers), in_node, between)
     return HierarchicalCommunicator(everybody, inward, outward, across, peers, patience)
 
 
