@@ -80,6 +80,6 @@ def test_both_sides_end_when_the_link_is_cut(tmp_path):
         assert f"rank {1 - rank} (host" in outputs[rank]
         assert "the link to it is cut" in outputs[rank]
     assert nested.returncode not in (0, None), output
-    assert f"(host {hosts.names[1]})" in output
+    assert f"(host {hosts.names[1]}" in output
     assert "the link to it is cut" in output
     assert not left, output
