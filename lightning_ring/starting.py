@@ -88,7 +88,7 @@ def devices_for(
 
 
 class StartedRank(_Launcher):
-    """Where a launcher started the process nothing is left to start; `comm.job.connect` fits its threads to the node."""
+    """Where a launcher started the process nothing is left to start; `comm.job.connect` fits threads to the node."""
 
     @property
     def is_interactive_compatible(self) -> bool:

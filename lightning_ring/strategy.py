@@ -52,7 +52,8 @@ class RingStrategy(RankedStrategy):
     One process alone communicates nothing and registers no hook.
 
     Args:
-        backend: Who moves gradients. ``"auto"``: NCCL on CUDA, MPI on CPU when MPI started the ranks, else Gloo.
+        backend: Who moves gradients. ``"auto"``: NCCL on CUDA; on CPU shared memory if all ranks are on one node,
+            else MPI when it started the ranks, else Gloo.
         bucket_cap_mb: Bucket size in MiB; the first bucket to fill takes 1 MiB, so that the wire starts early.
         topology: ``"hierarchical"`` reduces in each node first, then across nodes, so that every byte crosses the wire
             once; ``"flat"`` is one ring over all ranks. ``"auto"``: hierarchical on CPU where there are several nodes,

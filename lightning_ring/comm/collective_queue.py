@@ -5,22 +5,25 @@ A short collective then costs no change of threads, and one that nobody waits fo
 
 from __future__ import annotations
 
-import ctypes
-import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 
-from lightning_ring.comm.patience import CHECK_SECONDS, Patience, transport_error
+from lightning_ring.comm.alarm import Alarm
+from lightning_ring.comm.patience import (
+    CHECK_SECONDS,
+    LONGEST_SLEEP_SECONDS,
+    SLEEP_SHARE,
+    SPIN_SECONDS,
+    Patience,
+    transport_error,
+)
 from lightning_ring.errors import CollectiveError, RingError
 
 WAKE_SECONDS = 0.5e-3  # whoever waits at once has begun by then, and the thread leaves it alone
 STUCK_SECONDS = 5.0  # past the timeout: the thread itself hangs
-SPIN_SECONDS = 50e-6
-YIELD_SECONDS = 100e-6
-SLEEP_SHARE = 0.1  # of the time waited so far: a late answer is late by a tenth, and the waiting costs next to nothing
-LONGEST_SLEEP_SECONDS = 1e-3
+YIELD_SECONDS = 100e-6  # until then a waiting thread only lets others run
 
 Steps = Generator[int, None, None]
 """A collective: it yields the number of a round, and goes on once that is reached."""
@@ -55,7 +58,7 @@ class CollectiveQueue:
     """First in, first out; after the first error every work, under way or to come, ends with that error.
 
     ``reached(number)`` tells whether a collective that yielded ``number`` may go on, and ``missing(number)`` for which
-    ranks it waits. The lock is held by whoever moves the first work on.
+    ranks it waits. The lock is held by whoever moves the first work on. One who waits spins for ``spin_seconds``.
     """
 
     def __init__(
@@ -63,16 +66,14 @@ class CollectiveQueue:
         patience: Patience,
         reached: Callable[[int], bool],
         missing: Callable[[int], Sequence[int]],
-        *,
-        spin_seconds: float = SPIN_SECONDS,
     ) -> None:
         self.patience = patience
         self._reached = reached
         self._missing = missing
-        self._spin_seconds = spin_seconds
+        self.spin_seconds = SPIN_SECONDS
         self._open: deque[QueuedWork] = deque()
         self._moving = threading.Lock()
-        self._num_waiting = 0
+        self._waiters: deque[QueuedWork] = deque()  # appending and popping are atomic, counting is not
         self._alarm = Alarm(WAKE_SECONDS)
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -103,7 +104,7 @@ class CollectiveQueue:
 
     def finish(self, work: QueuedWork) -> None:
         """Run the queue up to ``work`` in this thread, or wait while another one does."""
-        self._num_waiting += 1
+        self._waiters.append(work)
         try:
             while not work.over:
                 if self._moving.acquire(False) or self._moving.acquire(timeout=CHECK_SECONDS):
@@ -114,7 +115,7 @@ class CollectiveQueue:
                 else:
                     self._look()
         finally:
-            self._num_waiting -= 1
+            self._waiters.pop()
             if self._open:
                 self._wake_thread()
 
@@ -147,7 +148,7 @@ class CollectiveQueue:
         while not work.over:
             head = self._open[0]
             if not self._move(head):
-                self._wait(head, lambda: False)
+                self._wait(head, self.spin_seconds, lambda: False)
 
     def _move(self, work: QueuedWork) -> bool:
         """Take one step of the first work, if it has not to wait; whether it was taken."""
@@ -173,14 +174,14 @@ class CollectiveQueue:
                 raise
         return True
 
-    def _wait(self, work: QueuedWork, give_up: Callable[[], bool]) -> None:
+    def _wait(self, work: QueuedWork, spin_seconds: float, give_up: Callable[[], bool]) -> None:
         """Until the first work may go on: spin for a moment, then sleep a tenth of the time waited, 1 ms at most."""
         number, reached = work.awaits, self._reached
         began = time.perf_counter()
         next_check = CHECK_SECONDS
         while not reached(number):
             waited = time.perf_counter() - began
-            if waited < self._spin_seconds:
+            if waited < spin_seconds:
                 continue
             if give_up():
                 return
@@ -232,38 +233,9 @@ class CollectiveQueue:
             self._alarm.wait()
             if self._closed:
                 return
-            while self._open and not self._num_waiting:  # one who waits runs the queue, and sets the alarm afterwards
+            while self._open and not self._waiters:  # one who waits runs the queue, and sets the alarm afterwards
                 with self._moving:
                     head = self._open[0] if self._open else None
                     if head is not None and not self._move(head):
-                        self._wait(head, lambda: self._num_waiting > 0)
-
-
-class Alarm:
-    """Wakes a thread some time after it was set, without touching the interpreter's lock before; Linux's timerfd.
-
-    A thread woken at once would take that lock from the caller, who in most cases is about to do the work itself.
-    """
-
-    def __init__(self, seconds: float) -> None:
-        libc = ctypes.PyDLL(None)  # keeps the interpreter's lock: these calls do not block
-        monotonic, close_on_exec = 1, 0o2000000
-        self._file = libc.timerfd_create(monotonic, close_on_exec)
-        if self._file < 0:
-            raise OSError("timerfd_create failed")
-        self._set_time = libc.timerfd_settime
-        self._set_time.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p]
-        self._later = (ctypes.c_long * 4)(0, 0, 0, int(seconds * 1e9))  # struct itimerspec: interval, value
-        self._now = (ctypes.c_long * 4)(0, 0, 0, 1)
-
-    def set(self) -> None:
-        self._set_time(self._file, 0, self._later, None)
-
-    def ring(self) -> None:
-        self._set_time(self._file, 0, self._now, None)
-
-    def wait(self) -> None:
-        os.read(self._file, 8)
-
-    def __del__(self) -> None:
-        os.close(self._file)
+                        # no spinning: it would keep the interpreter's lock from backward's hooks
+                        self._wait(head, 0.0, lambda: bool(self._waiters))

@@ -15,13 +15,17 @@ from typing import Any
 from torch import Tensor
 
 from lightning_ring.comm.agreement import describe
-from lightning_ring.comm.patience import CHECK_SECONDS, DEFAULT_TIMEOUT, Check, Patience
+from lightning_ring.comm.patience import (
+    CHECK_SECONDS,
+    DEFAULT_TIMEOUT,
+    LONGEST_SLEEP_SECONDS,
+    SLEEP_SHARE,
+    SPIN_SECONDS,
+    Check,
+    Patience,
+)
 from lightning_ring.comm.ring_communicator import RingCommunicator
 from lightning_ring.errors import ConfigurationError, RankDiscoveryError
-
-SPIN_SECONDS = 50e-6
-SLEEP_SHARE = 0.1  # of the time waited so far: a late answer is late by a tenth, and the waiting costs next to nothing
-LONGEST_SLEEP_SECONDS = 1e-3
 
 # Set by the launchers of Open MPI, MPICH and Intel MPI, MVAPICH, Cray and PMIx for every rank they start.
 _SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")

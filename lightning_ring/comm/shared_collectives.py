@@ -2,7 +2,8 @@
 
 Tensors that all ranks can see are reduced where they are: every rank sums its shard of all of them, a piece that fits
 the cache at a time, and writes the result to all. Others are copied through the slots of the rounds. Either way the
-additions are made in the order of the ranks, so that all ranks, and both ways, end with the same bits.
+operations are made in the order of the ranks, so that all ranks, and with real numbers both ways, end with the same
+bits.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ def reduce_rows(rows: Sequence[Tensor], out: Tensor, op: ReduceOp) -> None:
         combine(rows[0], rows[1], out=out)
         for row in rows[2:]:
             combine(out, row, out=out)
-    finish_(out, op, len(rows))
+    if op is ReduceOp.AVG:
+        finish_(out, op, len(rows))
 
 
 def all_reduce_in_place(everyones: Sequence[Tensor], rounds: Rounds, op: ReduceOp) -> Steps:

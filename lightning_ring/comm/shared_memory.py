@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import mmap
-import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -14,9 +13,9 @@ from torch import Tensor
 
 from lightning_ring.comm import shared_collectives as ways
 from lightning_ring.comm.agreement import HEADER_BYTES, check_agreement, describe, header
-from lightning_ring.comm.collective_queue import SPIN_SECONDS, CollectiveQueue, Steps
+from lightning_ring.comm.collective_queue import CollectiveQueue, Steps
 from lightning_ring.comm.communicator import ReduceOp, Work, as_bytes
-from lightning_ring.comm.patience import Check, Patience
+from lightning_ring.comm.patience import SPIN_SECONDS, Check, Patience
 from lightning_ring.comm.ring import check_reducible, prepare_
 from lightning_ring.comm.ring_communicator import (
     check_all_to_all,
@@ -30,6 +29,7 @@ from lightning_ring.comm.ring_communicator import (
 from lightning_ring.comm.shared_regions import Regions
 from lightning_ring.comm.shared_rounds import SEGMENT_BYTES, Rounds
 from lightning_ring.comm.shared_segment import Bootstrap, NoSharedMemory, share
+from lightning_ring.comm.threads import bound_cores
 
 T = TypeVar("T")
 SHORT_BYTES = 64 * 1024  # a tensor up to this goes through the slots in one round, wherever it is
@@ -76,7 +76,9 @@ def open_shared_memory(
             _log.warning("The ranks of this node cannot share memory: %s. Tensors travel by messages instead.", error)
         return None
     regions = beside.regions if beside is not None else Regions(bootstrap.rank)
-    return SharedMemoryCommunicator(bootstrap.rank, maps, patience or Patience(), regions, members)
+    comm = SharedMemoryCommunicator(bootstrap.rank, maps, patience or Patience(), regions, members)
+    comm.fit_waiting()
+    return comm
 
 
 class SharedMemoryCommunicator:
@@ -101,10 +103,7 @@ class SharedMemoryCommunicator:
         self._patience = patience
         self._rounds = Rounds(rank, maps)
         self._members = list(members) or list(range(len(maps)))
-        crowded = len(os.sched_getaffinity(0)) < self.world_size  # spinning would keep a peer from its core
-        self._queue = CollectiveQueue(
-            patience, self._rounds.reached, self._missing, spin_seconds=0.0 if crowded else SPIN_SECONDS
-        )
+        self._queue = CollectiveQueue(patience, self._rounds.reached, self._missing)
         self._known: dict[Any, tuple[str, int]] = {}
         self._num_calls = 0
         self._warned = False
@@ -121,6 +120,11 @@ class SharedMemoryCommunicator:
     @check.setter
     def check(self, check: Check | None) -> None:
         self._patience.check = check
+
+    def fit_waiting(self) -> None:
+        """Spin only if every rank has a core: elsewhere it would keep a peer from the one they share. Collective."""
+        cores = set().union(*self.all_gather_object(bound_cores()))
+        self._queue.spin_seconds = SPIN_SECONDS if len(cores) >= self.world_size else 0.0
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory that the other ranks see too; after one warning ordinary memory, if there is not enough. Blocks."""
