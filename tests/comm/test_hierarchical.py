@@ -133,7 +133,7 @@ def test_node_first_and_one_ring_agree():
     assert not torch.equal(flat[3], nested[3])  # or the two are not two ways
 
 
-@pytest.mark.parametrize("nodes", NODES, ids=str)
+@pytest.mark.parametrize("nodes", NODES[1:4], ids=str)
 def test_whatever_else_a_communicator_does(nodes):
     world_size = sum(map(len, nodes))
 
@@ -221,14 +221,14 @@ def test_past_the_timeout_the_missing_rank_is_named_by_its_number_in_the_job():
 
     class NeverOver:
         def wait(self):
-            over.wait(3)
+            over.wait(1.5)
             raise CollectiveError("rank 3 is this one")
 
         def done(self):
             return False
 
-    texts = run_nested(NODES[1], agreed_but_gone, timeout=1.0)
-    assert "within 1 s: still waiting for rank 3." in texts[1]  # on its node
+    texts = run_nested(NODES[1], agreed_but_gone, timeout=0.7)
+    assert "within 0.7 s: still waiting for rank 3." in texts[1]  # on its node
     assert "bucket 7" in texts[2]
 
 
