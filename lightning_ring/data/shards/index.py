@@ -27,7 +27,7 @@ from lightning_ring.errors import ShardError
 BLOCK = 512
 FOLDER = "index"
 NAMES = "names.txt"
-DTYPES = {
+DTYPES: dict[str, np.dtype[Any]] = {
     "labels": np.dtype("<i4"),
     "blocks": np.dtype("<u4"),
     "sizes": np.dtype("<u4"),

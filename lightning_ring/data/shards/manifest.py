@@ -19,6 +19,7 @@ from typing import Any
 from lightning_ring.errors import ShardError
 
 MANIFEST = "manifest.json"
+REPORT = "report.csv"
 FORMAT = "lightning_ring shards"
 VERSION = 1
 
@@ -104,6 +105,14 @@ def _instead_of_manifest(root: Path) -> str:
     if (root / ".packing").is_dir():
         return "Packing into this folder has not finished: run the same `lightning-ring pack` again, it goes on."
     return "This is no folder of packed shards; `lightning-ring pack SRC DST` makes one from images."
+
+
+def file_sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        digest = hashlib.sha256()
+        while chunk := file.read(2**20):
+            digest.update(chunk)
+    return digest.hexdigest()
 
 
 def check_lengths(root: Path, shards: list[Shard]) -> list[str]:
