@@ -30,6 +30,10 @@ def main(arguments: Sequence[str]) -> int:
         if options.verify:
             return _verify(options, workers)
         return _pack(options, workers)
+    except ModuleNotFoundError as error:
+        if error.name not in ("numpy", "PIL", "simplejpeg", "tqdm"):
+            raise
+        raise ConfigurationError(f"{error.name} is not installed. Run `pip install 'lightning-ring[data]'`.") from None
     except KeyboardInterrupt:
         print(
             "\nlightning-ring pack: stopped. The same command goes on after the last finished shard.", file=sys.stderr
@@ -70,11 +74,12 @@ def _pack(options: argparse.Namespace, workers: int) -> int:
     from lightning_ring.data.packing.settings import PackSettings
 
     settings = PackSettings(options.size, options.shard_mb, options.quality, options.group_by_class)
-    with _bar("image") as bar:
+    with _bar("image", "listing") as bar:
 
         def progress(done: int, total: int, left_out: int) -> None:
             if bar.total is None:
                 bar.reset(total)
+                bar.set_description("packing", refresh=False)
                 bar.initial = bar.n = done - 1  # those of an earlier start are no work of this one
             bar.set_postfix({"left out": left_out}, refresh=False)
             bar.update(done - bar.n)
@@ -84,10 +89,11 @@ def _pack(options: argparse.Namespace, workers: int) -> int:
     return 0
 
 
-def _bar(unit: str) -> Any:
+def _bar(unit: str, doing: str) -> Any:
+    """A progress bar; nothing is shown where standard error is no terminal."""
     from tqdm import tqdm
 
-    return tqdm(unit=f" {unit}s", unit_scale=unit == "byte", dynamic_ncols=True, smoothing=0.05)
+    return tqdm(desc=doing, unit=f" {unit}s", unit_scale=unit == "byte", dynamic_ncols=True, disable=None)
 
 
 def _summarise(manifest: Manifest, target: Path) -> None:
@@ -115,7 +121,7 @@ def _verify(options: argparse.Namespace, workers: int) -> int:
     from lightning_ring.data.shards.manifest import read_manifest
     from lightning_ring.data.shards.verify import verify
 
-    with _bar("byte") as bar:
+    with _bar("byte", "reading") as bar:
 
         def progress(done: int, total: int) -> None:
             bar.total = total

@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ class Shard:
     sha256: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Manifest:
     """``files``: SHA-256 of everything beside the shards. ``counts``: what packing did, for people to read."""
 
@@ -49,10 +50,11 @@ class Manifest:
     def samples(self) -> int:
         return sum(shard.samples for shard in self.shards)
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """The same for two folders if and only if they hold the same images, labels, names and order."""
-        content = [VERSION, self.classes, [asdict(shard) for shard in self.shards], self.files]
+        shards = [[shard.name, shard.bytes, shard.samples, shard.sha256] for shard in self.shards]
+        content = [VERSION, self.classes, shards, self.files]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     def to_json(self) -> str:
