@@ -1,6 +1,6 @@
 """Which files are packed, with which labels: an image folder, or a CSV of path,label, listed once and kept on disk.
 
-The list stays out of memory but for 16 bytes an image, and a packing that was interrupted goes on with the same one.
+The list stays out of memory but for some 30 bytes an image, and an interrupted packing goes on with the same one.
 """
 
 from __future__ import annotations
