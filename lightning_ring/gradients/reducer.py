@@ -11,8 +11,10 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.nn import Parameter
 
-from lightning_ring.comm.communicator import Communicator, ReduceOp, Work
+from lightning_ring.comm.communicator import Communicator, Work
 from lightning_ring.gradients.bucket import Bucket, plan_buckets
+from lightning_ring.gradients.compression import Compressor
+from lightning_ring.gradients.sending import average_
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +34,7 @@ class Reducer:
         comm: Who takes part.
         named_parameters: Name and parameter, in order of registration. Shared parameters may repeat.
         bucket_cap_mb: Bucket size in MiB.
+        compressor: Who sends the buckets whose dtype it accepts; `None` sends all of them as they are.
         warn: Called with a message for the user, at most once a message.
 
     Attributes:
@@ -47,6 +50,7 @@ class Reducer:
         named_parameters: Iterable[tuple[str, Parameter]],
         *,
         bucket_cap_mb: float = 25.0,
+        compressor: Compressor | None = None,
         warn: Callable[[str], None] = log.warning,
     ) -> None:
         self.enabled = True
@@ -55,6 +59,7 @@ class Reducer:
         self.num_finished = 0
         self._comm = comm
         self._cap = bucket_cap_mb
+        self._compressor = compressor
         self._warn = warn
         self._warned: set[str] = set()
         self._names: dict[Parameter, str] = {}
@@ -147,9 +152,8 @@ class Reducer:
             self._launch()
         late, self._late = self._late, set()
         extra = [(param, param.grad) for param in late if param.grad is not None]
-        for bucket, work in self._works:
+        for _, work in self._works:
             work.wait()
-            self._divide(bucket.flat)
         for bucket in self._queue:
             bucket.publish()
         if late:
@@ -183,14 +187,28 @@ class Reducer:
     def _take(self, buckets: Sequence[Bucket]) -> None:
         self.buckets += buckets
         for bucket in buckets:
+            self._prepare_to_send(bucket)
             for index, param in enumerate(bucket.params):
                 self._slots[param] = bucket, index
+
+    def _prepare_to_send(self, bucket: Bucket) -> None:
+        if self._compressor is None:
+            return
+        if self._compressor.accepts(bucket.flat.dtype):
+            self._compressor.prepare(bucket)
+            return
+        self._warn_once(
+            f"compression {self._compressor.name!r} does not take gradients of {bucket.flat.dtype}: those travel as "
+            "they are."
+        )
 
     def _begin(self) -> None:
         for _, work in self._works:  # of a backward that raised: its buffers are needed again
             work.wait()
         self._works = []
         self._rebuild_in_order_of_use()
+        if self._compressor is not None:
+            self._compressor.begin_backward()
         self._active = True
         self._ready.clear()
         self._late.clear()
@@ -238,16 +256,15 @@ class Reducer:
         bucket = self._queue[self._next]
         fresh = [param in self._ready or param in self._unsent for param in bucket.params]
         bucket.fill(fresh, stop=self.stop_requested)
-        self._works.append((bucket, self._send(bucket.flat, f"bucket {self._next} ({bucket.describe()})")))
+        self._works.append((bucket, self._send(bucket, f"bucket {self._next} ({bucket.describe()})")))
         self._next += 1
 
-    def _send(self, flat: Tensor, name: str) -> Work:
-        op = ReduceOp.AVG if self.active_ranks is None else ReduceOp.SUM
-        return self._comm.all_reduce_(flat, op=op, name=name)
-
-    def _divide(self, flat: Tensor) -> None:
-        if self.active_ranks is not None:
-            flat.div_(self.active_ranks)
+    def _send(self, bucket: Bucket, name: str) -> Work:
+        compressor = self._compressor
+        if compressor is None or not compressor.accepts(bucket.flat.dtype):
+            return average_(bucket.flat, self._comm, self.active_ranks, name)
+        divisor = self.active_ranks or self._comm.world_size
+        return compressor.all_reduce(bucket, self._comm, divisor=divisor, name=name)
 
     def _add_late(self, extra: Sequence[tuple[Parameter, Tensor]]) -> None:
         """Average what backward produced after its bucket had left (a shared module under reentrant checkpointing)."""
@@ -266,8 +283,7 @@ class Reducer:
             for param, view in zip(bucket.params, bucket.views, strict=True):
                 if param in grads:
                     flat.as_strided(view.size(), view.stride(), view.storage_offset() - offset).copy_(grads[param])
-            self._send(flat, f"late part of {bucket.describe()}").wait()
-            self._divide(flat)
+            average_(flat, self._comm, self.active_ranks, f"late part of {bucket.describe()}").wait()
             bucket.flat.add_(flat)
 
     def _rebuild_in_order_of_use(self) -> None:
