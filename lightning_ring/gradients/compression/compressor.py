@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
@@ -14,8 +15,8 @@ from lightning_ring.gradients.bucket import Bucket
 class Compressor(Protocol):
     """Sends buckets of gradients in its own way. Subclass it; what is written here are defaults.
 
-    Every method but `accepts` is called on all ranks, in the same order. Collectives of ``comm`` that a compressor
-    needs in a row belong into one `Communicator.chain`, so that they keep their place among everybody else's.
+    Every method but `accepts` is called on all ranks, in the same order and in the thread that runs backward; so is
+    `Work.wait` of the works it returns, which may start further collectives of ``comm``.
 
     Attributes:
         name: How messages call it.
@@ -35,6 +36,7 @@ class Compressor(Protocol):
     def begin_backward(self) -> None:
         """A backward whose gradients will be sent begins."""
 
+    @abstractmethod
     def all_reduce(self, bucket: Bucket, comm: Communicator, *, divisor: int, name: str) -> Work:
         """Start to replace ``bucket.flat`` by the sum over ranks of ``bucket.wire.flat``, divided by ``divisor``.
 
