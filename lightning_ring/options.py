@@ -11,11 +11,13 @@ from typing import Any, Literal, get_args
 import torch
 
 from lightning_ring.errors import ConfigurationError
+from lightning_ring.gradients.compression import COMPRESSORS, Compressor
 
 Backend = Literal["auto", "nccl", "gloo", "mpi"]
 BroadcastBuffers = Literal["start", "epoch", "step"]
 Uneven = Literal["error", "join"]
 StartMethod = Literal["popen", "spawn", "fork"]
+Compression = Literal["fp16", "bf16", "powersgd"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +30,7 @@ class RingOptions:
 
     backend: Backend = "auto"
     bucket_cap_mb: float = 25.0
-    compression: None = None
+    compression: Compression | Compressor | None = None
     broadcast_buffers: BroadcastBuffers = "epoch"
     uneven: Uneven = "error"
     start_method: StartMethod = "popen"
@@ -38,7 +40,8 @@ class RingOptions:
 
     def __post_init__(self) -> None:
         _one_of("backend", self.backend, get_args(Backend))
-        _one_of("compression", self.compression, (None,))
+        if not isinstance(self.compression, Compressor):
+            _one_of("compression", self.compression, (None, *get_args(Compression)), "or a Compressor")
         _one_of("broadcast_buffers", self.broadcast_buffers, get_args(BroadcastBuffers))
         _one_of("uneven", self.uneven, get_args(Uneven))
         _one_of("start_method", self.start_method, get_args(StartMethod))
@@ -48,10 +51,15 @@ class RingOptions:
         _positive_duration("stall_warning", self.stall_warning)
         _backend_is_there(self.backend)
 
+    def new_compressor(self) -> Compressor | None:
+        """The user's own, or one without a past."""
+        chosen = self.compression
+        return COMPRESSORS[chosen]() if isinstance(chosen, str) else chosen
 
-def _one_of(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
+
+def _one_of(name: str, value: Any, allowed: tuple[Any, ...], other: str = "") -> None:
     if not any(type(value) is type(choice) and value == choice for choice in allowed):
-        expected = ", ".join(repr(choice) for choice in allowed)
+        expected = ", ".join([*map(repr, allowed), *([other] if other else [])])
         raise ConfigurationError(f"RingStrategy got {name}={value!r}, expected one of {expected}.")
 
 

@@ -27,9 +27,11 @@ from lightning_ring.comm.replicate import (
     broadcast_tensors,
     check_same_model,
 )
+from lightning_ring.compression_state import CompressionState
 from lightning_ring.foreign import explain_foreign_modules
 from lightning_ring.gradients import Reducer
-from lightning_ring.options import Backend, BroadcastBuffers, RingOptions, StartMethod, Uneven
+from lightning_ring.gradients.compression import Compressor
+from lightning_ring.options import Backend, BroadcastBuffers, Compression, RingOptions, StartMethod, Uneven
 from lightning_ring.random_state import RandomStates
 from lightning_ring.ranked import RankedStrategy
 from lightning_ring.stopping import on_stop_signal
@@ -54,7 +56,8 @@ class RingStrategy(RankedStrategy):
     Args:
         backend: Who moves gradients. ``"auto"``: NCCL on CUDA, MPI on CPU when MPI started the ranks, else Gloo.
         bucket_cap_mb: Bucket size in MiB; the first bucket to fill takes 1 MiB, so that the wire starts early.
-        compression: What gradients travel as; `None` is their own dtype.
+        compression: What gradients travel as: ``"fp16"``, ``"bf16"``, ``"powersgd"`` or a `Compressor`; `None` is their
+            own dtype. Parameters and buffers always travel as they are.
         broadcast_buffers: When rank 0's buffers (BatchNorm statistics) replace the other ranks': at the ``"start"``,
             also at each training ``"epoch"``, evaluation and checkpoint, or also at each training ``"step"``.
         uneven: When ranks have different numbers of training batches: ``"error"`` names rank and step; with ``"join"``
@@ -78,7 +81,7 @@ class RingStrategy(RankedStrategy):
         *,
         backend: Backend = "auto",
         bucket_cap_mb: float = 25.0,
-        compression: None = None,
+        compression: Compression | Compressor | None = None,
         broadcast_buffers: BroadcastBuffers = "epoch",
         uneven: Uneven = "error",
         start_method: StartMethod = "popen",
@@ -114,6 +117,7 @@ class RingStrategy(RankedStrategy):
         self._repeated_loss: Tensor | None = None
         self._stop_asked = False
         self._random_states = RandomStates()
+        self._compression_state = CompressionState()
 
     # -- set-up and tear-down
 
@@ -148,6 +152,7 @@ class RingStrategy(RankedStrategy):
             self._comm,
             self.model.named_parameters(),
             bucket_cap_mb=self.options.bucket_cap_mb,
+            compressor=self.options.new_compressor(),
             warn=lambda message: rank_zero_warn(f"lightning_ring: {message}"),
         )
         rank_zero_info(
@@ -322,11 +327,13 @@ class RingStrategy(RankedStrategy):
         if together is not None and self.options.broadcast_buffers != "start":
             self._broadcast_buffers()
         self._random_states.save(checkpoint, together)
+        self._compression_state.save(checkpoint, together, self._reducer)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         self._random_states.load(checkpoint)
+        self._compression_state.load(checkpoint)
         return checkpoint
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -334,6 +341,7 @@ class RingStrategy(RankedStrategy):
         if self._comm is not None:
             for optimizer in self.optimizers:
                 broadcast_optimizer_state(optimizer, self._comm)
+        self._compression_state.restore(self._reducer, self.global_rank, self.world_size)
         # here, and not later: the loaders' iterators that come next draw their seeds from this state
         self._random_states.restore(self.global_rank, self.world_size)
 

@@ -38,6 +38,7 @@ class Reducer:
         warn: Called with a message for the user, at most once a message.
 
     Attributes:
+        compressor: As given.
         enabled: While False, backward leaves gradients local (`no_sync`).
         stop_requested: Set to ask all ranks to stop; travels with the next backward.
         active_ranks: Ranks that the sum is divided by; `None` means all.
@@ -59,7 +60,7 @@ class Reducer:
         self.num_finished = 0
         self._comm = comm
         self._cap = bucket_cap_mb
-        self._compressor = compressor
+        self.compressor = compressor
         self._warn = warn
         self._warned: set[str] = set()
         self._names: dict[Parameter, str] = {}
@@ -192,13 +193,13 @@ class Reducer:
                 self._slots[param] = bucket, index
 
     def _prepare_to_send(self, bucket: Bucket) -> None:
-        if self._compressor is None:
+        if self.compressor is None:
             return
-        if self._compressor.accepts(bucket.flat.dtype):
-            self._compressor.prepare(bucket)
+        if self.compressor.accepts(bucket.flat.dtype):
+            self.compressor.prepare(bucket)
             return
         self._warn_once(
-            f"compression {self._compressor.name!r} does not take gradients of {bucket.flat.dtype}: those travel as "
+            f"compression {self.compressor.name!r} does not take gradients of {bucket.flat.dtype}: those travel as "
             "they are."
         )
 
@@ -207,8 +208,8 @@ class Reducer:
             work.wait()
         self._works = []
         self._rebuild_in_order_of_use()
-        if self._compressor is not None:
-            self._compressor.begin_backward()
+        if self.compressor is not None:
+            self.compressor.begin_backward()
         self._active = True
         self._ready.clear()
         self._late.clear()
@@ -260,7 +261,7 @@ class Reducer:
         self._next += 1
 
     def _send(self, bucket: Bucket, name: str) -> Work:
-        compressor = self._compressor
+        compressor = self.compressor
         if compressor is None or not compressor.accepts(bucket.flat.dtype):
             return average_(bucket.flat, self._comm, self.active_ranks, name)
         divisor = self.active_ranks or self._comm.world_size

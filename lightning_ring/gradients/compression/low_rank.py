@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -55,3 +56,13 @@ def as_matrix(flat: Tensor, view: Tensor) -> Tensor:
     strides = [(stride, size) for stride, size in zip(view.stride(), view.size(), strict=True) if size > 1]
     rows = max(strides)[1] if strides and view.numel() else 1
     return in_memory_order(flat, view).view(rows, view.numel() // rows)
+
+
+def side_by_side(parts: Sequence[Tensor], room: int, like: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Copies of ``parts`` in one new vector with ``room`` elements behind them, and views of the copies."""
+    flat = like.new_zeros(sum(part.numel() for part in parts) + room)
+    views, start = [], 0
+    for part in parts:
+        views.append(flat[start : start + part.numel()].view_as(part).copy_(part))
+        start += part.numel()
+    return flat, views

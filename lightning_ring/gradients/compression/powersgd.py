@@ -19,7 +19,14 @@ from lightning_ring.comm.communicator import Communicator, ReduceOp, Work
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.gradients.bucket import Bucket
 from lightning_ring.gradients.compression.compressor import Compressor
-from lightning_ring.gradients.compression.low_rank import Matrix, Plan, as_matrix, in_memory_order, orthonormal
+from lightning_ring.gradients.compression.low_rank import (
+    Matrix,
+    Plan,
+    as_matrix,
+    in_memory_order,
+    orthonormal,
+    side_by_side,
+)
 
 log = logging.getLogger(__name__)
 
@@ -72,16 +79,10 @@ class PowerSGD(Compressor):
             else:
                 rest.append(in_memory_order(bucket.flat, view))
         rest += [bucket.used, bucket.stop]
-        size_p, size_q = (sum(matrix.q.shape[1] * matrix.gradient.shape[d] for matrix in matrices) for d in (0, 1))
-        first = bucket.flat.new_zeros(size_p + sum(part.numel() for part in rest))
-        second = bucket.flat.new_zeros(size_q)
-        for memory, field in ((first, "p"), (second, "q")):
-            start = 0
-            for matrix in matrices:
-                factor = getattr(matrix, field)
-                view = memory[start : start + factor.numel()].view_as(factor)
-                setattr(matrix, field, view.copy_(factor))
-                start += factor.numel()
+        first, ps = side_by_side([m.p for m in matrices], sum(part.numel() for part in rest), like=bucket.flat)
+        second, qs = side_by_side([m.q for m in matrices], 0, like=bucket.flat)
+        for matrix, p, q in zip(matrices, ps, qs, strict=True):
+            matrix.p, matrix.q = p, q
         taken = set(bucket.names)
         self._plans = {other: plan for other, plan in self._plans.items() if taken.isdisjoint(other.names)}
         self._plans[bucket] = Plan(matrices, indices, rest, first, second)
@@ -132,6 +133,8 @@ class PowerSGD(Compressor):
         return {"num_backwards": self.num_backwards, "rank": self.rank, "q": factors, "errors": errors}
 
     def load_state_dict(self, state: dict[str, Any], rank: int, world_size: int) -> str | None:
+        if not state:
+            return "the checkpoint holds no state of PowerSGD; its errors start at zero, and its first passes anew."
         self.num_backwards = state["num_backwards"]
         if len(state["errors"]) != world_size or state["rank"] != self.rank:
             return (
