@@ -7,7 +7,7 @@ from typing import Any
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_ring.comm.communicator import Communicator
-from lightning_ring.gradients import Reducer
+from lightning_ring.gradients.compression import Compressor
 
 _CHECKPOINT_KEY = "lightning_ring_compression"
 
@@ -18,9 +18,8 @@ class CompressionState:
     def __init__(self) -> None:
         self._loaded: dict[str, Any] | None = None
 
-    def save(self, checkpoint: dict[str, Any], comm: Communicator | None, reducer: Reducer | None) -> None:
+    def save(self, checkpoint: dict[str, Any], comm: Communicator | None, compressor: Compressor | None) -> None:
         """Add it to rank 0's ``checkpoint``, unless that holds weights only. Collective; without ``comm`` nothing."""
-        compressor = reducer.compressor if reducer is not None else None
         if compressor is None or comm is None or "optimizer_states" not in checkpoint:
             return
         if state := compressor.state_dict(comm):
@@ -30,10 +29,9 @@ class CompressionState:
         """Keep what is in ``checkpoint`` until `restore`."""
         self._loaded = checkpoint.get(_CHECKPOINT_KEY, {})
 
-    def restore(self, reducer: Reducer | None, rank: int, world_size: int) -> None:
-        """Give a reducer's compressor the state that was loaded; warns where it cannot go on from it."""
+    def restore(self, compressor: Compressor | None, rank: int, world_size: int) -> None:
+        """Give ``compressor`` the state that was loaded; warns where it cannot go on from it."""
         loaded, self._loaded = self._loaded, None
-        compressor = reducer.compressor if reducer is not None else None
         if loaded is None or compressor is None:
             return
         state = loaded["state"] if loaded.get("compressor") == compressor.name else {}

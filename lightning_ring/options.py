@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from lightning_ring.errors import ConfigurationError
+from lightning_ring.gradients.bucket import DEFAULT_CAP_MB
 from lightning_ring.gradients.compression import COMPRESSORS, Compressor
 
 Backend = Literal["auto", "nccl", "gloo", "mpi"]
@@ -18,6 +19,7 @@ BroadcastBuffers = Literal["start", "epoch", "step"]
 Uneven = Literal["error", "join"]
 StartMethod = Literal["popen", "spawn", "fork"]
 Compression = Literal["fp16", "bf16", "powersgd"]
+BucketCap = float | Literal["auto"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +31,7 @@ class RingOptions:
     """
 
     backend: Backend = "auto"
-    bucket_cap_mb: float = 25.0
+    bucket_cap_mb: BucketCap = DEFAULT_CAP_MB
     compression: Compression | Compressor | None = None
     broadcast_buffers: BroadcastBuffers = "epoch"
     uneven: Uneven = "error"
@@ -50,6 +52,13 @@ class RingOptions:
         _positive_duration("timeout", self.timeout)
         _positive_duration("stall_warning", self.stall_warning)
         _backend_is_there(self.backend)
+        compressor = self.new_compressor()
+        if self.bucket_cap_mb == "auto" and compressor and compressor.wire_bytes(torch.float32) is None:
+            raise ConfigurationError(
+                f'RingStrategy got bucket_cap_mb="auto" with compression={self.compression!r}, whose messages are not '
+                "in proportion to the gradients, as the choice assumes. Give a size in MiB, such as 25, or use "
+                "'fp16' or 'bf16'."
+            )
 
     def new_compressor(self) -> Compressor | None:
         """The user's own, or one without a past."""
@@ -64,10 +73,13 @@ def _one_of(name: str, value: Any, allowed: tuple[Any, ...], other: str = "") ->
 
 
 def _positive_size(value: Any) -> None:
+    if value == "auto":
+        return
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not number or not math.isfinite(value) or value <= 0:
         raise ConfigurationError(
-            f"RingStrategy got bucket_cap_mb={value!r}, expected a bucket size in MiB greater than 0, such as 25."
+            f"RingStrategy got bucket_cap_mb={value!r}, expected a bucket size in MiB greater than 0, such as "
+            "25, or 'auto'."
         )
 
 

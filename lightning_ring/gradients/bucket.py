@@ -12,6 +12,7 @@ from torch.nn import Parameter
 
 _ALIGNMENT_BYTES = 64  # a cache line: views start where vector kernels like it
 _MIB = 2**20
+DEFAULT_CAP_MB = 25.0
 
 Empty = Callable[[int, torch.dtype, torch.device], Tensor]
 
@@ -141,7 +142,7 @@ def plan_buckets(
     groups: list[tuple[int, tuple[str, ...], tuple[Parameter, ...]]] = []
     for kind in kinds:
         members = [(i, n, p) for i, (n, p) in enumerate(named_params) if (p.dtype, p.device) == kind]
-        numbered = _number_by_size([p for _, _, p in members], bucket_cap_mb * _MIB, first_bucket_mb * _MIB)
+        numbered = number_by_size([p for _, _, p in members], bucket_cap_mb * _MIB, first_bucket_mb * _MIB)
         for _, group in groupby(zip(numbered, members, strict=True), key=lambda pair: pair[0]):
             last, names, params = zip(*(member for _, member in group), strict=True)
             groups.append((last[-1], names, params))
@@ -149,7 +150,8 @@ def plan_buckets(
     return [Bucket(names, params, empty) for _, names, params in sorted(groups, key=lambda group: group[0])]
 
 
-def _number_by_size(params: Sequence[Parameter], cap: float, first_cap: float) -> list[int]:
+def number_by_size(params: Sequence[Parameter], cap: float, first_cap: float) -> list[int]:
+    """For each parameter the number of its bucket, under ``cap`` bytes a bucket and ``first_cap`` for the first one."""
     numbers, number, size = [], 0, 0
     for param in params:
         nbytes = param.numel() * param.element_size()

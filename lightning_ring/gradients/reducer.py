@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -12,7 +13,8 @@ from torch.autograd import Variable
 from torch.nn import Parameter
 
 from lightning_ring.comm.communicator import Communicator, Work
-from lightning_ring.gradients.bucket import Bucket, plan_buckets
+from lightning_ring.gradients.auto_buckets import AutoBuckets
+from lightning_ring.gradients.bucket import DEFAULT_CAP_MB, Bucket, plan_buckets
 from lightning_ring.gradients.compression import Compressor
 from lightning_ring.gradients.sending import average_
 
@@ -34,23 +36,26 @@ class Reducer:
         comm: Who takes part.
         named_parameters: Name and parameter, in order of registration. Shared parameters may repeat.
         bucket_cap_mb: Bucket size in MiB.
+        auto: Who chooses other sizes after `backwards_before_auto` backward passes.
         compressor: Who sends the buckets whose dtype it accepts; `None` sends all of them as they are.
         warn: Called with a message for the user, at most once a message.
 
     Attributes:
-        compressor: As given.
         enabled: While False, backward leaves gradients local (`no_sync`).
         stop_requested: Set to ask all ranks to stop; travels with the next backward.
         active_ranks: Ranks that the sum is divided by; `None` means all.
         num_finished: Backward passes reduced so far.
     """
 
+    backwards_before_auto: ClassVar[int] = 4  # the first warms up; the others are measured
+
     def __init__(
         self,
         comm: Communicator,
         named_parameters: Iterable[tuple[str, Parameter]],
         *,
-        bucket_cap_mb: float = 25.0,
+        bucket_cap_mb: float = DEFAULT_CAP_MB,
+        auto: AutoBuckets | None = None,
         compressor: Compressor | None = None,
         warn: Callable[[str], None] = log.warning,
     ) -> None:
@@ -60,7 +65,8 @@ class Reducer:
         self.num_finished = 0
         self._comm = comm
         self._cap = bucket_cap_mb
-        self.compressor = compressor
+        self._auto = auto
+        self._compressor = compressor
         self._warn = warn
         self._warned: set[str] = set()
         self._names: dict[Parameter, str] = {}
@@ -193,13 +199,13 @@ class Reducer:
                 self._slots[param] = bucket, index
 
     def _prepare_to_send(self, bucket: Bucket) -> None:
-        if self.compressor is None:
+        if self._compressor is None:
             return
-        if self.compressor.accepts(bucket.flat.dtype):
-            self.compressor.prepare(bucket)
+        if self._compressor.accepts(bucket.flat.dtype):
+            self._compressor.prepare(bucket)
             return
         self._warn_once(
-            f"compression {self.compressor.name!r} does not take gradients of {bucket.flat.dtype}: those travel as "
+            f"compression {self._compressor.name!r} does not take gradients of {bucket.flat.dtype}: those travel as "
             "they are."
         )
 
@@ -208,8 +214,10 @@ class Reducer:
             work.wait()
         self._works = []
         self._rebuild_in_order_of_use()
-        if self.compressor is not None:
-            self.compressor.begin_backward()
+        if self._compressor is not None:
+            self._compressor.begin_backward()
+        if self._auto is not None and self.buckets:
+            self._auto.begin_backward(self.buckets[0].flat.device)
         self._active = True
         self._ready.clear()
         self._late.clear()
@@ -243,6 +251,8 @@ class Reducer:
         self._ready.add(param)
         if self._order is not None:
             self._order.append(param)
+        if self._auto is not None:
+            self._auto.note(self._names[param], param.device)
         bucket.pending -= 1
         while not self._delayed and self._next < len(self._queue) and self._queue[self._next].pending == 0:
             self._launch()
@@ -261,7 +271,7 @@ class Reducer:
         self._next += 1
 
     def _send(self, bucket: Bucket, name: str) -> Work:
-        compressor = self.compressor
+        compressor = self._compressor
         if compressor is None or not compressor.accepts(bucket.flat.dtype):
             return average_(bucket.flat, self._comm, self.active_ranks, name)
         divisor = self.active_ranks or self._comm.world_size
@@ -288,16 +298,24 @@ class Reducer:
             bucket.flat.add_(flat)
 
     def _rebuild_in_order_of_use(self) -> None:
-        """After the first backward, fill buckets anew in the order in which rank 0's gradients came."""
+        """After the first backward, fill buckets anew in the order in which rank 0's gradients came; later, once, with
+        the sizes that ``auto`` chooses."""
+        now = [
+            (name, param) for bucket in self.buckets for name, param in zip(bucket.names, bucket.params, strict=True)
+        ]
+        if self._auto is not None and self.num_finished >= self.backwards_before_auto:
+            auto, self._auto, self._order = self._auto, None, None
+            self.buckets = []
+            self._take(auto.build(now))
+            return
         if self._order is None or not self.num_finished:
             return
         order = [self._names[param] for param in self._order]
         self._order = None
+        if self._auto is not None:
+            self._auto.forget()  # the first backward is slower than all that follow
         order = self._comm.broadcast_object(order)
         position = {name: index for index, name in enumerate(order)}
-        now = [
-            (name, param) for bucket in self.buckets for name, param in zip(bucket.names, bucket.params, strict=True)
-        ]
         then = sorted(now, key=lambda pair: position.get(pair[0], len(position)))
         if [name for name, _ in then] != [name for name, _ in now]:
             self.buckets = []

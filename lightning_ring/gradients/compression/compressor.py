@@ -15,8 +15,8 @@ from lightning_ring.gradients.bucket import Bucket
 class Compressor(Protocol):
     """Sends buckets of gradients in its own way. Subclass it; what is written here are defaults.
 
-    Every method but `accepts` is called on all ranks, in the same order and in the thread that runs backward; so is
-    `Work.wait` of the works it returns, which may start further collectives of ``comm``.
+    Every method but `accepts` and `wire_bytes` is called on all ranks, in the same order and in the thread that runs
+    backward; so is `Work.wait` of the works it returns, which may start further collectives of ``comm``.
 
     Attributes:
         name: How messages call it.
@@ -29,6 +29,10 @@ class Compressor(Protocol):
     def accepts(self, dtype: torch.dtype) -> bool:
         """Whether it sends gradients of ``dtype``; the others travel as they are."""
         return dtype is torch.float32
+
+    def wire_bytes(self, dtype: torch.dtype) -> int | None:
+        """What an element takes on the wire, if that is all there is to it: ``bucket_cap_mb="auto"`` needs to know."""
+        return None
 
     def prepare(self, bucket: Bucket) -> None:
         """``bucket`` was just built. Buckets are built again when their order of travel or their sizes change."""

@@ -25,6 +25,9 @@ class SixteenBit(Compressor):
         self.name = name
         self.dtype = dtype
 
+    def wire_bytes(self, dtype: torch.dtype) -> int | None:
+        return self.dtype.itemsize if self.accepts(dtype) else dtype.itemsize
+
     def prepare(self, bucket: Bucket) -> None:
         bucket.travel_as(self.dtype)
 
