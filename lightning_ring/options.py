@@ -68,7 +68,7 @@ class RingOptions:
 
 def _one_of(name: str, value: Any, allowed: tuple[Any, ...], other: str = "") -> None:
     if not any(type(value) is type(choice) and value == choice for choice in allowed):
-        expected = ", ".join([*map(repr, allowed), *([other] if other else [])])
+        expected = ", ".join(map(repr, allowed)) + (f" {other}" if other else "")
         raise ConfigurationError(f"RingStrategy got {name}={value!r}, expected one of {expected}.")
 
 
