@@ -21,21 +21,20 @@ class FP16(SixteenBit):
 
     def __init__(self) -> None:
         super().__init__("fp16", torch.float16)
-        self._arrived_sums: list[tuple[str, Tensor]] = []
+        self._sums: list[tuple[str, Tensor]] = []
         self._reported = False
 
     def begin_backward(self) -> None:
         self._report_overflow()  # on CUDA, of the last backward: reading it at once would stop the host
 
-    def _arrived(self, flat: Tensor, sent: Tensor, factor: float, name: str) -> None:
-        super()._arrived(flat, sent, factor, name)
+    def look_at(self, average: Tensor, name: str) -> None:
         if not self._reported:
-            self._arrived_sums.append((name, flat.sum()))  # one pass, and not finite if any element is not
-            if not flat.is_cuda:
+            self._sums.append((name, average.sum()))  # one pass, and not finite if any element is not
+            if not average.is_cuda:
                 self._report_overflow()
 
     def _report_overflow(self) -> None:
-        sums, self._arrived_sums = self._arrived_sums, []
+        sums, self._sums = self._sums, []
         for name, total in sums:
             if not self._reported and not total.isfinite():
                 self._reported = True

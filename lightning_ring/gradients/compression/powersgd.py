@@ -153,7 +153,9 @@ class PowerSGD(Compressor):
 
     def _remember(self, name: str, gradient: Tensor) -> Matrix:
         known = self._matrices.get(name)
-        if known is not None and known.gradient.shape == gradient.shape and known.error.dtype == gradient.dtype:
+        if known is not None and all(
+            getattr(known.gradient, same) == getattr(gradient, same) for same in ("shape", "dtype", "device")
+        ):
             known.gradient = gradient
             return known
         n, m = gradient.shape

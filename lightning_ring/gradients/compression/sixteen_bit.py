@@ -33,15 +33,24 @@ class SixteenBit(Compressor):
 
     def all_reduce(self, bucket: Bucket, comm: Communicator, *, divisor: int, name: str) -> Work:
         work = comm.all_reduce_(bucket.wire.flat, op=ReduceOp.AVG, name=name)
-        return FollowedWork(work, lambda: self._arrived(bucket.flat, bucket.wire.flat, comm.world_size / divisor, name))
+        return self._then_widen(work, bucket.flat, bucket.wire.flat, comm, divisor, name, reports=comm.rank == 0)
 
     def reduce_scatter(self, bucket: Bucket, comm: Communicator, *, divisor: int, name: str) -> Work:
         work = comm.reduce_scatter_(bucket.wire.flat, op=ReduceOp.AVG, name=name)
         own, sent = (shard(flat, comm.world_size, comm.shard_index) for flat in (bucket.flat, bucket.wire.flat))
-        return FollowedWork(work, lambda: self._arrived(own, sent, comm.world_size / divisor, name))
+        return self._then_widen(work, own, sent, comm, divisor, name, reports=True)  # nobody else sees this shard
 
-    def _arrived(self, flat: Tensor, sent: Tensor, factor: float, name: str) -> None:
-        # averaged over all ranks and multiplied here, because a sum in 16 bits overflows where the average would not
-        flat.copy_(sent)
-        if factor != 1:
-            flat.mul_(factor)
+    def _then_widen(
+        self, work: Work, flat: Tensor, sent: Tensor, comm: Communicator, divisor: int, name: str, *, reports: bool
+    ) -> Work:
+        def widen() -> None:
+            flat.copy_(sent)
+            if divisor != comm.world_size:  # not before: a sum in 16 bits overflows where the average would not
+                flat.mul_(comm.world_size / divisor)
+            if reports:
+                self.look_at(flat, name)
+
+        return FollowedWork(work, widen)
+
+    def look_at(self, average: Tensor, name: str) -> None:
+        """``average`` has arrived. Called on one rank for each part of it."""
