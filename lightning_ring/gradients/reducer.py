@@ -300,12 +300,9 @@ class Reducer:
     def _rebuild_in_order_of_use(self) -> None:
         """After the first backward, fill buckets anew in the order in which rank 0's gradients came; later, once, with
         the sizes that ``auto`` chooses."""
-        now = [
-            (name, param) for bucket in self.buckets for name, param in zip(bucket.names, bucket.params, strict=True)
-        ]
         if self._auto is not None and self.num_finished >= self.backwards_before_auto:
             auto, self._auto, self._order = self._auto, None, None
-            self.buckets = []
+            now, self.buckets = self._in_buckets(), []
             self._take(auto.build(now))
             return
         if self._order is None or not self.num_finished:
@@ -316,10 +313,14 @@ class Reducer:
             self._auto.forget()  # the first backward is slower than all that follow
         order = self._comm.broadcast_object(order)
         position = {name: index for index, name in enumerate(order)}
+        now = self._in_buckets()
         then = sorted(now, key=lambda pair: position.get(pair[0], len(position)))
         if [name for name, _ in then] != [name for name, _ in now]:
             self.buckets = []
             self._take(plan_buckets(then, self._cap, empty=self._comm.empty))
+
+    def _in_buckets(self) -> list[tuple[str, Parameter]]:
+        return [pair for bucket in self.buckets for pair in zip(bucket.names, bucket.params, strict=True)]
 
     def _note_stop(self) -> None:
         if not self._works:
