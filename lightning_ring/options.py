@@ -11,12 +11,16 @@ from typing import Any, Literal, get_args
 import torch
 
 from lightning_ring.errors import ConfigurationError
+from lightning_ring.gradients.bucket import DEFAULT_CAP_MB
+from lightning_ring.gradients.compression import COMPRESSORS, Compressor
 
 Backend = Literal["auto", "nccl", "gloo", "mpi"]
 Topology = Literal["auto", "flat", "hierarchical"]
 BroadcastBuffers = Literal["start", "epoch", "step"]
 Uneven = Literal["error", "join"]
 StartMethod = Literal["popen", "spawn", "fork"]
+Compression = Literal["fp16", "bf16", "powersgd"]
+BucketCap = float | Literal["auto"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,9 +32,9 @@ class RingOptions:
     """
 
     backend: Backend = "auto"
-    bucket_cap_mb: float = 25.0
+    bucket_cap_mb: BucketCap = DEFAULT_CAP_MB
     topology: Topology = "auto"
-    compression: None = None
+    compression: Compression | Compressor | None = None
     broadcast_buffers: BroadcastBuffers = "epoch"
     uneven: Uneven = "error"
     start_method: StartMethod = "popen"
@@ -41,7 +45,8 @@ class RingOptions:
     def __post_init__(self) -> None:
         _one_of("backend", self.backend, get_args(Backend))
         _one_of("topology", self.topology, get_args(Topology))
-        _one_of("compression", self.compression, (None,))
+        if not isinstance(self.compression, Compressor):
+            _one_of("compression", self.compression, (None, *get_args(Compression)), "or a Compressor")
         _one_of("broadcast_buffers", self.broadcast_buffers, get_args(BroadcastBuffers))
         _one_of("uneven", self.uneven, get_args(Uneven))
         _one_of("start_method", self.start_method, get_args(StartMethod))
@@ -50,19 +55,34 @@ class RingOptions:
         _positive_duration("timeout", self.timeout)
         _positive_duration("stall_warning", self.stall_warning)
         _backend_is_there(self.backend)
+        compressor = self.new_compressor()
+        if self.bucket_cap_mb == "auto" and compressor and compressor.wire_bytes(torch.float32) is None:
+            raise ConfigurationError(
+                f'RingStrategy got bucket_cap_mb="auto" with compression={self.compression!r}, whose messages are not '
+                "in proportion to the gradients, as the choice assumes. Give a size in MiB, such as 25, or use "
+                "'fp16' or 'bf16'."
+            )
+
+    def new_compressor(self) -> Compressor | None:
+        """The user's own, or one without a past."""
+        chosen = self.compression
+        return COMPRESSORS[chosen]() if isinstance(chosen, str) else chosen
 
 
-def _one_of(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
+def _one_of(name: str, value: Any, allowed: tuple[Any, ...], other: str = "") -> None:
     if not any(type(value) is type(choice) and value == choice for choice in allowed):
-        expected = ", ".join(repr(choice) for choice in allowed)
+        expected = ", ".join(map(repr, allowed)) + (f" {other}" if other else "")
         raise ConfigurationError(f"RingStrategy got {name}={value!r}, expected one of {expected}.")
 
 
 def _positive_size(value: Any) -> None:
+    if value == "auto":
+        return
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not number or not math.isfinite(value) or value <= 0:
         raise ConfigurationError(
-            f"RingStrategy got bucket_cap_mb={value!r}, expected a bucket size in MiB greater than 0, such as 25."
+            f"RingStrategy got bucket_cap_mb={value!r}, expected a bucket size in MiB greater than 0, such as "
+            "25, or 'auto'."
         )
 
 

@@ -27,9 +27,20 @@ from lightning_ring.comm.replicate import (
     broadcast_tensors,
     check_same_model,
 )
+from lightning_ring.compression_state import CompressionState
 from lightning_ring.foreign import explain_foreign_modules
-from lightning_ring.gradients import Reducer
-from lightning_ring.options import Backend, BroadcastBuffers, RingOptions, StartMethod, Topology, Uneven
+from lightning_ring.gradients import DEFAULT_CAP_MB, AutoBuckets, Reducer
+from lightning_ring.gradients.compression import Compressor
+from lightning_ring.options import (
+    Backend,
+    BroadcastBuffers,
+    BucketCap,
+    Compression,
+    RingOptions,
+    StartMethod,
+    Topology,
+    Uneven,
+)
 from lightning_ring.random_state import RandomStates
 from lightning_ring.ranked import RankedStrategy
 from lightning_ring.stopping import on_stop_signal
@@ -52,13 +63,15 @@ class RingStrategy(RankedStrategy):
     One process alone communicates nothing and registers no hook.
 
     Args:
-        backend: Who moves gradients. ``"auto"``: NCCL on CUDA; on CPU shared memory if all ranks are on one node,
-            else MPI when it started the ranks, else Gloo.
-        bucket_cap_mb: Bucket size in MiB; the first bucket to fill takes 1 MiB, so that the wire starts early.
+        backend: Who moves gradients. ``"auto"``: NCCL on CUDA; on CPU shared memory within a node, and between nodes Gloo
+            (MPI if it started the ranks and they have InfiniBand or the like).
+        bucket_cap_mb: Bucket size in MiB; the first bucket to fill takes 1 MiB, so that the wire starts early. Or
+            ``"auto"``: sizes that fit what the first steps show of backward and of the wire.
         topology: ``"hierarchical"`` reduces in each node first, then across nodes, so that every byte crosses the wire
             once; ``"flat"`` is one ring over all ranks. ``"auto"``: hierarchical on CPU where there are several nodes,
             each with the same number of ranks and more than one.
-        compression: What gradients travel as; `None` is their own dtype.
+        compression: What gradients travel as: ``"fp16"``, ``"bf16"``, ``"powersgd"`` or a `Compressor`; `None` is their
+            own dtype. Parameters and buffers always travel as they are.
         broadcast_buffers: When rank 0's buffers (BatchNorm statistics) replace the other ranks': at the ``"start"``,
             also at each training ``"epoch"``, evaluation and checkpoint, or also at each training ``"step"``.
         uneven: When ranks have different numbers of training batches: ``"error"`` names rank and step; with ``"join"``
@@ -81,9 +94,9 @@ class RingStrategy(RankedStrategy):
         self,
         *,
         backend: Backend = "auto",
-        bucket_cap_mb: float = 25.0,
+        bucket_cap_mb: BucketCap = DEFAULT_CAP_MB,
         topology: Topology = "auto",
-        compression: None = None,
+        compression: Compression | Compressor | None = None,
         broadcast_buffers: BroadcastBuffers = "epoch",
         uneven: Uneven = "error",
         start_method: StartMethod = "popen",
@@ -120,6 +133,8 @@ class RingStrategy(RankedStrategy):
         self._repeated_loss: Tensor | None = None
         self._stop_asked = False
         self._random_states = RandomStates()
+        self._compressor: Compressor | None = None
+        self._compression_state = CompressionState()
 
     # -- set-up and tear-down
 
@@ -150,16 +165,23 @@ class RingStrategy(RankedStrategy):
         if self._comm is None:
             return
         assert self.model is not None
+        self._compressor = self.options.new_compressor()
+        cap, auto = self.options.bucket_cap_mb, None
+        if cap == "auto":
+            cap = DEFAULT_CAP_MB
+            auto = AutoBuckets(self._comm, _say, default_cap_mb=cap, compressor=self._compressor)
         self._reducer = Reducer(
             self._comm,
             self.model.named_parameters(),
-            bucket_cap_mb=self.options.bucket_cap_mb,
+            bucket_cap_mb=cap,
+            auto=auto,
+            compressor=self._compressor,
             warn=lambda message: rank_zero_warn(f"lightning_ring: {message}"),
         )
-        rank_zero_info(
-            f"lightning_ring: {self.world_size} ranks on {self.ring_environment.num_nodes()} node(s), gradients by "
-            f"{type(self._comm).__name__} in {len(self._reducer.buckets)} bucket(s) of up to "
-            f"{self.options.bucket_cap_mb:g} MiB"
+        compressed = f" as {self._compressor.name}" if self._compressor else ""
+        _say(
+            f"{self.world_size} ranks on {self.ring_environment.num_nodes()} node(s), gradients by "
+            f"{type(self._comm).__name__}{compressed} in {len(self._reducer.buckets)} bucket(s) of up to {cap:g} MiB"
         )
 
     def teardown(self) -> None:
@@ -328,11 +350,13 @@ class RingStrategy(RankedStrategy):
         if together is not None and self.options.broadcast_buffers != "start":
             self._broadcast_buffers()
         self._random_states.save(checkpoint, together)
+        self._compression_state.save(checkpoint, together, self._compressor)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         self._random_states.load(checkpoint)
+        self._compression_state.load(checkpoint)
         return checkpoint
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -340,6 +364,7 @@ class RingStrategy(RankedStrategy):
         if self._comm is not None:
             for optimizer in self.optimizers:
                 broadcast_optimizer_state(optimizer, self._comm)
+        self._compression_state.restore(self._compressor, self.global_rank, self.world_size)
         # here, and not later: the loaders' iterators that come next draw their seeds from this state
         self._random_states.restore(self.global_rank, self.world_size)
 
@@ -370,6 +395,10 @@ class RingStrategy(RankedStrategy):
 def _loss_of(output: Any) -> Tensor | None:
     loss = output.get("loss") if isinstance(output, Mapping) else output
     return loss if isinstance(loss, Tensor) else None
+
+
+def _say(message: str) -> None:
+    rank_zero_info(f"lightning_ring: {message}")
 
 
 def _nothing() -> None:

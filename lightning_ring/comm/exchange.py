@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lightning_ring.comm.communicator import ReduceOp
 from lightning_ring.comm.ring import PIECE_BYTES, PointToPoint, Request, combine_, cut, finish_, num_pieces, prepare_
+from lightning_ring.comm.wide_sum import sum_rows, wants_wide_sum
 
 
 def exchange_rows(rows: Tensor, p2p: PointToPoint) -> Tensor:
@@ -29,10 +30,13 @@ def all_reduce_directly_(flat: Tensor, p2p: PointToPoint, op: ReduceOp = ReduceO
     world_size = p2p.world_size
     if world_size == 1:
         return flat
-    prepare_(flat, op, world_size)
+    if not wants_wide_sum(flat.dtype, op):
+        prepare_(flat, op, world_size)
     rows = flat.new_empty(world_size, flat.numel())
     rows[p2p.rank] = flat
     exchange_rows(rows, p2p)
+    if wants_wide_sum(flat.dtype, op):
+        return flat.copy_(sum_rows(rows, op))
     flat.copy_(rows[0])
     for row in rows[1:]:
         combine_(flat, row, op)

@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from lightning_ring.comm import exchange, ring
+from lightning_ring.comm import exchange, ring, wide_sum
 from lightning_ring.comm.agreement import HEADER_BYTES, check_agreement, describe, header
 from lightning_ring.comm.collective_thread import CollectiveThread
 from lightning_ring.comm.communicator import CompletedWork, ReduceOp, Work, as_bytes
@@ -86,12 +86,16 @@ class RingCommunicator:
         what = describe("all_reduce", op.value, flat.dtype, f"{flat.numel()} elements", name=name)
         if flat.nbytes * (self.world_size - 1) <= DIRECT_BYTES:
             return self._start(what, lambda: exchange.all_reduce_directly_(flat, self.transport, op))
+        if wide_sum.wants_wide_sum(flat.dtype, op):
+            return self._start(what, lambda: ring.all_gather_(self._sum_widely_(flat, op), self.transport))
         return self._start(what, lambda: ring.all_reduce_(flat, self.transport, op, scratch=self._landing_memory()))
 
     def reduce_scatter_(self, flat: Tensor, *, op: ReduceOp = ReduceOp.SUM, name: str = "") -> Work:
         flat = contiguous_flat(flat, "reduce_scatter_")
         ring.check_reducible(flat, op)
         what = describe("reduce_scatter", op.value, flat.dtype, f"{flat.numel()} elements", name=name)
+        if wide_sum.wants_wide_sum(flat.dtype, op):
+            return self._start(what, lambda: self._sum_widely_(flat, op))
         return self._start(what, lambda: ring.reduce_scatter_(flat, self.transport, op, scratch=self._landing_memory()))
 
     def all_gather_(self, flat: Tensor, *, name: str = "") -> Work:
@@ -188,6 +192,9 @@ class RingCommunicator:
 
     def _while_waiting(self, peers: Sequence[int]) -> float:
         return self._thread.while_waiting([self._members[peer] for peer in peers])
+
+    def _sum_widely_(self, flat: Tensor, op: ReduceOp) -> Tensor:
+        return wide_sum.reduce_scatter_(flat, self.transport, op, scratch=self._landing_memory())
 
     def _landing_memory(self) -> Tensor:
         if not self._scratch.numel():  # kept: fresh memory costs a page fault for every 4 KiB

@@ -1,6 +1,7 @@
 """Gradients in flat buckets, and when the buckets travel."""
 
-from lightning_ring.gradients.bucket import Bucket, plan_buckets
+from lightning_ring.gradients.auto_buckets import AutoBuckets
+from lightning_ring.gradients.bucket import DEFAULT_CAP_MB, Bucket, plan_buckets
 from lightning_ring.gradients.reducer import Reducer
 
-__all__ = ["Bucket", "Reducer", "plan_buckets"]
+__all__ = ["DEFAULT_CAP_MB", "AutoBuckets", "Bucket", "Reducer", "plan_buckets"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 
 import torch
@@ -11,12 +12,23 @@ from torch.nn import Parameter
 
 _ALIGNMENT_BYTES = 64  # a cache line: views start where vector kernels like it
 _MIB = 2**20
+DEFAULT_CAP_MB = 25.0
 
 Empty = Callable[[int, torch.dtype, torch.device], Tensor]
 
 
 def torch_empty(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.empty(numel, dtype=dtype, device=device)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A flat buffer and its parts: a view for each parameter's gradient, and the flags behind them."""
+
+    flat: Tensor
+    views: list[Tensor]
+    used: Tensor
+    stop: Tensor
 
 
 class Bucket:
@@ -30,6 +42,7 @@ class Bucket:
     gradient for a parameter, and whether any rank was asked to stop, is known without a message of its own.
 
     Attributes:
+        wire: What `fill` writes and what travels: ``flat`` itself, unless a compressor called `travel_as`.
         pending: Parameters whose gradient this backward has yet to produce.
         launched: Whether the buffer has left in this backward.
         contributed: For each parameter whether this rank put a gradient into the buffer.
@@ -38,16 +51,26 @@ class Bucket:
     def __init__(self, names: Sequence[str], params: Sequence[Parameter], empty: Empty = torch_empty) -> None:
         self.names = list(names)
         self.params = list(params)
-        offsets, end = _offsets(self.params)
-        like = self.params[0]
-        self.flat = empty(end + len(self.params) + 1, like.dtype, like.device).zero_()
-        self.views = [_view_like(self.flat, offset, param) for offset, param in zip(offsets, self.params, strict=True)]
-        flags = self.flat[end:].real if self.flat.is_complex() else self.flat[end:]
-        self.used = flags[:-1]
-        self.stop = flags[-1:]
+        self._empty = empty
+        self.wire = self._lay_out(self.params[0].dtype)
+        self.flat, self.views, self.used, self.stop = self.wire.flat, self.wire.views, self.wire.used, self.wire.stop
         self.pending = 0
         self.launched = False
         self.contributed = [False] * len(self.params)
+
+    def travel_as(self, dtype: torch.dtype) -> None:
+        """Have `fill` write gradients into a second buffer, of ``dtype``: converting them costs no pass of its own.
+
+        Whoever asks for this brings the reduction back into ``flat``.
+        """
+        self.wire = self._lay_out(dtype)
+
+    def _lay_out(self, dtype: torch.dtype) -> Layout:
+        offsets, end = _offsets(self.params)
+        flat = self._empty(end + len(self.params) + 1, dtype, self.params[0].device).zero_()
+        views = [_view_like(flat, offset, param) for offset, param in zip(offsets, self.params, strict=True)]
+        flags = flat[end:].real if flat.is_complex() else flat[end:]
+        return Layout(flat, views, flags[:-1], flags[-1:])
 
     def begin(self) -> bool:
         """Get ready for a backward; False if every parameter is frozen, so that nothing can come."""
@@ -56,24 +79,24 @@ class Bucket:
         return self.pending > 0
 
     def fill(self, fresh: Sequence[bool], *, stop: bool) -> None:
-        """Put every ``param.grad`` into the buffer, zeros where there is none; those in ``fresh`` count as used.
+        """Put every ``param.grad`` into ``wire``, zeros where there is none; those in ``fresh`` count as used.
 
-        A gradient that already is the bucket's view is not copied; the rest is copied in one multi-tensor call. A
+        A gradient that already is a view of ``wire`` is not copied; the rest is copied in one multi-tensor call. A
         fresh one is dropped from ``param.grad``: should autograd accumulate into it again in the same backward, that
         late part is then seen separately instead of racing with the reduction under way.
         """
         sources, targets, absent = [], [], []
-        for index, (param, view) in enumerate(zip(self.params, self.views, strict=True)):
+        for index, (param, view, target) in enumerate(zip(self.params, self.views, self.wire.views, strict=True)):
             grad = param.grad
             self.contributed[index] = fresh[index] and grad is not None
             if grad is None:
-                absent.append(view)
+                absent.append(target)
                 continue
             grad = grad.to_dense() if grad.is_sparse else grad.detach()
             is_view = grad.data_ptr() == view.data_ptr() and grad.stride() == view.stride()
-            if not is_view:
+            if not is_view or target is not view:
                 sources.append(grad)
-                targets.append(view)
+                targets.append(target)
             if self.contributed[index]:
                 param.grad = None
             elif is_view:  # an average of an earlier backward: it counts if some rank adds to it, else it must stay
@@ -83,10 +106,10 @@ class Bucket:
         if absent:
             torch._foreach_zero_(absent)
         if all(self.contributed):
-            self.used.fill_(1)
+            self.wire.used.fill_(1)
         else:
-            self.used.copy_(torch.tensor(self.contributed, dtype=self.used.dtype))
-        self.stop.fill_(stop)
+            self.wire.used.copy_(torch.tensor(self.contributed, dtype=self.used.dtype))
+        self.wire.stop.fill_(stop)
         self.launched = True
 
     def publish(self) -> None:
@@ -119,7 +142,7 @@ def plan_buckets(
     groups: list[tuple[int, tuple[str, ...], tuple[Parameter, ...]]] = []
     for kind in kinds:
         members = [(i, n, p) for i, (n, p) in enumerate(named_params) if (p.dtype, p.device) == kind]
-        numbered = _number_by_size([p for _, _, p in members], bucket_cap_mb * _MIB, first_bucket_mb * _MIB)
+        numbered = number_by_size([p for _, _, p in members], bucket_cap_mb * _MIB, first_bucket_mb * _MIB)
         for _, group in groupby(zip(numbered, members, strict=True), key=lambda pair: pair[0]):
             last, names, params = zip(*(member for _, member in group), strict=True)
             groups.append((last[-1], names, params))
@@ -127,7 +150,8 @@ def plan_buckets(
     return [Bucket(names, params, empty) for _, names, params in sorted(groups, key=lambda group: group[0])]
 
 
-def _number_by_size(params: Sequence[Parameter], cap: float, first_cap: float) -> list[int]:
+def number_by_size(params: Sequence[Parameter], cap: float, first_cap: float) -> list[int]:
+    """For each parameter the number of its bucket, under ``cap`` bytes a bucket and ``first_cap`` for the first one."""
     numbers, number, size = [], 0, 0
     for param in params:
         nbytes = param.numel() * param.element_size()

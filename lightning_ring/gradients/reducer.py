@@ -5,14 +5,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.autograd import Variable
 from torch.nn import Parameter
 
-from lightning_ring.comm.communicator import Communicator, ReduceOp, Work
-from lightning_ring.gradients.bucket import Bucket, plan_buckets
+from lightning_ring.comm.communicator import Communicator, Work
+from lightning_ring.gradients.auto_buckets import AutoBuckets
+from lightning_ring.gradients.bucket import DEFAULT_CAP_MB, Bucket, plan_buckets
+from lightning_ring.gradients.compression import Compressor
+from lightning_ring.gradients.sending import average_
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +36,8 @@ class Reducer:
         comm: Who takes part.
         named_parameters: Name and parameter, in order of registration. Shared parameters may repeat.
         bucket_cap_mb: Bucket size in MiB.
+        auto: Who chooses other sizes after `backwards_before_auto` backward passes.
+        compressor: Who sends the buckets whose dtype it accepts; `None` sends all of them as they are.
         warn: Called with a message for the user, at most once a message.
 
     Attributes:
@@ -41,12 +47,16 @@ class Reducer:
         num_finished: Backward passes reduced so far.
     """
 
+    backwards_before_auto: ClassVar[int] = 4  # the first warms up; the others are measured
+
     def __init__(
         self,
         comm: Communicator,
         named_parameters: Iterable[tuple[str, Parameter]],
         *,
-        bucket_cap_mb: float = 25.0,
+        bucket_cap_mb: float = DEFAULT_CAP_MB,
+        auto: AutoBuckets | None = None,
+        compressor: Compressor | None = None,
         warn: Callable[[str], None] = log.warning,
     ) -> None:
         self.enabled = True
@@ -55,6 +65,8 @@ class Reducer:
         self.num_finished = 0
         self._comm = comm
         self._cap = bucket_cap_mb
+        self._auto = auto
+        self._compressor = compressor
         self._warn = warn
         self._warned: set[str] = set()
         self._names: dict[Parameter, str] = {}
@@ -147,9 +159,8 @@ class Reducer:
             self._launch()
         late, self._late = self._late, set()
         extra = [(param, param.grad) for param in late if param.grad is not None]
-        for bucket, work in self._works:
+        for _, work in self._works:
             work.wait()
-            self._divide(bucket.flat)
         for bucket in self._queue:
             bucket.publish()
         if late:
@@ -183,14 +194,30 @@ class Reducer:
     def _take(self, buckets: Sequence[Bucket]) -> None:
         self.buckets += buckets
         for bucket in buckets:
+            self._prepare_to_send(bucket)
             for index, param in enumerate(bucket.params):
                 self._slots[param] = bucket, index
+
+    def _prepare_to_send(self, bucket: Bucket) -> None:
+        if self._compressor is None:
+            return
+        if self._compressor.accepts(bucket.flat.dtype):
+            self._compressor.prepare(bucket)
+            return
+        self._warn_once(
+            f"compression {self._compressor.name!r} does not take gradients of {bucket.flat.dtype}: those travel as "
+            "they are."
+        )
 
     def _begin(self) -> None:
         for _, work in self._works:  # of a backward that raised: its buffers are needed again
             work.wait()
         self._works = []
         self._rebuild_in_order_of_use()
+        if self._compressor is not None:
+            self._compressor.begin_backward()
+        if self._auto is not None and self.buckets:
+            self._auto.begin_backward(self.buckets[0].flat.device)
         self._active = True
         self._ready.clear()
         self._late.clear()
@@ -224,6 +251,8 @@ class Reducer:
         self._ready.add(param)
         if self._order is not None:
             self._order.append(param)
+        if self._auto is not None:
+            self._auto.note(self._names[param], param.device)
         bucket.pending -= 1
         while not self._delayed and self._next < len(self._queue) and self._queue[self._next].pending == 0:
             self._launch()
@@ -238,16 +267,15 @@ class Reducer:
         bucket = self._queue[self._next]
         fresh = [param in self._ready or param in self._unsent for param in bucket.params]
         bucket.fill(fresh, stop=self.stop_requested)
-        self._works.append((bucket, self._send(bucket.flat, f"bucket {self._next} ({bucket.describe()})")))
+        self._works.append((bucket, self._send(bucket, f"bucket {self._next} ({bucket.describe()})")))
         self._next += 1
 
-    def _send(self, flat: Tensor, name: str) -> Work:
-        op = ReduceOp.AVG if self.active_ranks is None else ReduceOp.SUM
-        return self._comm.all_reduce_(flat, op=op, name=name)
-
-    def _divide(self, flat: Tensor) -> None:
-        if self.active_ranks is not None:
-            flat.div_(self.active_ranks)
+    def _send(self, bucket: Bucket, name: str) -> Work:
+        compressor = self._compressor
+        if compressor is None or not compressor.accepts(bucket.flat.dtype):
+            return average_(bucket.flat, self._comm, self.active_ranks, name)
+        divisor = self.active_ranks or self._comm.world_size
+        return compressor.all_reduce(bucket, self._comm, divisor=divisor, name=name)
 
     def _add_late(self, extra: Sequence[tuple[Parameter, Tensor]]) -> None:
         """Average what backward produced after its bucket had left (a shared module under reentrant checkpointing)."""
@@ -266,25 +294,33 @@ class Reducer:
             for param, view in zip(bucket.params, bucket.views, strict=True):
                 if param in grads:
                     flat.as_strided(view.size(), view.stride(), view.storage_offset() - offset).copy_(grads[param])
-            self._send(flat, f"late part of {bucket.describe()}").wait()
-            self._divide(flat)
+            average_(flat, self._comm, self.active_ranks, f"late part of {bucket.describe()}").wait()
             bucket.flat.add_(flat)
 
     def _rebuild_in_order_of_use(self) -> None:
-        """After the first backward, fill buckets anew in the order in which rank 0's gradients came."""
+        """After the first backward, fill buckets anew in the order in which rank 0's gradients came; later, once, with
+        the sizes that ``auto`` chooses."""
+        if self._auto is not None and self.num_finished >= self.backwards_before_auto:
+            auto, self._auto, self._order = self._auto, None, None
+            now, self.buckets = self._in_buckets(), []
+            self._take(auto.build(now))
+            return
         if self._order is None or not self.num_finished:
             return
         order = [self._names[param] for param in self._order]
         self._order = None
+        if self._auto is not None:
+            self._auto.forget()  # the first backward is slower than all that follow
         order = self._comm.broadcast_object(order)
         position = {name: index for index, name in enumerate(order)}
-        now = [
-            (name, param) for bucket in self.buckets for name, param in zip(bucket.names, bucket.params, strict=True)
-        ]
+        now = self._in_buckets()
         then = sorted(now, key=lambda pair: position.get(pair[0], len(position)))
         if [name for name, _ in then] != [name for name, _ in now]:
             self.buckets = []
             self._take(plan_buckets(then, self._cap, empty=self._comm.empty))
+
+    def _in_buckets(self) -> list[tuple[str, Parameter]]:
+        return [pair for bucket in self.buckets for pair in zip(bucket.names, bucket.params, strict=True)]
 
     def _note_stop(self) -> None:
         if not self._works:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_ring.comm.communicator import ReduceOp, Work
-from lightning_ring.gradients import Reducer, plan_buckets
+from lightning_ring.gradients import AutoBuckets, Reducer, plan_buckets
 from tests.checks.world import communicator
 
 torch.set_num_threads(1)
@@ -430,3 +430,27 @@ def check_buckets_are_filled_in_order_and_bounded() -> None:
     params.insert(2, ("half", nn.Parameter(torch.zeros(9, dtype=torch.float16))))
     buckets = plan_buckets(params, bucket_cap_mb=2.0, first_bucket_mb=1.0)
     assert [bucket.names for bucket in buckets] == [["p0", "p1"], ["half"], ["p2"], ["p3"], ["p4"]]
+
+
+def check_automatic_buckets_are_the_same_on_all_ranks_and_change_no_number() -> None:
+    comm = communicator()
+    said: list[str] = []
+    results = []
+    for auto in (None, AutoBuckets(comm, said.append, default_cap_mb=0.0006)):
+        torch.manual_seed(0)
+        net = Net()
+        net.register_parameter("half", nn.Parameter(torch.ones(3)))  # a dtype of its own
+        reducer = Reducer(comm, net.named_parameters(), bucket_cap_mb=0.0006, auto=auto)
+        for step in range(7):
+            with fresh_gradients(net), reducer.backward():
+                (net(mine(batches(step))) * net.half.sum()).backward()
+            results.append(torch.cat([param.grad.reshape(-1).double() for param in net.parameters()]))
+        names = [bucket.names for bucket in reducer.buckets]
+        assert sorted(name for bucket in names for name in bucket) == sorted(name for name, _ in net.named_parameters())
+        assert comm.broadcast_object(names) == names
+    for fixed, chosen in zip(results[:7], results[7:], strict=True):
+        torch.testing.assert_close(chosen, fixed, rtol=0 if comm.world_size <= 2 else 1e-12, atol=0)
+    assert len(said) == 1
+    assert f"chose {len(reducer.buckets)} bucket(s)" in said[0]
+    last = {bucket.flat.dtype: bucket for bucket in reducer.buckets}
+    assert set(last) == {torch.float32, torch.float64}

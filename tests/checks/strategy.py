@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Su
 
 from lightning_ring import RingStrategy
 from lightning_ring.errors import CollectiveError, ConfigurationError, ModelMismatchError, RingError, UnevenBatchesError
+from lightning_ring.gradients.compression import PowerSGD
 from tests.checks.models import (
     RANK,
     SIZE,
@@ -393,6 +395,58 @@ def check_checkpoint_opens_without_the_ring(tmp_path: Path) -> None:
     resumed = trainer(ddp(), max_epochs=3)
     resumed.fit(again, loader(), ckpt_path=path)
     assert resumed.current_epoch == 3
+
+
+def check_powersgd_resumes_where_it_stopped_and_says_where_it_cannot(tmp_path: Path) -> None:
+    def run(max_epochs: int, ckpt_path: str | None, folder: str, start_iter: int = 2) -> Any:
+        torch.manual_seed(3)
+        module = Classifier()
+        checkpoint = ModelCheckpoint(tmp_path / folder, save_top_k=-1, filename="{epoch}")
+        strategy = RingStrategy(compression=PowerSGD(rank=1, start_iter=start_iter))
+        job = trainer(strategy, max_epochs=max_epochs, callbacks=[checkpoint], enable_checkpointing=True)
+        job.fit(module, loader(), ckpt_path=ckpt_path)
+        return module
+
+    whole = run(4, None, "whole")
+    run(2, None, "half")
+    half = str(tmp_path / "half" / "epoch=1.ckpt")
+    assert torch.equal(parameters(run(4, half, "rest")), parameters(whole))
+    assert SIZE == 1 or not torch.equal(parameters(run(4, None, "exact", 1000)), parameters(whole))  # it did compress
+    if RANK == 0:  # as another number of ranks would have left it
+        checkpoint = torch.load(half, weights_only=True)
+        checkpoint["lightning_ring_compression"]["state"]["errors"].append({})
+        torch.save(checkpoint, tmp_path / "other.ckpt")
+    WORLD.Barrier()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        module = run(4, str(tmp_path / "other.ckpt"), "reset")
+    said = [str(warning.message) for warning in caught if "PowerSGD" in str(warning.message)]
+    assert len(said) == (RANK == 0 and SIZE > 1), said
+    assert all(f"errors of {SIZE + 1} ranks" in text for text in said)
+    assert_all_ranks_equal(parameters(module))
+
+
+def check_compressed_training_comes_close_to_uncompressed() -> None:
+    plain, others = Classifier(), {}
+    start = copy.deepcopy(plain)
+    fit("ring", plain, max_epochs=1)
+    for compression in ("fp16", "bf16", "powersgd"):  # PowerSGD's first 1,000 gradients travel whole
+        module = others[compression] = copy.deepcopy(start)
+        fit(RingStrategy(compression=compression, bucket_cap_mb=0.0005), module, max_epochs=1)
+        assert_all_ranks_equal(parameters(module))
+        difference = relative_difference(parameters(module), parameters(plain))
+        assert difference < {"fp16": 1e-3, "bf16": 5e-3, "powersgd": 1e-6}[compression], (compression, difference)
+        if SIZE > 1 and compression != "powersgd":
+            assert difference > 0
+
+
+def check_automatic_buckets_train_the_same() -> None:
+    fixed, chosen = Classifier(), Classifier()
+    chosen.load_state_dict(fixed.state_dict())
+    for compression in (None, "bf16"):
+        fit(RingStrategy(compression=compression), fixed)
+        fit(RingStrategy(compression=compression, bucket_cap_mb="auto"), chosen)
+        assert torch.equal(parameters(fixed), parameters(chosen))
 
 
 def check_learning_rate_finder() -> None:

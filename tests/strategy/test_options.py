@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lightning_ring import RingError, RingStrategy
+from lightning_ring.gradients.compression import PowerSGD
 
 
 @pytest.mark.parametrize(
@@ -17,7 +18,8 @@ from lightning_ring import RingError, RingStrategy
         ("backend", "smoke", "'auto', 'nccl', 'gloo', 'mpi'"),
         ("backend", 3, "'auto', 'nccl', 'gloo', 'mpi'"),
         ("topology", "star", "'auto', 'flat', 'hierarchical'"),
-        ("compression", "zip", "None"),
+        ("compression", "zip", "None, 'fp16', 'bf16', 'powersgd' or a Compressor"),
+        ("compression", 16, "'fp16', 'bf16', 'powersgd' or a Compressor"),
         ("broadcast_buffers", "never", "'start', 'epoch', 'step'"),
         ("uneven", "pad", "'error', 'join'"),
         ("start_method", "thread", "'popen', 'spawn', 'fork'"),
@@ -25,7 +27,7 @@ from lightning_ring import RingError, RingStrategy
         ("bucket_cap_mb", 0, "greater than 0"),
         ("bucket_cap_mb", -3.5, "greater than 0"),
         ("bucket_cap_mb", float("nan"), "greater than 0"),
-        ("bucket_cap_mb", "25", "greater than 0"),
+        ("bucket_cap_mb", "25", "greater than 0, such as 25, or 'auto'"),
         ("timeout", timedelta(0), "longer than 0"),
         ("timeout", 1800, "datetime.timedelta"),
         ("stall_warning", timedelta(seconds=-1), "longer than 0"),
@@ -36,6 +38,18 @@ def test_a_value_that_cannot_work_is_named_with_what_was_expected(argument: str,
         RingStrategy(**{argument: value})
     assert f"{argument}={value!r}" in str(caught.value)
     assert expected in str(caught.value)
+
+
+def test_automatic_buckets_need_messages_in_proportion_to_gradients() -> None:
+    RingStrategy(bucket_cap_mb="auto", compression="bf16")
+    with pytest.raises(RingError, match=r"bucket_cap_mb=\"auto\" with compression='powersgd'"):
+        RingStrategy(bucket_cap_mb="auto", compression="powersgd")
+
+
+def test_a_compressor_of_the_users_own_is_taken_as_it_is() -> None:
+    own = PowerSGD(rank=4, start_iter=100)
+    assert RingStrategy(compression=own).options.new_compressor() is own
+    assert RingStrategy(compression="powersgd").options.new_compressor() is not None
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

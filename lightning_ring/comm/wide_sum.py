@@ -1,0 +1,109 @@
+"""16-bit tensors summed in float32 and rounded once, where a ring would round at every hop.
+
+Everybody sends everybody's shard straight to its owner, which takes the same bytes on the wire as the ring does:
+(N−1)/N of the tensor. The owner adds them in the order of the ranks, so that the result does not depend on who owns it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_ring.comm.communicator import ReduceOp, shard
+from lightning_ring.comm.ring import PIECE_BYTES, WINDOW, PointToPoint, Request, cut, num_pieces
+
+_CHUNK = 64 * 1024  # elements that are summed at once: two such float32 buffers stay in the second-level cache
+
+
+def wants_wide_sum(dtype: torch.dtype, op: ReduceOp) -> bool:
+    return dtype in (torch.float16, torch.bfloat16) and op in (ReduceOp.SUM, ReduceOp.AVG)
+
+
+def reduce_scatter_(
+    flat: Tensor,
+    p2p: PointToPoint,
+    op: ReduceOp,
+    *,
+    scratch: Tensor | None = None,
+    piece_bytes: int = PIECE_BYTES,
+) -> Tensor:
+    """Reduce 16-bit 1-D ``flat`` by SUM or AVG in place: rank r's shard then holds the result, the rest is untouched.
+
+    ``scratch`` is uint8 memory of at least `ring.scratch_bytes`. A piece is summed while the next one arrives.
+    """
+    world_size, rank = p2p.world_size, p2p.rank
+    peers = [peer for peer in range(world_size) if peer != rank]
+    if not peers:
+        return flat
+    window = max(2, WINDOW // len(peers))
+    piece_bytes = min(piece_bytes, WINDOW * piece_bytes // (window * len(peers)))
+    count = num_pieces(-(-flat.numel() // world_size), flat.element_size(), piece_bytes)
+    pieces = [cut(shard(flat, world_size, owner), count) for owner in range(world_size)]
+    landing = _landing_places(pieces[rank][0], window, len(peers), scratch)
+    wide = torch.empty(2, min(_CHUNK, pieces[rank][0].numel()), dtype=torch.float32)
+    sends: list[Request] = []
+    arriving: deque[tuple[list[Tensor], list[Request]]] = deque()
+    num_posted = 0
+    for index, own in enumerate(pieces[rank]):
+        while num_posted < min(index + window, count):
+            arriving.append(_post(p2p, pieces, peers, num_posted, landing[num_posted % window], sends))
+            num_posted += 1
+        places, requests = arriving.popleft()
+        p2p.wait(requests)
+        places.insert(rank, own)
+        _sum_into_(own, places, op, wide)
+    p2p.wait(sends)
+    return flat
+
+
+def sum_rows(rows: Tensor, op: ReduceOp) -> Tensor:
+    """SUM or AVG of 16-bit ``rows`` (one a rank), in the order of the ranks; 1-D of their dtype."""
+    target = torch.empty_like(rows[0])
+    _sum_into_(target, list(rows), op, torch.empty(2, min(_CHUNK, rows.shape[1]), dtype=torch.float32))
+    return target
+
+
+def _post(
+    p2p: PointToPoint,
+    pieces: Sequence[Sequence[Tensor]],
+    peers: Sequence[int],
+    index: int,
+    landing: Sequence[Tensor],
+    sends: list[Request],
+) -> tuple[list[Tensor], list[Request]]:
+    """Start to exchange piece ``index``: where the peers' parts of this rank's shard land, and when they are there."""
+    numel = pieces[p2p.rank][index].numel()
+    places = [place[:numel] for place in landing]
+    requests = [p2p.irecv(place, peer) for place, peer in zip(places, peers, strict=True)] if numel else []
+    sends.extend(p2p.isend(pieces[peer][index], peer) for peer in peers if pieces[peer][index].numel())
+    return places, requests
+
+
+def _landing_places(longest: Tensor, window: int, num_peers: int, scratch: Tensor | None) -> list[list[Tensor]]:
+    num_bytes = longest.numel() * longest.element_size()
+    if scratch is None or scratch.numel() < window * num_peers * num_bytes:
+        scratch = torch.empty(window * num_peers * num_bytes, dtype=torch.uint8)
+    flat = scratch[: window * num_peers * num_bytes].view(longest.dtype)
+    places = list(flat.view(window * num_peers, -1)) if num_bytes else [flat] * (window * num_peers)
+    return [places[slot * num_peers : (slot + 1) * num_peers] for slot in range(window)]
+
+
+def _sum_into_(target: Tensor, parts: Sequence[Tensor], op: ReduceOp, wide: Tensor) -> None:
+    """``target`` (it may be one of ``parts``) becomes their SUM or AVG; ``wide`` is float32 memory for two chunks."""
+    scale = 2.0 ** -math.ceil(math.log2(len(parts))) if op is ReduceOp.AVG else 1.0
+    rest = scale * len(parts) if op is ReduceOp.AVG else 1.0
+    for start in range(0, target.numel(), _CHUNK):
+        own = target[start : start + _CHUNK]
+        total, arrived = wide[0, : own.numel()], wide[1, : own.numel()]
+        total.copy_(parts[0][start : start + _CHUNK])
+        if scale < 1:  # by a power of two, which is exact: bfloat16 reaches as far as float32, and must not overflow it
+            total.mul_(scale)
+        for part in parts[1:]:
+            total.add_(arrived.copy_(part[start : start + _CHUNK]), alpha=scale)
+        if rest != 1:
+            total.div_(rest)
+        own.copy_(total)

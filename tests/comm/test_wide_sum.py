@@ -1,0 +1,76 @@
+"""16-bit tensors are summed in float32 and rounded once, on thread-ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_ring.comm.communicator import ReduceOp, shard
+from lightning_ring.comm.exchange import all_reduce_directly_
+from lightning_ring.comm.ring import scratch_bytes
+from lightning_ring.comm.thread_backend import run_ranks
+from lightning_ring.comm.wide_sum import reduce_scatter_
+
+SMALL_PIECES = 256
+HALVES = [torch.float16, torch.bfloat16]
+
+
+def values(numel: int, dtype: torch.dtype, world_size: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(numel)
+    return [torch.randn(numel, generator=generator).to(dtype) for _ in range(world_size)]
+
+
+def rounded_once(inputs: list[Tensor], op: ReduceOp) -> Tensor:
+    total = inputs[0].float()
+    for tensor in inputs[1:]:
+        total = total + tensor.float()
+    return (total / len(inputs) if op is ReduceOp.AVG else total).to(inputs[0].dtype)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.AVG])
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+@pytest.mark.parametrize("numel", [0, 1, 7, 5003])
+def test_the_shard_is_the_float32_sum_rounded_once(dtype, op, world_size, numel):
+    inputs = values(numel, dtype, world_size)
+
+    def rank(comm):
+        scratch = torch.empty(scratch_bytes(SMALL_PIECES), dtype=torch.uint8)
+        kept = {"scratch": scratch, "piece_bytes": SMALL_PIECES}
+        pieces = reduce_scatter_(inputs[comm.rank].clone(), comm.transport, op, **kept)
+        return pieces, reduce_scatter_(inputs[comm.rank].clone(), comm.transport, op)
+
+    for index, outputs in enumerate(run_ranks(world_size, rank)):
+        for output in outputs:
+            assert torch.equal(shard(output, world_size, index), shard(rounded_once(inputs, op), world_size, index))
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("world_size", [1, 2, 5])
+@pytest.mark.parametrize("numel", [9, 40_000])  # short ones go straight to everybody
+def test_a_communicator_sums_so_in_all_its_reductions(dtype, world_size, numel):
+    inputs = values(numel, dtype, world_size)
+
+    def rank(comm):
+        whole, half = inputs[comm.rank].clone(), inputs[comm.rank].clone()
+        comm.all_reduce_(whole, op=ReduceOp.AVG).wait()
+        comm.reduce_scatter_(half, op=ReduceOp.AVG).wait()
+        comm.all_gather_(half).wait()
+        return whole, half
+
+    for output in run_ranks(world_size, rank):
+        assert torch.equal(output[0], rounded_once(inputs, ReduceOp.AVG))
+        assert torch.equal(output[1], output[0])
+
+
+def test_a_ring_in_16_bits_would_lose_what_this_keeps():
+    inputs = [torch.full((5000,), 256.0 if rank == 0 else 0.5, dtype=torch.bfloat16) for rank in range(8)]
+
+    def rank(comm):
+        flat = inputs[comm.rank].clone()
+        comm.all_reduce_(flat).wait()
+        return flat, all_reduce_directly_(inputs[comm.rank].clone(), comm.transport)
+
+    for long, short in run_ranks(8, rank):
+        assert long.unique().tolist() == short.unique().tolist() == [260.0]  # 259.5; added in bfloat16 it stays 256
