@@ -1,0 +1,75 @@
+"""The α–β model: what it predicts, and that its fit finds the link behind noisy times."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from lightning_ring.comm.cost import CostModel, fit
+from lightning_ring.errors import ConfigurationError
+
+LINK = CostModel(alpha_seconds=50e-6, bandwidth=125e6)
+SIZES = [2**power for power in range(10, 29, 2)]
+
+
+def test_the_formula_of_the_ring() -> None:
+    assert LINK.all_reduce_seconds(100e6, 4) == pytest.approx(2 * 3 * (50e-6 + 100e6 / (4 * 125e6)))
+    assert LINK.reduce_scatter_seconds(100e6, 4) == pytest.approx(LINK.all_reduce_seconds(100e6, 4) / 2)
+    assert LINK.all_gather_seconds(100e6, 4) == pytest.approx(LINK.all_reduce_seconds(100e6, 4) / 2)
+    assert LINK.startup_seconds(4) == pytest.approx(6 * 50e-6)
+    assert LINK.all_reduce_seconds(100e6, 1) == 0
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+@pytest.mark.parametrize("collective", ["all_reduce", "reduce_scatter", "all_gather"])
+def test_exact_times_give_the_link_back(world_size: int, collective: str) -> None:
+    times = [getattr(LINK, f"{collective}_seconds")(size, world_size) for size in SIZES]
+    model = fit(SIZES, times, world_size, collective=collective)  # type: ignore[arg-type]
+    assert model.alpha_seconds == pytest.approx(50e-6, rel=1e-6)
+    assert model.bandwidth == pytest.approx(125e6, rel=1e-6)
+
+
+def test_noise_and_outliers_hardly_move_the_fit() -> None:
+    noise = random.Random(0)
+    sizes, times = [], []
+    for size in SIZES:
+        for repeat in range(7):
+            disturbed = 20.0 if repeat < 2 else 1.0  # two of seven were held up by something else
+            sizes.append(size)
+            times.append(LINK.all_reduce_seconds(size, 2) * noise.uniform(0.95, 1.10) * disturbed)
+    times[SIZES.index(2**16) * 7 : SIZES.index(2**16) * 7 + 7] = [0.5] * 7  # and one size all the time
+    model = fit(sizes, times, 2)
+    assert model.alpha_seconds == pytest.approx(50e-6, rel=0.2)
+    assert model.bandwidth == pytest.approx(125e6, rel=0.1)
+
+
+def test_short_messages_count_as_long_ones_do() -> None:
+    times = [LINK.all_reduce_seconds(size, 2) for size in SIZES]
+    times[-1] *= 1.3  # plain least squares would turn 0.6 s into a latency that is wrong a hundredfold
+    assert fit(SIZES, times, 2).alpha_seconds == pytest.approx(50e-6, rel=0.1)
+
+
+def test_neither_part_is_ever_negative() -> None:
+    flat = fit([1e3, 1e4, 1e5], [3e-4, 2e-4, 1e-4], 2)
+    assert flat.alpha_seconds > 0
+    assert flat.bandwidth == math.inf
+    steep = fit([1e6, 2e6], [0.001, 0.003], 2)
+    assert steep.alpha_seconds == 0
+    assert 0 < steep.bandwidth < math.inf
+
+
+@pytest.mark.parametrize(
+    ("sizes", "times", "world_size", "expected"),
+    [
+        ([1e6, 1e6], [0.1, 0.2], 2, "1 different size"),
+        ([], [], 2, "0 different size"),
+        ([1e3, 1e6], [0.1, 0.2], 1, "1 rank"),
+        ([1e3, 1e6], [0.1, 0.0], 2, "no measurement"),
+        ([1e3, 1e6], [0.1, math.nan], 2, "no measurement"),
+    ],
+)
+def test_what_cannot_be_fitted_says_why(sizes: list, times: list, world_size: int, expected: str) -> None:
+    with pytest.raises(ConfigurationError, match=expected):
+        fit(sizes, times, world_size)
