@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from lightning_ring.errors import RingError
 
 # name: (module with `main(arguments) -> int`, what it answers)
-COMMANDS: dict[str, tuple[str, str]] = {}
+COMMANDS = {
+    "bench": ("lightning_ring.cli.bench", "how fast the ring is: bandwidth of every backend, over sizes"),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
