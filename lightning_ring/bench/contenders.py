@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_ring.bench.names import BACKENDS
 from lightning_ring.comm.communicator import Communicator, shard
-from lightning_ring.comm.job import Job
+from lightning_ring.comm.job import Job, open_communicator
 from lightning_ring.comm.mpi_backend import MPICommunicator
 from lightning_ring.comm.torch_backend import open_torch_communicator
 from lightning_ring.errors import ConfigurationError
@@ -64,6 +64,13 @@ class Backend:
     missing: Callable[[Job], str] = lambda job: ""
 
 
+def _open_auto(job: Job, timeout: timedelta) -> Communicator:
+    open_communicator(job, "auto", torch.device("cpu"), timeout, stall_warning=timeout)
+    comm, job.communicator = job.communicator, None  # else the job closes it as soon as it opens another
+    assert comm is not None
+    return comm
+
+
 def _open_mpi(job: Job, timeout: timedelta) -> Communicator:
     return MPICommunicator(timeout=timeout, check=job.check)
 
@@ -77,6 +84,7 @@ def _open_over_torch(backend: str) -> Callable[[Job, timedelta], Communicator]:
 
 
 _WAYS = {
+    "auto": Backend("cpu", _open_auto),
     "mpi": Backend("cpu", _open_mpi, _mpi_missing),
     "gloo": Backend("cpu", _open_over_torch("gloo")),
     "nccl": Backend("cuda", _open_over_torch("nccl")),

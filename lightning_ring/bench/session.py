@@ -41,6 +41,8 @@ def run(options: argparse.Namespace, sizes: Sequence[int]) -> int:
     world = {"world_size": info.world_size, "num_nodes": info.num_nodes, "device": device_name(device)}
     if info.rank == 0:
         print(f"{info.world_size} ranks on {info.num_nodes} node(s), {world['device']}, float32, sum", flush=True)
+        if "auto" in contenders:
+            print(f"auto, what strategy='ring' takes here: {type(contenders['auto']).__name__}", flush=True)
         for name, reason in missing.items():
             print(f"not measured: {name} ({reason})", flush=True)
     timings = measure_and_print(contenders, control, device, options, sizes)
