@@ -50,11 +50,13 @@ ROWS = {
         ("ddp", "ring", "ring_sharded", "alone"),
         (("ring", "ddp", 0.98), ("ring_sharded", "ddp", 0.92)),
         num_hosts=2,
+        steps=3,
+        rounds=5,
     ),
     "two_hosts_bf16": Row(
         "resnet18", ("ddp", "ring:compression=bf16"), (("ring:compression=bf16", "ddp", 0.65),), num_hosts=2
     ),
-    "four_ranks": Row("resnet18", ("ddp", "ring"), (("ring", "ddp", 0.50),), ranks=4, num_hosts=2, rounds=4),
+    "four_ranks": Row("resnet18", ("ddp", "ring"), (("ring", "ddp", 0.50),), ranks=4, num_hosts=2, steps=2, rounds=5),
     "many_small": Row("many_small", ("ddp", "ring", "alone"), (("ring", "ddp", 0.8),), steps=40),
     "one_process": Row("resnet18", ("auto", "ring"), (("ring", "auto", 1.01),), ranks=1, steps=5, rounds=16),
     "state": Row(
@@ -126,7 +128,7 @@ def main() -> int:
     parser.add_argument("row", choices=ROWS, help="one row of the table in docs/performance.md")
     parser.add_argument("--contenders", nargs="+", help="others than the row's, such as ring:bucket_cap_mb=4")
     parser.add_argument("--model", choices=("resnet18", "resnet50", "many_small", "tiny"))
-    parser.add_argument("--ranks", type=int)
+    parser.add_argument("--ranks", type=int, help="in all, round-robin over the hosts")
     parser.add_argument("--rate", help="of the links between hosts, as tc writes it")
     parser.add_argument("--steps", type=int, help="a turn")
     parser.add_argument("--rounds", type=int)

@@ -160,6 +160,7 @@ def main() -> None:
         accelerator="gpu" if on_cuda else "cpu",
         precision=asked.precision,
         callbacks=[InTurns(turns)],
+        benchmark=on_cuda,
         max_epochs=1,
         logger=False,
         enable_progress_bar=False,

@@ -33,6 +33,8 @@ class Collectives(Protocol):
 
     def all_gather_(self, flat: Tensor) -> Any: ...
 
+    def close(self) -> None: ...
+
 
 class PlainTorch:
     """torch.distributed's own collectives on its default group; lengths are multiples of the world size."""
@@ -50,6 +52,9 @@ class PlainTorch:
 
     def all_gather_(self, flat: Tensor) -> Any:
         return dist.all_gather_into_tensor(flat, self._own(flat), async_op=True)
+
+    def close(self) -> None:
+        """The default group is the job's."""
 
     def _own(self, flat: Tensor) -> Tensor:
         return shard(flat, dist.get_world_size(), dist.get_rank())

@@ -54,6 +54,8 @@ def run(options: argparse.Namespace, sizes: Sequence[int]) -> int:
         if options.plot is not None:
             plot(timings, info.world_size, options.plot)
     control.barrier()  # a rank that ended now would be taken for one that failed
+    for communicator in (*contenders.values(), control):
+        communicator.close()
     return 0
 
 
