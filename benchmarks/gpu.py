@@ -29,9 +29,9 @@ def steps(device: str, tiny: bool, batch: int) -> Iterator[str]:
     contenders = ("auto", "ddp", "ring", FORCED)
     options = ["--device", device]
     if tiny:
-        row = step.Row("tiny", contenders, ranks=1, steps=2, rounds=1)
+        row = step.Row("tiny", contenders, ranks=1, steps=2, rounds=1, start="exec" if device == "cuda" else "fork")
     else:
-        row = step.Row("resnet50", contenders, (("ring", "auto", 1.01),), ranks=1, steps=10, rounds=6)
+        row = step.Row("resnet50", contenders, (("ring", "auto", 1.01),), ranks=1, steps=10, rounds=6, start="exec")
         options += ["--precision", "bf16-mixed", "--channels-last", "--batch", str(batch)]
     seconds, facts = step.measure(row, options)
     yield from step.report(row, seconds, facts)

@@ -17,12 +17,12 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks import hosts
+from benchmarks import forked, hosts
 from benchmarks.turns import Conductor
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -41,6 +41,7 @@ class Row:
     asked_state: tuple[tuple[str, str, float], ...] = ()
     steps: int = 4  # a turn
     rounds: int = 8
+    start: str = "fork"  # "mpirun"; "exec": one process a job
 
 
 ROWS = {
@@ -72,11 +73,10 @@ def measure(row: Row, options: Sequence[str] = ()) -> tuple[dict[str, list[float
     seconds: dict[str, list[float]] = {name: [] for name in row.contenders}
     with (
         tempfile.TemporaryDirectory() as folder,
-        _launcher(row) as launched,
+        commands(row, options) as started,
         Conductor(Path(folder)) as conductor,
     ):
-        rank = [sys.executable, "-m", "benchmarks.step_rank", row.model]
-        conductor.start({name: launched([*rank, name, *options]) for name in row.contenders}, row.ranks)
+        conductor.start(started, row.contenders, row.ranks)
         for number in range(row.rounds + 1):
             first = number % len(row.contenders)
             for name in row.contenders[first:] + row.contenders[:first]:
@@ -87,17 +87,27 @@ def measure(row: Row, options: Sequence[str] = ()) -> tuple[dict[str, list[float
 
 
 @contextlib.contextmanager
-def _launcher(row: Row) -> Iterator[Callable[[list[str]], list[str]]]:
-    """What makes a rank's command into a job's."""
-    if row.ranks == 1:
-        yield lambda command: command
-    elif row.num_hosts == 1:
-        mpirun = [hosts.mpirun_path(), "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
-        yield lambda command: [*mpirun, "-n", str(row.ranks), *command]
-    else:
-        with hosts.open_hosts(row.num_hosts, row.rate) as opened:
-            passed = ("-x", "TURNS_SOCKET", "-x", "TURNS_JOB")
-            yield lambda command: opened.mpirun(row.ranks, *command, options=passed)
+def commands(row: Row, options: Sequence[str]) -> Iterator[list[list[str]]]:
+    """What to run: a process a host that forks the ranks of all jobs, or a command for each job."""
+    python, arguments = [sys.executable, "-m"], [row.model, *options]
+    each = [[*python, "benchmarks.step_rank", *arguments, name] for name in row.contenders]
+    with contextlib.ExitStack() as stack:
+        opened = stack.enter_context(hosts.open_hosts(row.num_hosts, row.rate)) if row.num_hosts > 1 else None
+        if row.start == "mpirun" and opened is not None:
+            yield [opened.mpirun(row.ranks, *command, options=("-x", "TURNS_SOCKET")) for command in each]
+        elif row.start == "mpirun":
+            mpirun = [hosts.mpirun_path(), "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
+            yield [[*mpirun, "-n", str(row.ranks), *command] for command in each]
+        elif row.start == "exec":
+            yield each
+        elif opened is not None:
+            addresses = [opened.address(name) for name in opened.names]
+            fork = [*python, "benchmarks.forked", forked.plan(row.contenders, arguments, row.ranks, addresses)]
+            gloo = ["env", f"GLOO_SOCKET_IFNAME={hosts.INTERFACE}"]
+            yield [opened.on(name, *gloo, *fork, str(host)) for host, name in enumerate(opened.names)]
+        else:
+            plan = forked.plan(row.contenders, arguments, row.ranks, ["127.0.0.1"])
+            yield [[*python, "benchmarks.forked", plan, "0"]]
 
 
 def report(row: Row, seconds: dict[str, list[float]], facts: dict[str, list[Any]]) -> Iterator[str]:
@@ -129,13 +139,15 @@ def main() -> int:
     parser.add_argument("--contenders", nargs="+", help="others than the row's, such as ring:bucket_cap_mb=4")
     parser.add_argument("--model", choices=("resnet18", "resnet50", "many_small", "tiny"))
     parser.add_argument("--ranks", type=int, help="in all, round-robin over the hosts")
+    parser.add_argument("--hosts", dest="num_hosts", type=int)
+    parser.add_argument("--start", choices=("fork", "mpirun"), help="how ranks are started (default: fork)")
     parser.add_argument("--rate", help="of the links between hosts, as tc writes it")
     parser.add_argument("--steps", type=int, help="a turn")
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--json", metavar="FILE", help="write every step's seconds")
     asked = parser.parse_args()
-    changes = {name: getattr(asked, name) for name in ("model", "ranks", "rate", "steps", "rounds")}
-    row = replace(ROWS[asked.row], **{name: value for name, value in changes.items() if value is not None})
+    names = ("model", "ranks", "num_hosts", "start", "rate", "steps", "rounds")
+    row = replace(ROWS[asked.row], **{name: value for name in names if (value := getattr(asked, name)) is not None})
     if asked.contenders:
         row = replace(row, contenders=tuple(asked.contenders))
     if row.num_hosts > 1 and (reason := hosts.why_not()) is not None:

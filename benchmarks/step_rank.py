@@ -12,13 +12,13 @@ import gc
 import logging
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import lightning as L
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.plugins.environments import LightningEnvironment, MPIEnvironment
+from lightning.pytorch.plugins.environments import LightningEnvironment, MPIEnvironment, TorchElasticEnvironment
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
 
@@ -113,23 +113,26 @@ def strategy(contender: str, device: str) -> tuple[Any, dict[str, Any]]:
     """The strategy, and what the Trainer has to be told besides."""
     name, _, text = contender.partition(":")
     settings = dict(setting.split("=", 1) for setting in text.split(",")) if text else {}
-    local_size = int(os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", 1))
-    world_size = int(os.environ.get("OMPI_COMM_WORLD_SIZE", 1))
+    by_mpi = "OMPI_COMM_WORLD_SIZE" in os.environ
+    world_size = int(os.environ.get("OMPI_COMM_WORLD_SIZE", os.environ.get("WORLD_SIZE", 1)))
+    local_size = int(os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    devices = {"devices": local_size, "num_nodes": world_size // local_size}
     if name == "auto":
         return "auto", {"devices": 1}
     if name == "alone":  # every rank by itself: computation without communication
         return SingleDeviceStrategy(device=torch.device(device)), {"devices": 1, "plugins": [LightningEnvironment()]}
     if name == "ddp":
-        environment = MPIEnvironment() if world_size > 1 else LightningEnvironment()
+        environment: Any = LightningEnvironment()
+        if world_size > 1:
+            environment = MPIEnvironment() if by_mpi else TorchElasticEnvironment()
         backend = "nccl" if device.startswith("cuda") else "gloo"
-        peer = DDPStrategy(cluster_environment=environment, process_group_backend=backend)
-        return peer, {"devices": local_size, "num_nodes": world_size // local_size}
+        return DDPStrategy(cluster_environment=environment, process_group_backend=backend), devices
     values = {key: _value(value) for key, value in settings.items()}
     if name == "ring_sharded":
         values["shard_optimizer"] = True
     elif name != "ring":
         raise SystemExit(f"{contender}: contenders are auto, alone, ddp, ring and ring_sharded")
-    return RingStrategy(**values), {"devices": local_size, "num_nodes": world_size // local_size}
+    return RingStrategy(**values), devices
 
 
 def _value(text: str) -> Any:
@@ -139,7 +142,7 @@ def _value(text: str) -> Any:
         return text
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", choices=MODELS)
     parser.add_argument("contender")
@@ -147,14 +150,15 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--precision", default="32-true")
     parser.add_argument("--channels-last", action="store_true")
-    asked = parser.parse_args()
+    asked = parser.parse_args(arguments)
     warnings.filterwarnings("ignore", module="lightning")
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     L.seed_everything(0, verbose=False)
     build, shape, batch_size = MODELS[asked.model]
     on_cuda = asked.device == "cuda"
-    turns = Turns(torch.cuda.synchronize, torch.cuda.empty_cache) if on_cuda else Turns()
-    chosen, arguments = strategy(asked.contender, "cuda:0" if on_cuda else "cpu")
+    on_gpu: dict[str, Any] = {"synchronize": torch.cuda.synchronize, "pause": torch.cuda.empty_cache}
+    turns = Turns(asked.contender, **(on_gpu if on_cuda else {}))
+    chosen, settings = strategy(asked.contender, "cuda:0" if on_cuda else "cpu")
     trainer = L.Trainer(
         strategy=chosen,
         accelerator="gpu" if on_cuda else "cpu",
@@ -166,7 +170,7 @@ def main() -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
         enable_checkpointing=False,
-        **arguments,
+        **settings,
     )
     batch = OneBatch(shape, asked.batch or batch_size, asked.device, asked.channels_last)
     trainer.fit(Trained(build(), asked.channels_last), batch)

@@ -8,12 +8,14 @@ Ranks talk to the conductor over a Unix socket, which reaches into network names
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,15 +25,15 @@ TURN_SECONDS = 60.0
 
 
 class Conductor:
-    """Starts jobs and lets them train in turns; a context manager that leaves none behind.
+    """Lets jobs that it starts train in turns; a context manager that leaves none behind.
 
     Args:
-        folder: Where its socket and the jobs' output files go.
+        folder: Where its socket and the jobs' output go.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._jobs: dict[str, subprocess.Popen[bytes]] = {}
+        self._processes: list[subprocess.Popen[bytes]] = []
         self._ranks: dict[str, list[Any]] = {}
         self._door = socket.socket(socket.AF_UNIX)
         self._door.bind(str(folder / "turns"))
@@ -42,27 +44,29 @@ class Conductor:
 
     def __exit__(self, *_: object) -> None:
         self._door.close()
-        for process in self._jobs.values():
-            process.terminate()
-        for process in self._jobs.values():
+        for process in self._processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)
+        for process in self._processes:
             try:
                 process.wait(timeout=10)
             except subprocess.TimeoutExpired:
-                process.kill()
+                os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
 
-    def start(self, jobs: Mapping[str, Sequence[str]], num_ranks: int) -> None:
-        """Start every job's command, and wait until all of their ranks are about to train."""
-        for number, (name, command) in enumerate(jobs.items()):
-            place = {"TURNS_SOCKET": str(self._folder / "turns"), "TURNS_JOB": name}
+    def start(self, commands: Sequence[Sequence[str]], jobs: Sequence[str], num_ranks: int) -> None:
+        """Run ``commands``, and wait until all ``num_ranks`` ranks of each of ``jobs`` are about to train."""
+        for number, command in enumerate(commands):
             with (self._folder / f"{number}.log").open("wb") as log:
-                self._jobs[name] = subprocess.Popen(
+                process = subprocess.Popen(
                     list(command),
-                    env={**os.environ, **place},
+                    env={**os.environ, "TURNS_SOCKET": str(self._folder / "turns")},
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
+                    start_new_session=True,
                 )
+            self._processes.append(process)
         self._ranks = {name: [] for name in jobs}
         until = time.monotonic() + START_SECONDS
         while any(len(ranks) < num_ranks for ranks in self._ranks.values()):
@@ -83,10 +87,10 @@ class Conductor:
         self._ranks[json.loads(stream.readline())].append(stream)
 
     def _check_alive(self) -> None:
-        for number, (name, process) in enumerate(self._jobs.items()):
+        for number, process in enumerate(self._processes):
             if process.poll():
                 output = (self._folder / f"{number}.log").read_text(errors="replace")
-                raise SystemExit(f"{name} ended with exit code {process.returncode}:\n{output[-3000:]}")
+                raise SystemExit(f"a job ended with exit code {process.returncode}:\n{output[-3000:]}")
 
     def turn(self, job: str, num_steps: int) -> list[float]:
         """Seconds of each of ``num_steps`` steps of ``job`` on its slowest rank, after one that is not timed."""
@@ -94,12 +98,12 @@ class Conductor:
 
     def finish(self) -> dict[str, list[Any]]:
         """Let every job end; returns what its ranks say of themselves (`Turns.facts`)."""
-        facts = {job: self._ask(job, 0) for job in self._jobs}
-        for name, process in self._jobs.items():
+        facts = {job: self._ask(job, 0) for job in self._ranks}
+        for process in self._processes:
             try:
                 process.wait(timeout=TURN_SECONDS)
             except subprocess.TimeoutExpired:
-                raise SystemExit(f"{name} did not end within {TURN_SECONDS:.0f} s after its last step") from None
+                raise SystemExit(f"the jobs did not end within {TURN_SECONDS:.0f} s after their last step") from None
         self._check_alive()
         return facts
 
@@ -125,18 +129,19 @@ class Turns:
     """A rank's side: call `wait` at the beginning of every step.
 
     Args:
+        job: Its name.
         synchronize: On a GPU, what waits for it. Only the whole turn is timed then, so that steps queue up as in
             training.
         pause: Called when a turn is over, to give back memory that the others need.
     """
 
     def __init__(
-        self, synchronize: Callable[[], object] | None = None, pause: Callable[[], object] = lambda: None
+        self, job: str, synchronize: Callable[[], object] | None = None, pause: Callable[[], object] = lambda: None
     ) -> None:
         connection = socket.socket(socket.AF_UNIX)
         connection.connect(os.environ["TURNS_SOCKET"])
         self._stream = connection.makefile("rw")
-        self._say(os.environ["TURNS_JOB"])
+        self._say(job)
         self._synchronize = synchronize
         self._pause = pause
         self._left = 0

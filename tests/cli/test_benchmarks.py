@@ -17,10 +17,11 @@ from tests.launch import run
 JOB = """
 import os, sys, time
 from benchmarks.turns import Turns
-turns = Turns()
+job = sys.argv[2]
+turns = Turns(job)
 with open(sys.argv[1], "a", buffering=1) as log:
     while turns.wait():
-        log.write(f"{os.environ['TURNS_JOB']} {os.getpid()}\\n")
+        log.write(f"{job} {os.getpid()}\\n")
         time.sleep(0.002)
 turns.leave({"pid": os.getpid()})
 """
@@ -35,7 +36,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_jobs_take_turns_and_only_timed_steps_count(job: list[str], tmp_path: Path) -> None:
     with Conductor(tmp_path) as conductor:
-        conductor.start({"a": job, "b": job}, num_ranks=1)
+        conductor.start([[*job, "a"], [*job, "b"]], "ab", num_ranks=1)
         times = [conductor.turn(name, 3) for name in "abba"]
         facts = conductor.finish()
     assert [len(turn) for turn in times] == [3, 3, 3, 3]
@@ -47,9 +48,9 @@ def test_jobs_take_turns_and_only_timed_steps_count(job: list[str], tmp_path: Pa
 
 def test_a_job_that_fails_is_an_error_with_its_output_and_ends_the_others(job: list[str], tmp_path: Path) -> None:
     fails = [sys.executable, "-c", "raise ValueError('no such photo')"]
-    said = r"(?s)b ended with exit code 1:.*no such photo"
+    said = r"(?s)a job ended with exit code 1:.*no such photo"
     with pytest.raises(SystemExit, match=said), Conductor(tmp_path) as conductor:
-        conductor.start({"a": job, "b": fails}, num_ranks=1)
+        conductor.start([[*job, "a"], fails], "ab", num_ranks=1)
     until = time.monotonic() + 5
     while any(str(tmp_path) in cmdline for cmdline in command_lines()):
         assert time.monotonic() < until, "job a still runs"
