@@ -11,6 +11,7 @@ the extras ``recipes``, ``bench`` and ``test``. Without a GPU it says so and end
 from __future__ import annotations
 
 import argparse
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -65,6 +66,7 @@ def main() -> int:
     if asked.device == "cuda" and not torch.cuda.is_available():
         print("no NVIDIA GPU that torch can use on this machine: nothing was measured", file=sys.stderr)
         return NO_GPU
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that no job is left behind
     name = torch.cuda.get_device_name() if asked.device == "cuda" else "cpu"
     print(f"{name}, torch {torch.__version__}", flush=True)
     for line in steps(asked.device, asked.tiny, asked.batch):

@@ -102,7 +102,7 @@ class InTurns(L.Callback):
 def optimizer_state_bytes() -> int:
     """Bytes of all tensors in the state of all optimizers of this process, each memory once."""
     seen: dict[int, int] = {}
-    for optimizer in [found for found in gc.get_objects() if isinstance(found, torch.optim.Optimizer)]:
+    for optimizer in [found for found in gc.get_objects() if issubclass(type(found), torch.optim.Optimizer)]:
         for value in (value for state in optimizer.state.values() for value in state.values()):
             if isinstance(value, Tensor) and value.dim():
                 seen[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
