@@ -189,7 +189,7 @@ def test_a_backend_that_the_launcher_rules_out_is_an_error_that_says_so() -> Non
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "lightning_ring.cli.main"]
     result = run([*launcher, "bench", "--backends", "mpi", "--sizes", "1K"], timeout=90)
     assert result.returncode != 0
-    assert "mpi cannot be measured here: torchrun started the ranks, not MPI. There are: gloo" in result.stdout
+    assert "mpi cannot be measured here: torchrun started the ranks, not MPI. There are: auto, gloo" in result.stdout
 
 
 def test_under_mpirun_it_uses_those_ranks() -> None:
