@@ -63,8 +63,8 @@ class RingStrategy(RankedStrategy):
     One process alone communicates nothing and registers no hook.
 
     Args:
-        backend: Who moves gradients. ``"auto"``: NCCL on CUDA; on CPU shared memory within a node, and between nodes Gloo
-            (MPI if it started the ranks and they have InfiniBand or the like).
+        backend: Who moves gradients. ``"auto"``: NCCL on CUDA; on CPU shared memory within a node, and between nodes
+            Gloo (MPI if it started the ranks and they have InfiniBand or the like).
         bucket_cap_mb: Bucket size in MiB; the first bucket to fill takes 1 MiB, so that the wire starts early. Or
             ``"auto"``: sizes that fit what the first steps show of backward and of the wire.
         topology: ``"hierarchical"`` reduces in each node first, then across nodes, so that every byte crosses the wire

@@ -12,6 +12,7 @@ from lightning_ring.errors import RingError
 # name: (module with `main(arguments) -> int`, what it answers)
 COMMANDS = {
     "pack": ("lightning_ring.cli.pack", "pack images into shards that train fast, and check them"),
+    "bench": ("lightning_ring.cli.bench", "how fast the ring is: bandwidth of every backend, over sizes"),
 }
 
 

@@ -1,0 +1,80 @@
+"""Everything that one NVIDIA GPU can tell, in one command: ``python -m benchmarks.gpu``.
+
+Prints the step time of ResNet-50 (bf16-mixed, channels-last, batch 256) on a plain single device, under Lightning's DDP
+(NCCL, one rank) and under the ring, with its collectives left out, as one process alone does, and forced; the share of
+the memory bandwidth that LARS and LAMB reach; and runs the tests that need a GPU. It needs no network and no data, and
+the extras ``recipes``, ``bench`` and ``test``. Without a GPU it says so and ends with exit code 77.
+
+``--device cpu --tiny`` walks the same way with a model of a few parameters, to see that the way is open.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import torch
+
+from benchmarks import optim, step
+
+NO_GPU = 77  # what test harnesses take for "skipped"
+FORCED = "ring:force_communication=True"
+TINY_SHAPES = [(64, 64), (64,)]
+
+
+def steps(device: str, tiny: bool, batch: int) -> Iterator[str]:
+    """Step times. The last line is what buckets, hooks and collectives cost where nobody is to be talked to."""
+    contenders = ("auto", "ddp", "ring", FORCED)
+    options = ["--device", device]
+    if tiny:
+        row = step.Row("tiny", contenders, ranks=1, steps=2, rounds=1, start="exec" if device == "cuda" else "fork")
+    else:
+        row = step.Row("resnet50", contenders, (("ring", "auto", 1.01),), ranks=1, steps=10, rounds=6, start="exec")
+        options += ["--precision", "bf16-mixed", "--channels-last", "--batch", str(batch)]
+    seconds, facts = step.measure(row, options)
+    yield from step.report(row, seconds, facts)
+    ours, plain = (sorted(seconds[name])[len(seconds[name]) // 2] for name in (FORCED, "ring"))
+    yield f"- the reducer with its collectives at world size 1: {1e3 * (ours - plain):+.2f} ms a step"
+
+
+def optimizers(device: str, tiny: bool) -> Iterator[str]:
+    """LARS and LAMB against the bandwidth of a copy."""
+    if tiny:
+        optim.MODELS["tiny"] = lambda: list(TINY_SHAPES)
+    model = "tiny" if tiny else "resnet50"
+    yield from optim.on_cuda(model, 7) if device == "cuda" else optim.on_cpu(model, threads=1, num_rounds=1)
+
+
+def tests(tiny: bool) -> int:
+    """The tests that need a GPU; `tiny`: those of the backends. Their exit code."""
+    where = ["tests/comm"] if tiny else ["tests"]
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", *where]
+    return subprocess.run(command, cwd=step.ROOT).returncode
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="a model of a few parameters, a few steps")
+    parser.add_argument("--batch", type=int, default=256)
+    asked = parser.parse_args()
+    if asked.device == "cuda" and not torch.cuda.is_available():
+        print("no NVIDIA GPU that torch can use on this machine: nothing was measured", file=sys.stderr)
+        return NO_GPU
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that no job is left behind
+    name = torch.cuda.get_device_name() if asked.device == "cuda" else "cpu"
+    print(f"{name}, torch {torch.__version__}", flush=True)
+    for line in steps(asked.device, asked.tiny, asked.batch):
+        print(line, flush=True)
+    for line in optimizers(asked.device, asked.tiny):
+        print(line, flush=True)
+    return tests(asked.tiny)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,184 @@
+"""Jobs that train at the same time of day but never at the same time: they take turns, some steps each.
+
+Ratios of two jobs are only as good as what both share. Run one after the other, minutes apart, they meet different
+machines (clock rates, neighbours); in one process, each other's threads and memory. Here every job has processes of
+its own, all are up from the start, and whoever does not have the turn blocks in a read and takes no processor time.
+Ranks talk to the conductor over a Unix socket, which reaches into network namespaces too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+START_SECONDS = 240.0  # for all jobs' imports and first collectives
+TURN_SECONDS = 60.0
+
+
+class Conductor:
+    """Lets jobs that it starts train in turns; a context manager that leaves none behind.
+
+    Args:
+        folder: Where its socket and the jobs' output go.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._ranks: dict[str, list[Any]] = {}
+        self._door = socket.socket(socket.AF_UNIX)
+        self._door.bind(str(folder / "turns"))
+        self._door.listen(64)
+
+    def __enter__(self) -> Conductor:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._door.close()
+        for process in self._processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)
+        for process in self._processes:
+            try:
+                process.wait(timeout=10)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+    def start(self, commands: Sequence[Sequence[str]], jobs: Sequence[str], num_ranks: int) -> None:
+        """Run ``commands``, and wait until all ``num_ranks`` ranks of each of ``jobs`` are about to train."""
+        for number, command in enumerate(commands):
+            with (self._folder / f"{number}.log").open("wb") as log:
+                process = subprocess.Popen(
+                    list(command),
+                    env={**os.environ, "TURNS_SOCKET": str(self._folder / "turns")},
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            self._processes.append(process)
+        self._ranks = {name: [] for name in jobs}
+        until = time.monotonic() + START_SECONDS
+        while any(len(ranks) < num_ranks for ranks in self._ranks.values()):
+            self._accept(until)
+
+    def _accept(self, until: float) -> None:
+        self._door.settimeout(0.2)
+        try:
+            connection, _ = self._door.accept()
+        except TimeoutError:
+            self._check_alive()
+            if time.monotonic() > until:
+                waiting = {name: len(ranks) for name, ranks in self._ranks.items()}
+                raise SystemExit(f"after {START_SECONDS:.0f} s not all ranks train; by job: {waiting}") from None
+            return
+        connection.settimeout(TURN_SECONDS)
+        stream = connection.makefile("rw")
+        self._ranks[json.loads(stream.readline())].append(stream)
+
+    def _check_alive(self) -> None:
+        for number, process in enumerate(self._processes):
+            if process.poll():
+                output = (self._folder / f"{number}.log").read_text(errors="replace")
+                raise SystemExit(f"a job ended with exit code {process.returncode}:\n{output[-3000:]}")
+
+    def turn(self, job: str, num_steps: int) -> list[float]:
+        """Seconds of each of ``num_steps`` steps of ``job`` on its slowest rank, after one that is not timed."""
+        return [max(step) for step in zip(*self._ask(job, num_steps + 1), strict=True)]
+
+    def finish(self) -> dict[str, list[Any]]:
+        """Let every job end; returns what its ranks say of themselves (`Turns.facts`)."""
+        facts = {job: self._ask(job, 0) for job in self._ranks}
+        for process in self._processes:
+            try:
+                process.wait(timeout=TURN_SECONDS)
+            except subprocess.TimeoutExpired:
+                raise SystemExit(f"the jobs did not end within {TURN_SECONDS:.0f} s after their last step") from None
+        self._check_alive()
+        return facts
+
+    def _ask(self, job: str, num_steps: int) -> list[Any]:
+        for stream in self._ranks[job]:
+            stream.write(f"{num_steps}\n")
+            stream.flush()
+        answers = []
+        for stream in self._ranks[job]:
+            try:
+                line = stream.readline()
+            except TimeoutError:
+                raise SystemExit(f"{job}: no answer within {TURN_SECONDS:.0f} s") from None
+            if not line:
+                time.sleep(1.0)  # its launcher says why
+                self._check_alive()
+                raise SystemExit(f"{job}: a rank left in mid-turn")
+            answers.append(json.loads(line))
+        return answers
+
+
+class Turns:
+    """A rank's side: call `wait` at the beginning of every step.
+
+    Args:
+        job: Its name.
+        synchronize: On a GPU, what waits for it. Only the whole turn is timed then, so that steps queue up as in
+            training.
+        pause: Called when a turn is over, to give back memory that the others need.
+    """
+
+    def __init__(
+        self, job: str, synchronize: Callable[[], object] | None = None, pause: Callable[[], object] = lambda: None
+    ) -> None:
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(os.environ["TURNS_SOCKET"])
+        self._stream = connection.makefile("rw")
+        self._say(job)
+        self._synchronize = synchronize
+        self._pause = pause
+        self._left = 0
+        self._clock: list[float] = []  # at the beginning of each step of this turn, and at the end of the last
+
+    def wait(self) -> bool:
+        """Return when this step may begin; False for the last one, which is not timed."""
+        if self._left == 0:
+            if self._clock:
+                self._tick(synchronize=True)
+                self._pause()
+                self._say(self._seconds())
+            self._left = int(self._stream.readline())
+            if self._left == 0:
+                return False
+            self._clock.clear()
+        self._tick(synchronize=len(self._clock) == 1)
+        self._left -= 1
+        return True
+
+    def leave(self, facts: dict[str, Any]) -> None:
+        """After training: tell the conductor what it cannot see."""
+        self._say(facts)
+        self._stream.close()
+
+    def _tick(self, synchronize: bool) -> None:
+        if synchronize and self._synchronize is not None:
+            self._synchronize()
+        self._clock.append(time.perf_counter())
+
+    def _seconds(self) -> list[float]:
+        """Of each step but the first, which finds caches cold, and of a sharded optimizer its parameters gathered."""
+        clock = self._clock[1:]
+        if self._synchronize is not None:
+            return [(clock[-1] - clock[0]) / (len(clock) - 1)] * (len(clock) - 1)
+        return [after - before for before, after in pairwise(clock)]
+
+    def _say(self, message: object) -> None:
+        self._stream.write(json.dumps(message) + "\n")
+        self._stream.flush()

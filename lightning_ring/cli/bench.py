@@ -1,0 +1,162 @@
+"""``lightning-ring bench``: times the collectives of every backend, in ranks that it, or another launcher, starts."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from lightning_ring.bench.names import BACKENDS, COLLECTIVES
+from lightning_ring.cli.hosts import check_slots, cores, parse_hosts, read_hostfile
+from lightning_ring.cli.mpirun import find_mpirun, require_mpirun
+from lightning_ring.cli.start import mpirun_job, plain_job
+from lightning_ring.comm.launch_variables import LaunchVariables, launcher_variables
+from lightning_ring.errors import ConfigurationError
+
+_FACTORS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+_STEP = 4  # each size to the next
+
+
+def main(arguments: Sequence[str]) -> int:
+    """
+    Raises:
+        RingError: The command line is wrong, a backend is not there, or a result was wrong.
+    """
+    options = _parser().parse_args(arguments)
+    sizes = chosen_sizes(options.sizes, options.min, options.max)
+    _check(options)
+    launched = launcher_variables(os.environ)
+    if launched is None:
+        return _start_ranks(options, list(arguments))
+    _check_launched(options, launched)
+    from lightning_ring.bench.session import run  # deferred: what is wrong so far is said without waiting for torch
+
+    return run(options, sizes)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="lightning-ring bench",
+        description="Time all-reduce, reduce-scatter and all-gather over sizes, for every backend that works here. "
+        "Backends take turns, so that ratios are fair, and results are checked. Bandwidths are those of nccl-tests.",
+        epilog="Sizes are bytes: 4K, 25M, 1G count in powers of 1024 (KiB, MiB, GiB), 25MB is 25,000,000. Under "
+        "mpirun, srun or torchrun it runs with the ranks that they started.",
+    )
+    parser.add_argument("-n", "-np", dest="ranks", type=int, metavar="N", help="ranks (default: one a GPU, or a core)")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("-H", "--host", dest="hosts", metavar="HOST:SLOTS,...", help="hosts, and ranks on each")
+    where.add_argument("--hostfile", metavar="FILE", help="the same, one host a line: `gpu01 slots=4`")
+    parser.add_argument("--min", metavar="SIZE", help="smallest tensor on each rank (default: 1K)")
+    parser.add_argument("--max", metavar="SIZE", help="largest (default: 256M); each is 4 times the one before")
+    parser.add_argument("--sizes", metavar="SIZE,...", help="these sizes instead")
+    parser.add_argument("--backends", nargs="+", choices=BACKENDS, help="default: all that work here")
+    parser.add_argument("--collectives", nargs="+", choices=COLLECTIVES, default=COLLECTIVES, help="default: all")
+    parser.add_argument(
+        "--compare", choices=BACKENDS, metavar="BACKEND", help="show each time as a ratio to this one's"
+    )
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument(
+        "--seconds", type=float, default=0.2, help="for each backend, collective and size (default: 0.2)"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write all numbers, in bytes and seconds (rank 0's host)")
+    parser.add_argument("--plot", metavar="FILE.png", help="draw bus bandwidth over size (needs matplotlib)")
+    return parser
+
+
+def parse_size(text: str, option: str) -> int:
+    """``"4K"``: 4096.
+
+    Raises:
+        ConfigurationError: ``text`` is no size, or less than one float32.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?)(i?B)?", text.strip(), re.IGNORECASE)
+    if match is None:
+        raise ConfigurationError(f"{option}: {text!r} is not a size. Write bytes, or a number with K, M, G: 64K, 25M.")
+    unit = match[2].upper() + ("B" if match[2] and (match[3] or "").upper() == "B" else "")
+    size = float(match[1]) * _FACTORS[unit]
+    if size < 4:
+        raise ConfigurationError(f"{option}: {text!r} is less than the 4 bytes of one float32. Say 4 or more.")
+    return int(size)
+
+
+def chosen_sizes(sizes: str | None, least: str | None, most: str | None) -> list[int]:
+    """Sizes to measure, in bytes.
+
+    Raises:
+        ConfigurationError: One is no size, ``least`` is above ``most``, or ``sizes`` is given beside them.
+    """
+    if sizes is not None:
+        if least is not None or most is not None:
+            raise ConfigurationError("--sizes says what to measure, and so do --min and --max. Use one or the other.")
+        return [parse_size(text, "--sizes") for text in sizes.split(",")]
+    first, last = parse_size(least or "1K", "--min"), parse_size(most or "256M", "--max")
+    if first > last:
+        raise ConfigurationError(f"--min is {first} bytes and --max {last}: nothing lies between. Swap them.")
+    return [first * _STEP**power for power in range(int(math.log(last / first, _STEP) + 1e-9) + 1)]
+
+
+def _check(options: argparse.Namespace) -> None:
+    """What would otherwise be found out after minutes of measuring.
+
+    Raises:
+        ConfigurationError: Says which option cannot work.
+    """
+    if not 0 < options.seconds < math.inf:
+        raise ConfigurationError(f"--seconds {options.seconds}: must be more than 0, such as 0.2.")
+    if options.compare and options.backends and options.compare not in options.backends:
+        raise ConfigurationError(f"--compare {options.compare} is not among --backends {' '.join(options.backends)}.")
+    if options.plot is not None:
+        from lightning_ring.bench.plot import check_plot
+
+        check_plot(options.plot)
+    for option, path in (("--json", options.json), ("--plot", options.plot)):
+        if path is not None and (Path(path).is_dir() or not os.access(Path(path).absolute().parent, os.W_OK)):
+            raise ConfigurationError(f"{option} {path}: cannot be written. Name a file in a folder that is there.")
+
+
+def _check_launched(options: argparse.Namespace, launched: LaunchVariables) -> None:
+    """
+    Raises:
+        ConfigurationError: ``-n`` or ``-H`` says something else than the launcher did, or there is one rank.
+    """
+    if options.ranks not in (None, launched.world_size):
+        raise ConfigurationError(
+            f"-n {options.ranks}, but {launched.launcher} started {launched.world_size} ranks. Leave -n out here."
+        )
+    if (options.hosts or options.hostfile) and "RING_LAUNCHER_PID" not in os.environ:
+        raise ConfigurationError(f"-H and --hostfile choose hosts, but {launched.launcher} has. Leave them out here.")
+    _check_number(launched.world_size)
+
+
+def _check_number(ranks: int) -> None:
+    if ranks < 2:
+        raise ConfigurationError(f"{ranks} rank(s) exchange nothing. Start 2 or more (-n 2).")
+
+
+def _start_ranks(options: argparse.Namespace, arguments: list[str]) -> int:
+    """Run this command again in every rank, through mpirun or, without one, as plain processes of this host."""
+    hosts = parse_hosts(options.hosts) if options.hosts else read_hostfile(options.hostfile) if options.hostfile else []
+    ranks = options.ranks if options.ranks is not None else sum(host.slots for host in hosts)
+    if not ranks and options.ranks is None:
+        ranks = _default_ranks(options.device)
+    _check_number(ranks)
+    if hosts:
+        check_slots(ranks, hosts)
+    mpirun = require_mpirun() if hosts else find_mpirun()
+    command = [sys.executable, "-m", "lightning_ring.cli.main", "bench", *arguments]
+    if mpirun is None:
+        return plain_job(ranks, command, os.environ).run()
+    return mpirun_job(mpirun, ranks, command, hosts, os.environ).run()
+
+
+def _default_ranks(device: str) -> int:
+    if device != "cpu":
+        import torch  # deferred: see main
+
+        if torch.cuda.device_count() > 1:
+            return torch.cuda.device_count()
+    return max(2, cores())
