@@ -29,10 +29,10 @@ class ClassMembers:
         given = np.asarray(labels)
         if given.ndim != 1 or not np.issubdtype(given.dtype, np.integer) or len(given) == 0:
             raise ConfigurationError(
-                f"labels of dtype {given.dtype} and shape {given.shape} were given, expected one integer for each sample."
+                f"labels of {given.dtype}, shape {given.shape}, were given, expected an integer for each sample."
             )
         if given.min() < 0:
-            raise ConfigurationError(f"label {given.min()} of sample {given.argmin()} is negative, expected class numbers.")
+            raise ConfigurationError(f"label {given.min()} of sample {given.argmin()} is negative, expected ≥ 0.")
         self._members = _grouped(given)
         counts = np.bincount(given)
         self.numbers: Ints = np.flatnonzero(counts)

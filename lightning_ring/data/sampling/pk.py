@@ -23,9 +23,9 @@ class PKSampler(OrderedSampler):
     """Each step every rank gets ``p`` classes, ``k`` samples each, and no class comes to two ranks.
 
     The global order is a sequence of passes, each a permutation of all classes, ``k`` samples a class. A step takes the
-    next ``p`` x world size classes; a step that would reach over the end of a pass takes the next pass instead, so that its
-    classes are distinct whatever the number of ranks. Groups of ``k`` go through a class without repeating a sample
-    until fewer than ``k`` are left, and then through it in another order.
+    next ``p`` x world size classes; one that would reach over the end of a pass starts with the next pass instead, so
+    that its classes are distinct whatever the number of ranks. Groups of ``k`` go through a class
+    without repeating a sample until fewer than ``k`` are left, and then through it in another order.
 
     For a DataLoader: ``batch_size=sampler.batch_size``.
 

@@ -84,7 +84,7 @@ class OrderedSampler(DistributedSampler[int]):
         for _, indices in self.blocks():
             yield from indices.tolist()
         if self.epoch == epoch:
-            self.position = self._taken = 0  # whoever goes through it again without set_epoch gets all of it again
+            self.rewind()
 
     def __len__(self) -> int:
         """Samples of this rank in this epoch, those before `position` included, as Lightning counts batches."""
@@ -96,7 +96,12 @@ class OrderedSampler(DistributedSampler[int]):
 
     def set_epoch(self, epoch: int) -> None:
         if epoch != self.epoch:
-            self.epoch, self.position, self._taken = epoch, 0, 0
+            self.epoch = epoch
+            self.rewind()
+
+    def rewind(self) -> None:
+        """Back to the start of the epoch; an iteration that reached its end has done so."""
+        self.position = self._taken = 0
 
     # -- state
 
@@ -125,8 +130,7 @@ class OrderedSampler(DistributedSampler[int]):
             if state.get(name) != mine:
                 raise ConfigurationError(
                     f"the saved state of a sampler has {name} {state.get(name)!r}, but this one has {mine!r}: its "
-                    "position means nothing here. Use the data set and the settings of the run that was saved, or start "
-                    "a new run."
+                    "position means nothing here. Use the data set and settings of the saved run, or start a new one."
                 )
         if state["seed"] != self.seed:
             log.warning(
@@ -137,7 +141,7 @@ class OrderedSampler(DistributedSampler[int]):
 
 
 class StridedSampler(OrderedSampler):
-    """An order of ``length`` positions, of which rank r takes r, r + world size, ...: each step is one stretch of it."""
+    """An order of ``length`` positions; rank r takes r, r + world size, ... A step of all ranks is one stretch."""
 
     def __init__(self, length: int, remainder: Remainder, **kwargs: Any) -> None:
         super().__init__(**kwargs)
