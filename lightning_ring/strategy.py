@@ -29,6 +29,7 @@ from lightning_ring.comm.replicate import (
 )
 from lightning_ring.foreign import explain_foreign_modules
 from lightning_ring.gradients import Reducer
+from lightning_ring.loader_state import count_trained_batches
 from lightning_ring.options import Backend, BroadcastBuffers, RingOptions, StartMethod, Uneven
 from lightning_ring.random_state import RandomStates
 from lightning_ring.ranked import RankedStrategy
@@ -322,6 +323,8 @@ class RingStrategy(RankedStrategy):
         if together is not None and self.options.broadcast_buffers != "start":
             self._broadcast_buffers()
         self._random_states.save(checkpoint, together)
+        if self._trainer is not None:
+            count_trained_batches(checkpoint, self._trainer)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:

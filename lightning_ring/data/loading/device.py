@@ -54,11 +54,22 @@ class DeviceTransform(nn.Module):
         rows = images.permute(0, 2, 3, 1)
         if self.is_random:
             assert uniforms is not None
-            rows = self._jitter(rows.to(self.dtype), uniforms.to(self.dtype))
+        done = torch.empty(rows.shape, dtype=self.dtype, device=rows.device)
+        # A CPU takes one image at a time, which then stays in its cache.
+        num = 1 if rows.device.type == "cpu" else max(1, len(rows))
+        for start in range(0, len(rows), num):
+            part = slice(start, start + num)
+            self._transform(rows[part], None if uniforms is None else uniforms[part], done[part])
+        return done.permute(0, 3, 1, 2)
+
+    def _transform(self, rows: Tensor, uniforms: Tensor | None, done: Tensor) -> None:
+        rows = rows.to(self.dtype)
+        if self.is_random and uniforms is not None:
+            rows = self._jitter(rows, uniforms.to(self.dtype))
         # Whole rows at a time: along three channels a CPU would not use its vector units.
-        flat = rows.reshape(-1, rows.shape[2] * rows.shape[3])
-        scale, shift = self.scale.repeat(rows.shape[2]), self.shift.repeat(rows.shape[2])
-        return torch.addcmul(shift, flat.to(self.dtype), scale).view(rows.shape).permute(0, 3, 1, 2)
+        width = rows.shape[2]
+        scale, shift = self.scale.repeat(width), self.shift.repeat(width)
+        torch.addcmul(shift, rows.reshape(-1, 3 * width), scale, out=done.view(-1, 3 * width))
 
     def _jitter(self, rows: Tensor, uniforms: Tensor) -> Tensor:
         """``rows``: batch x height x width x 3, 0 to 255."""

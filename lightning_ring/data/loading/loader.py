@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,6 +24,8 @@ from lightning_ring.data.loading.samples import BatchMaker, Samples
 from lightning_ring.data.loading.times import LoaderTimes
 from lightning_ring.data.sampling.sampler import OrderedSampler
 from lightning_ring.errors import ConfigurationError
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -106,8 +109,6 @@ class Loader:
             yield from self._batches(pool, run)
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
-        if sampler.epoch == run.epoch:
-            sampler.rewind()
 
     def _batches(self, pool: ThreadPoolExecutor, run: _Run) -> Iterator[Any]:
         maker, submitted = self.maker, self._submitted(pool)
@@ -124,6 +125,8 @@ class Loader:
             if maker.ahead and filling and all(future.done() for future in filling[0][1]):
                 started.append(self._start(filling.popleft()))
             run.batches += 1
+            if not filling and not started and self.sampler.epoch == run.epoch:
+                self.sampler.rewind()  # not later: Lightning asks for lengths, not for a batch after the last one
             yield batch
 
     def _submitted(self, pool: ThreadPoolExecutor) -> Iterator[tuple[Any, list[Future[LoaderTimes]], int]]:
@@ -187,6 +190,14 @@ class Loader:
         self.sampler.load_state_dict(state["sampler"])
         self._run = None
         self._resumed = self.sampler.epoch, self.sampler.position, state["batches"]
+        whole = self._num_batches(self.sampler.num_left(0))
+        if len(self) != whole:
+            log.warning(
+                "lightning_ring: this epoch began with another number of ranks or batch size and has %d batches, "
+                "the next ones have %d. Lightning notices with Trainer(reload_dataloaders_every_n_epochs=1) only.",
+                len(self),
+                whole,
+            )
 
 
 def image_loader(

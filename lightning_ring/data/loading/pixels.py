@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,6 +15,17 @@ from lightning_ring.data.decoding import decode_rgb
 from lightning_ring.data.loading.crops import Box, Crop
 
 _MAX_REDUCTION = 8
+
+
+class _Scratch(threading.local):
+    """Memory that a thread decodes and crops into, again and again: fresh pages cost more than the copy."""
+
+    def __init__(self) -> None:
+        self.image = np.empty(0, dtype=np.uint8)
+        self.part = np.empty(0, dtype=np.uint8)
+
+
+_scratch = _Scratch()
 
 
 def decode_into(out: Tensor, data: bytes, crop: Crop, uniforms: Sequence[float]) -> None:
@@ -30,7 +42,11 @@ def decode_into(out: Tensor, data: bytes, crop: Crop, uniforms: Sequence[float])
         ValueError, OSError: The image cannot be decoded.
     """
     image, box = _decode(data, crop, uniforms)
-    part = np.ascontiguousarray(image[box.top : box.top + box.height, box.left : box.left + box.width])
+    num = box.height * box.width * 3
+    if len(_scratch.part) < num:
+        _scratch.part = np.empty(num, dtype=np.uint8)
+    part = _scratch.part[:num].reshape(box.height, box.width, 3)
+    np.copyto(part, image[box.top : box.top + box.height, box.left : box.left + box.width])
     pixels = torch.from_numpy(part).permute(2, 0, 1)[None]
     if box.flip:
         pixels = pixels.flip(-1)
@@ -44,12 +60,16 @@ def _decode(data: bytes, crop: Crop, uniforms: Sequence[float]) -> tuple[npt.NDA
             height, width, _, _ = simplejpeg.decode_jpeg_header(data)
             box = crop.box(height, width, uniforms)
             factor = _reduction(box, crop.size)
-            if factor > 1:
-                small = simplejpeg.decode_jpeg(
-                    data, min_height=-(-height // factor), min_width=-(-width // factor), min_factor=factor
-                )
-                return small, _reduced(box, factor, small.shape)
-            return simplejpeg.decode_jpeg(data), box
+            if len(_scratch.image) < height * width * 3:
+                _scratch.image = np.empty(height * width * 3, dtype=np.uint8)
+            image = simplejpeg.decode_jpeg(
+                data,
+                min_height=-(-height // factor) if factor > 1 else 0,
+                min_width=-(-width // factor) if factor > 1 else 0,
+                min_factor=factor,
+                buffer=_scratch.image,
+            )
+            return image, _reduced(box, factor, image.shape) if factor > 1 else box
         except ValueError:
             pass  # CMYK, or damage: Pillow reads the one and describes the other
     image = decode_rgb(data)
