@@ -59,7 +59,8 @@ class ShardFiles:
         Raises:
             ShardError: The file is gone, or ends before.
         """
-        data = os.pread(self._file(place.shard).descriptor, place.size, place.offset)
+        file = self._file(place.shard)  # held, or another thread could close it meanwhile
+        data = os.pread(file.descriptor, place.size, place.offset)
         if len(data) != place.size:
             shard = self._shards[place.shard]
             raise ShardError(
@@ -72,7 +73,8 @@ class ShardFiles:
         """Tell the kernel to start reading ``places``, all at once; returns before it has."""
         if hasattr(os, "posix_fadvise"):
             for shard, offset, size in places:
-                os.posix_fadvise(self._file(shard).descriptor, offset, size, os.POSIX_FADV_WILLNEED)
+                file = self._file(shard)
+                os.posix_fadvise(file.descriptor, offset, size, os.POSIX_FADV_WILLNEED)
 
     def path(self, shard: int) -> Path:
         return self._root / self._shards[shard].name

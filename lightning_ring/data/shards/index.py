@@ -27,7 +27,7 @@ from lightning_ring.errors import ShardError
 BLOCK = 512
 FOLDER = "index"
 NAMES = "names.txt"
-DTYPES = {
+DTYPES: dict[str, np.dtype[Any]] = {
     "labels": np.dtype("<i4"),
     "blocks": np.dtype("<u4"),
     "sizes": np.dtype("<u4"),
@@ -55,7 +55,7 @@ class ShardIndex:
         self._blocks = self.column("blocks")
         self._sizes = self.column("sizes")
         self._name_ends = self.column("name_ends")
-        self._names: npt.NDArray[np.uint8] | None = None
+        self._names = self._map_names()
 
     def column(self, name: str) -> npt.NDArray[Any]:
         """One column, mapped read-only.
@@ -66,7 +66,7 @@ class ShardIndex:
         path = self._root / FOLDER / f"{name}.npy"
         try:
             # A plain array over the same mapping: indexing a np.memmap costs several times as much.
-            values = np.load(path, mmap_mode="r" if self._samples else None).view(np.ndarray)
+            values = np.load(path, mmap_mode="r").view(np.ndarray)
         except (OSError, ValueError, EOFError) as error:
             raise ShardError(f"{path} cannot be mapped: {error}. Restore it, or pack the images again.") from None
         if values.shape != (self._samples,) or values.dtype != DTYPES[name]:
@@ -75,6 +75,13 @@ class ShardIndex:
                 f"({self._samples},), one for each image of the manifest. Restore it, or pack the images again."
             )
         return values
+
+    def _map_names(self) -> npt.NDArray[np.uint8]:
+        path = self._root / FOLDER / NAMES
+        try:
+            return np.memmap(path, np.uint8, mode="r").view(np.ndarray)
+        except (OSError, ValueError) as error:
+            raise ShardError(f"{path} cannot be mapped: {error}. Restore it, or pack the images again.") from None
 
     def __len__(self) -> int:
         return self._samples
@@ -92,8 +99,6 @@ class ShardIndex:
 
     def name(self, i: SupportsIndex) -> str:
         """Where image ``i`` came from: a path as the image folder or the CSV had it."""
-        if self._names is None:
-            self._names = np.memmap(self._root / FOLDER / NAMES, mode="r").view(np.ndarray)
         i = self.position(i)
         start = int(self._name_ends[i - 1]) + 1 if i else 0
         return self._names[start : int(self._name_ends[i])].tobytes().decode("utf-8", "surrogateescape")

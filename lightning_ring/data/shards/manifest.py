@@ -13,12 +13,14 @@ import hashlib
 import json
 import os
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from lightning_ring.errors import ShardError
 
 MANIFEST = "manifest.json"
+REPORT = "report.csv"
 FORMAT = "lightning_ring shards"
 VERSION = 1
 
@@ -33,7 +35,7 @@ class Shard:
     sha256: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Manifest:
     """``files``: SHA-256 of everything beside the shards. ``counts``: what packing did, for people to read."""
 
@@ -48,10 +50,11 @@ class Manifest:
     def samples(self) -> int:
         return sum(shard.samples for shard in self.shards)
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """The same for two folders if and only if they hold the same images, labels, names and order."""
-        content = [VERSION, self.classes, [asdict(shard) for shard in self.shards], self.files]
+        shards = [[shard.name, shard.bytes, shard.samples, shard.sha256] for shard in self.shards]
+        content = [VERSION, self.classes, shards, self.files]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     def to_json(self) -> str:
@@ -104,6 +107,14 @@ def _instead_of_manifest(root: Path) -> str:
     if (root / ".packing").is_dir():
         return "Packing into this folder has not finished: run the same `lightning-ring pack` again, it goes on."
     return "This is no folder of packed shards; `lightning-ring pack SRC DST` makes one from images."
+
+
+def file_sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        digest = hashlib.sha256()
+        while chunk := file.read(2**20):
+            digest.update(chunk)
+    return digest.hexdigest()
 
 
 def check_lengths(root: Path, shards: list[Shard]) -> list[str]:

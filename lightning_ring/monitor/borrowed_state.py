@@ -1,0 +1,77 @@
+"""A Trainer as it was before something trained it for a while."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torchmetrics import Metric
+
+
+@contextmanager
+def borrowed(trainer: Trainer, module: LightningModule) -> Iterator[None]:
+    """Inside, ``module`` may be trained; on leaving, training goes on as if nothing had happened.
+
+    Put back are parameters, buffers, gradients, optimizers, the loss scaler, learning-rate schedulers, the loop's
+    counters, everything that was logged, torchmetrics objects, loaders' positions, and all random states. Costs a copy
+    of parameters and optimizer state.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    module_state = {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
+    gradients = [(param, param.grad) for param in module.parameters()]
+    optimizers = [copy.deepcopy(optimizer.state_dict()) for optimizer in trainer.optimizers]
+    precision = copy.deepcopy(trainer.precision_plugin.state_dict())
+    schedulers = [copy.deepcopy(config.scheduler.state_dict()) for config in trainer.lr_scheduler_configs]
+    progress = copy.deepcopy(loop.state_dict())
+    loaders = [(loader, copy.deepcopy(loader.state_dict())) for loader in _loaders(trainer) if _has_state(loader)]
+    metrics = [(metric, copy.deepcopy(metric)) for metric in module.modules() if isinstance(metric, Metric)]
+    random_states = _random_states()
+    for param, _ in gradients:
+        param.grad = None
+    try:
+        yield
+    finally:
+        module.load_state_dict(module_state)
+        for param, gradient in gradients:
+            param.grad = gradient
+        for optimizer, state in zip(trainer.optimizers, optimizers, strict=True):
+            optimizer.load_state_dict(state)
+        trainer.precision_plugin.load_state_dict(precision)
+        for config, state in zip(trainer.lr_scheduler_configs, schedulers, strict=True):
+            config.scheduler.load_state_dict(state)
+        loop.load_state_dict(progress)
+        loop._results.reset()
+        for loader, state in loaders:
+            loader.load_state_dict(state)
+        for metric, before in metrics:
+            metric.__dict__.update(before.__dict__)
+        _restore_random_states(random_states)
+
+
+def _loaders(trainer: Trainer) -> list[Any]:
+    combined = trainer.fit_loop._combined_loader
+    return combined.flattened if combined is not None else []
+
+
+def _has_state(loader: Any) -> bool:
+    return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+
+
+def _random_states() -> tuple[Any, ...]:
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else None
+    return random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda
+
+
+def _restore_random_states(states: tuple[Any, ...]) -> None:
+    python, numpy, cpu, cuda = states
+    random.setstate(python)
+    np.random.set_state(numpy)
+    torch.set_rng_state(cpu)
+    if cuda is not None:
+        torch.cuda.set_rng_state_all(cuda)

@@ -1,0 +1,202 @@
+"""How much slower training is on real data than on synthetic, and why."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer import call
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch import Tensor
+from torch.utils._pytree import tree_map
+from torch.utils.data import DataLoader
+
+from lightning_ring.monitor.borrowed_state import borrowed
+from lightning_ring.monitor.gap_report import ON_DEVICE, REAL, REPLAYED, SOURCES, GapReport, RankTimes, judge, median
+from lightning_ring.monitor.loader_cost import loader_cost
+from lightning_ring.monitor.throughput import first_dimension
+
+
+class GapMeter(Callback):
+    """Before training starts, runs its own step on four sources of batches in turn, and reports their speeds.
+
+    The sources: random images that lie on the device already; the same on the host; real batches replayed from memory;
+    and real data from the training loader, warm. They take turns, ``rounds`` times, in blocks of ``steps`` steps of
+    which the first half warms up (a loader fills its queue while the others run) and is not timed. Batches have one
+    shape in all. Afterwards model, optimizer, counters, loaders and random states are as before, so that training gives
+    the numbers it gives without the meter.
+
+    The result is printed by rank 0 and kept in ``report``.
+
+    Args:
+        steps: Steps of a block, at least 4.
+        rounds: Blocks of each source, at least 1.
+        only: End after the measurement instead of training.
+
+    Raises:
+        ValueError: ``steps`` or ``rounds`` is too small.
+    """
+
+    def __init__(self, steps: int = 20, rounds: int = 3, only: bool = False) -> None:
+        if steps < 4 or rounds < 1:
+            raise ValueError(f"GapMeter needs steps >= 4 and rounds >= 1, got {steps} and {rounds}.")
+        self.steps = steps
+        self.rounds = rounds
+        self.only = only
+        self.report: GapReport | None = None
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return
+        with borrowed(trainer, pl_module), _loaders_of_its_own(trainer) as loader:
+            mine = _Measurement(trainer, pl_module, self.steps, loader).run(self.rounds)
+        everyone: list[RankTimes] = [mine]
+        if trainer.world_size > 1:
+            everyone = [None] * trainer.world_size  # type: ignore[list-item]
+            torch.distributed.all_gather_object(everyone, mine)
+        self.report = judge(everyone)
+        self._show(trainer)
+        if self.only:
+            trainer.should_stop = True
+
+    @rank_zero_only
+    def _show(self, trainer: Trainer) -> None:
+        assert self.report is not None
+        print(self.report.table(), flush=True)
+
+
+class _Measurement:
+    """The four sources over one Trainer's own step."""
+
+    def __init__(self, trainer: Trainer, module: LightningModule, steps: int, loader: CombinedLoader) -> None:
+        self.trainer, self.module, self.steps, self.loader = trainer, module, steps, loader
+        self.real = self._endlessly()
+        self.replayed = [next(self.real) for _ in range(4)]
+        self.batch_size = first_dimension(self.replayed[0])
+        self.host = tree_map(_noise, self.replayed[0])
+        self.device = self._to_device(self.host)
+        self.times: dict[str, list[float]] = {source: [] for source in SOURCES}
+        self.waits: list[float] = []
+        self.fetches: list[float] = []
+        self.own: list[float] = []
+
+    def run(self, rounds: int) -> RankTimes:
+        for _ in range(rounds):
+            for source in SOURCES:
+                self._block(source)
+            self._block_alone()
+        return RankTimes(
+            step={source: median(times) for source, times in self.times.items()},
+            waits=self.waits,
+            own=median(self.own),
+            batch_size=self.batch_size,
+            loader=loader_cost(self.loader.flattened[0], self.batch_size, median(self.fetches)),
+            copies=self.module.device.type != "cpu",
+        )
+
+    def _block(self, source: str) -> None:
+        """Steps on one source; the second half of them counts."""
+        for number in range(self.steps):
+            begin = time.perf_counter()
+            batch = self._batch(source, number)
+            fetched = time.perf_counter()
+            self._train(batch if source == ON_DEVICE else self._to_device(batch))
+            self._wait_for_device()
+            end = time.perf_counter()
+            if number < self.steps // 2:
+                continue
+            self.times[source].append(end - begin)
+            if source == REAL:
+                self.waits.append((fetched - begin) / (end - begin))
+                self.fetches.append(fetched - begin)
+
+    def _block_alone(self) -> None:
+        """Forward and backward without gradients travelling: a rank's own time, whoever it would wait for."""
+        with getattr(self.trainer.strategy, "block_backward_sync", nullcontext)():
+            for _ in range(max(2, self.steps // 4)):
+                begin = time.perf_counter()
+                if self.module.automatic_optimization:
+                    loss = self._forward(self.device)
+                    call._call_strategy_hook(self.trainer, "backward", loss, self.trainer.optimizers[0])
+                else:
+                    self._train(self.device)
+                self._wait_for_device()
+                self.own.append(time.perf_counter() - begin)
+        for param in self.module.parameters():
+            param.grad = None
+
+    def _batch(self, source: str, number: int) -> Any:
+        if source == REAL:
+            return next(self.real)
+        if source == REPLAYED:
+            return self.replayed[number % len(self.replayed)]
+        return self.device if source == ON_DEVICE else self.host
+
+    def _train(self, batch: Any) -> None:
+        loop = self.trainer.fit_loop.epoch_loop
+        kwargs = loop._build_kwargs(OrderedDict(), batch, 0)
+        if self.module.automatic_optimization:
+            loop.automatic_optimization.run(self.trainer.optimizers[0], 0, kwargs)
+        else:
+            loop.manual_optimization.run(kwargs)
+
+    def _forward(self, batch: Any) -> Tensor:
+        kwargs = self.trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), batch, 0)
+        output = call._call_strategy_hook(self.trainer, "training_step", *kwargs.values())
+        loss = output["loss"] if isinstance(output, dict) else output
+        assert isinstance(loss, Tensor)
+        return loss
+
+    def _endlessly(self) -> Iterator[Any]:
+        while True:
+            for batch, _, _ in iter(self.loader):
+                yield batch
+
+    def _to_device(self, batch: Any) -> Any:
+        batch = self.trainer.precision_plugin.convert_input(batch)
+        batch = self.module._on_before_batch_transfer(batch, dataloader_idx=0)
+        return call._call_strategy_hook(self.trainer, "batch_to_device", batch, dataloader_idx=0)
+
+    def _wait_for_device(self) -> None:
+        if self.module.device.type == "cuda":
+            torch.cuda.synchronize(self.module.device)
+
+
+@contextmanager
+def _loaders_of_its_own(trainer: Trainer) -> Iterator[CombinedLoader]:
+    """The training loaders under iterators of their own: those that the first epoch will use exist already."""
+    theirs = trainer.fit_loop._combined_loader
+    assert theirs is not None
+    persistent = [
+        (loader, loader._iterator)
+        for loader in theirs.flattened
+        if isinstance(loader, DataLoader) and loader.persistent_workers
+    ]
+    for loader, _ in persistent:
+        loader._iterator = None
+    mine = CombinedLoader(theirs.iterables, theirs._mode)
+    try:
+        yield mine
+    finally:
+        mine.reset()
+        for loader, iterator in persistent:
+            loader._iterator = iterator
+
+
+def _noise(leaf: Any) -> Any:
+    """Random pixels for what looks like images, everything else (labels) as it is."""
+    if not isinstance(leaf, Tensor) or leaf.ndim < 3:
+        return leaf
+    if leaf.is_floating_point():
+        noise = torch.rand_like(leaf)
+    elif leaf.dtype == torch.uint8:
+        noise = torch.randint_like(leaf, 256)
+    else:
+        return leaf
+    return noise.pin_memory() if leaf.is_pinned() else noise

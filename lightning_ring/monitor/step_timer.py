@@ -1,0 +1,207 @@
+"""Where the time of a training step goes: waiting for data, copying, forward, backward, optimizer, the rest."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.profilers import Profiler
+
+_PHASES = {  # last part of Lightning's own names for what it does
+    "train_dataloader_next": "data",
+    "batch_to_device": "copy",
+    "training_step": "forward",
+    "backward": "backward",
+    "optimizer_step": "optimizer",
+}
+_MANUAL = "manual_optimizer"  # inside training_step, where automatic optimization has it around
+_INTERRUPTIONS = ("validation_step", "test_step", "save_checkpoint")
+_STEP = "run_training_batch"
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Seconds of one training step, from the end of the step before to its own end.
+
+    Validation and checkpoints between two steps do not count. On CUDA ``forward``, ``backward`` and ``optimizer`` are
+    the device's time, the others the host's, so that they need not add up to ``total``.
+
+    Attributes:
+        data: Waiting for the next batch.
+        copy: Handing the batch to the device.
+        forward: ``training_step``; with manual optimization backward too, which Lightning does not announce then.
+        backward: Backward; with a strategy that averages gradients in it, waiting for that too.
+        optimizer: ``optimizer_step`` without the forward and backward that Lightning runs inside it.
+        other: Hooks, callbacks, loggers.
+        total: All of it.
+    """
+
+    data: float
+    copy: float
+    forward: float
+    backward: float
+    optimizer: float
+    other: float
+    total: float
+
+
+class StepTimer(Profiler):
+    """Stands before a Trainer's profiler, which goes on as it was, and times steps by the actions it announces.
+
+    Costs clock reads, on CUDA also events; nothing waits for the device.
+
+    Args:
+        inner: The profiler that the Trainer had.
+        device: Where the model is.
+        window: Steps kept.
+        clock: Seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        inner: Profiler,
+        device: torch.device,
+        window: int = 100,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        super().__init__()
+        self.inner = inner
+        self._clock = clock
+        self._on_cuda = device.type == "cuda"
+        self._phase_of: dict[str, str | None] = {}
+        self._records: deque[_Record] = deque(maxlen=window)
+        self._record = _Record()
+        self._began: float | None = None
+
+    @classmethod
+    def attach(cls, trainer: Trainer, **arguments: Any) -> StepTimer:
+        """Put a timer before ``trainer``'s profiler; one that is there already is returned."""
+        profiler: Any = trainer.profiler  # type: ignore[attr-defined]
+        if not isinstance(profiler, cls):
+            profiler = cls(profiler, trainer.strategy.root_device, **arguments)
+            trainer.profiler = profiler  # type: ignore[attr-defined]
+        return profiler
+
+    def detach(self, trainer: Trainer) -> None:
+        if trainer.profiler is self:  # type: ignore[attr-defined]
+            trainer.profiler = self.inner  # type: ignore[attr-defined]
+
+    def start(self, action_name: str) -> None:
+        self.inner.start(action_name)
+        phase = self._phase(action_name)
+        if phase is None:
+            return
+        if self._began is None:
+            self._began = self._clock()
+        self._record.begin(phase, self._mark(phase))
+
+    def stop(self, action_name: str) -> None:
+        phase = self._phase(action_name)
+        if phase is not None:
+            self._record.end(phase, self._mark(phase))
+        elif action_name == _STEP and self._began is not None:
+            now = self._clock()
+            self._record.total = now - self._began
+            self._records.append(self._record)
+            self._record, self._began = _Record(), now
+        elif action_name.endswith(_INTERRUPTIONS):
+            self._record, self._began = _Record(), None
+        self.inner.stop(action_name)
+
+    def restart(self) -> None:
+        """The next step begins with its own first action: what happens until then is no part of training."""
+        self._record, self._began = _Record(), None
+
+    def steps(self) -> list[StepTimes]:
+        """The steps of the window that the device has finished, oldest first."""
+        return [record.times() for record in self._records if record.finished()]
+
+    def clear(self) -> None:
+        self._records.clear()
+        self.restart()
+
+    def _phase(self, action_name: str) -> str | None:
+        try:
+            return self._phase_of[action_name]
+        except KeyError:
+            last = action_name.rsplit(".", 1)[-1]
+            ours = action_name.startswith(("[Strategy]", "[_TrainingEpochLoop]", "[LightningModule]"))
+            phase = _PHASES.get(last) if ours else None
+            if action_name == "optimizer_step":
+                phase = _MANUAL
+            self._phase_of[action_name] = phase
+            return phase
+
+    def _mark(self, phase: str) -> Any:
+        if not self._on_cuda or phase in ("data", "copy"):
+            return self._clock()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    # -- what the Trainer asks of its profiler
+
+    def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
+        self.inner.setup(stage, local_rank, log_dir)
+
+    def teardown(self, stage: str | None) -> None:
+        self.inner.teardown(stage)
+
+    def describe(self) -> None:
+        self.inner.describe()
+
+    def summary(self) -> str:
+        return self.inner.summary()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+class _Record:
+    """Marks of one step: for each phase the pairs of begin and end."""
+
+    __slots__ = ("_open", "marks", "total")
+
+    def __init__(self) -> None:
+        self.marks: dict[str, list[tuple[Any, Any]]] = {}
+        self.total = 0.0
+        self._open: dict[str, Any] = {}
+
+    def begin(self, phase: str, mark: Any) -> None:
+        self._open[phase] = mark
+
+    def end(self, phase: str, mark: Any) -> None:
+        if phase in self._open:
+            self.marks.setdefault(phase, []).append((self._open.pop(phase), mark))
+
+    def finished(self) -> bool:
+        return all(
+            end.query() for pairs in self.marks.values() for _, end in pairs if isinstance(end, torch.cuda.Event)
+        )
+
+    def times(self) -> StepTimes:
+        spent = {name: sum(_seconds(*pair) for pair in self.marks.get(name, ())) for name in _PHASES.values()}
+        if self.marks.get("optimizer"):  # not in a step that accumulates
+            spent["optimizer"] = max(0.0, spent["optimizer"] - spent["forward"] - spent["backward"])
+        if self.marks.get(_MANUAL):
+            spent["optimizer"] = sum(_seconds(*pair) for pair in self.marks[_MANUAL])
+            spent["forward"] = max(0.0, spent["forward"] - spent["optimizer"])
+        other = max(0.0, self.total - sum(spent.values()))
+        return StepTimes(**spent, other=other, total=self.total)
+
+
+def _seconds(begin: Any, end: Any) -> float:
+    return begin.elapsed_time(end) / 1e3 if isinstance(end, torch.cuda.Event) else end - begin
+
+
+def median_times(steps: list[StepTimes]) -> StepTimes:
+    """The median of each part over ``steps``; zeros where there are none."""
+    if not steps:
+        return StepTimes(*[0.0] * len(fields(StepTimes)))
+    columns = ([getattr(step, field.name) for step in steps] for field in fields(StepTimes))
+    return StepTimes(*(float(torch.tensor(column, dtype=torch.float64).median()) for column in columns))

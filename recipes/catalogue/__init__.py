@@ -1,0 +1,1 @@
+"""A catalogue of procedurally drawn products, plants, animals, vehicles and landmarks, and photographs of them."""

@@ -1,0 +1,116 @@
+"""The gap meter on real ranks: four bottlenecks planted on purpose, and training that goes on as if it had not run."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from lightning_ring.monitor import GapMeter
+from tests.checks.models import trainer
+
+SLOW = 0.004  # seconds an image, where a step without it takes some ten
+
+
+class Images(Dataset):
+    def __init__(self, per_image: Any = None) -> None:
+        self.per_image = per_image
+
+    def __len__(self) -> int:
+        return 128
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        if self.per_image is not None:
+            self.per_image()
+        generator = torch.Generator().manual_seed(index)
+        return torch.rand(3, 8, 8, generator=generator), index % 10
+
+
+def slow_disk() -> None:
+    time.sleep(SLOW)
+
+
+def heavy_transform() -> None:
+    until = time.thread_time() + SLOW
+    while time.thread_time() < until:
+        pass
+
+
+def costly_collate(items: list[Any]) -> Any:
+    time.sleep(16 * SLOW)
+    return default_collate(items)
+
+
+class Model(L.LightningModule):
+    def __init__(self, slow_rank: int | None = None) -> None:
+        super().__init__()
+        self.net = torch.nn.Sequential(
+            torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.Flatten(), torch.nn.Linear(4 * 36, 10)
+        )
+        self.drop = torch.nn.Dropout(0.3)
+        self.slow_rank = slow_rank
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.global_rank == self.slow_rank:
+            time.sleep(0.05)
+        loss = torch.nn.functional.cross_entropy(self.net(self.drop(batch[0])), batch[1])
+        self.log("loss", loss)
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters(), lr=1e-2)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+
+def measured(model: Model, loader: DataLoader, **arguments: Any) -> GapMeter:
+    meter = GapMeter(steps=6, rounds=1, only=True)
+    run = trainer(max_epochs=1, callbacks=[meter], **arguments)
+    run.fit(model, loader)
+    assert meter.report is not None
+    assert run.global_step == 0
+    return meter
+
+
+def check_a_slow_disk_is_called_reading() -> None:
+    report = measured(Model(), DataLoader(Images(slow_disk), 16)).report
+    assert report.bottleneck == "reading", report.table()
+    assert report.gap > 0.3
+    assert report.wait_p95 >= report.wait_p50 > 0.3
+
+
+def check_a_heavy_transform_is_called_decoding_and_transforms() -> None:
+    report = measured(Model(), DataLoader(Images(heavy_transform), 16)).report
+    assert report.bottleneck == "decoding and transforms", report.table()
+
+
+def check_one_worker_with_a_costly_collate_is_called_handing_over() -> None:
+    loader = DataLoader(Images(), 16, num_workers=1, collate_fn=costly_collate)
+    report = measured(Model(), loader).report
+    assert report.bottleneck == "handing over", report.table()
+
+
+def check_a_rank_that_sleeps_is_called_a_slow_rank_by_all() -> None:
+    report = measured(Model(slow_rank=1), DataLoader(Images(), 16)).report
+    assert report.bottleneck == "a slow rank", report.table()
+    assert report.slow_rank == 1
+    assert "Rank 1 takes" in report.verdict()
+
+
+def check_training_gives_the_numbers_it_gives_without_the_meter() -> None:
+    losses, weights = [], []
+    for callbacks in ([], [GapMeter(steps=4, rounds=1)]):
+        L.seed_everything(3, verbose=False)
+        model = Model()
+        loader = DataLoader(Images(), 16, shuffle=True, num_workers=1, persistent_workers=True)
+        run = trainer(max_epochs=2, callbacks=callbacks)
+        run.fit(model, loader)
+        losses.append(model.losses[-run.global_step :])
+        weights.append(torch.cat([tensor.flatten().double() for tensor in model.state_dict().values()]))
+    assert losses[0] == losses[1]
+    assert torch.equal(weights[0], weights[1])

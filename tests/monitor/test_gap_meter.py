@@ -1,0 +1,71 @@
+"""What the gap meter concludes, and what it measures on two real ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_ring.monitor import GapMeter
+from lightning_ring.monitor.gap_report import ON_DEVICE, ON_HOST, REAL, REPLAYED, LoaderCost, RankTimes, judge
+from tests.battery import Battery, check_names
+
+MODULE = "tests.checks.gap"
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("check", check_names(MODULE))
+def test_on_two_ranks(battery: Battery, check: str) -> None:
+    battery(MODULE, 2, check, timeout=150)
+
+
+def rank(
+    device: float = 0.1,
+    host: float = 0.1,
+    real: float = 0.1,
+    own: float = 0.08,
+    waits: tuple[float, ...] = (0.0,),
+    cost: tuple[float, float, float] = (0.01, 0.02, 0.005),
+) -> RankTimes:
+    step = {ON_DEVICE: device, ON_HOST: host, REPLAYED: host, REAL: real}
+    return RankTimes(step, waits, own, batch_size=32, loader=LoaderCost(*cost))
+
+
+def test_the_gap_is_relative_to_synthetic_and_the_slowest_rank_sets_the_speed() -> None:
+    report = judge([rank(device=0.1, real=0.125), rank(device=0.1, real=0.2)])
+    assert report.images_per_second[ON_DEVICE] == pytest.approx(640)
+    assert report.images_per_second[REAL] == pytest.approx(320)
+    assert report.gap == pytest.approx(0.5)
+
+
+def test_waiting_is_told_of_the_rank_that_waits_longest() -> None:
+    waits = tuple(0.01 * step for step in range(100))
+    report = judge([rank(waits=(0.1,) * 100), rank(waits=waits)])
+    assert report.waiting_rank == 1
+    assert report.wait_p50 == pytest.approx(0.5)
+    assert report.wait_p95 == pytest.approx(0.95)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "expected"),
+    [
+        ([rank(real=0.104)], "none"),
+        ([rank(real=0.2, cost=(0.3, 0.2, 0.1))], "reading"),
+        ([rank(real=0.2, cost=(0.1, 0.3, 0.2))], "decoding and transforms"),
+        ([rank(real=0.2, cost=(0.1, 0.2, 0.3))], "handing over"),
+        ([rank(host=0.16, real=0.2, cost=(0.1, 0.2, 0.3))], "copying to the device"),
+        ([rank(host=0.14, real=0.2, cost=(0.3, 0.2, 0.1))], "reading"),
+        ([rank(real=0.12), rank(real=0.12, own=0.2)], "a slow rank"),
+        ([rank(real=0.3, cost=(0.3, 0.2, 0.1)), rank(real=0.3, own=0.2)], "reading"),
+        ([rank(), rank(own=0.095)], "none"),
+    ],
+)
+def test_one_bottleneck_is_named(ranks: list[RankTimes], expected: str) -> None:
+    report = judge(ranks)
+    assert report.bottleneck == expected
+    assert expected == "none" or f"bottleneck: {expected}" in report.table()
+    assert report.as_dict()["bottleneck"] == expected
+
+
+@pytest.mark.parametrize(("steps", "rounds"), [(3, 1), (4, 0)])
+def test_too_few_steps_are_an_error(steps: int, rounds: int) -> None:
+    with pytest.raises(ValueError, match="steps >= 4 and rounds >= 1"):
+        GapMeter(steps=steps, rounds=rounds)

@@ -1,0 +1,126 @@
+"""`StepTimer` in real Trainers, with a clock that tells how long each phase was made to take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.profilers import SimpleProfiler
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_ring.monitor import StepTimer
+from lightning_ring.monitor.step_timer import StepTimes, median_times
+
+PHASES = {"data": 0.010, "forward": 0.020, "backward": 0.030, "optimizer": 0.040}
+
+
+class Clock:
+    """Real waiting would be at the mercy of the machine: this clock only moves when a phase says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Sleepy(TensorDataset):
+    clock: Clock
+
+    def __getitem__(self, index: Any) -> Any:
+        self.clock.now += PHASES["data"]
+        return super().__getitem__(index)
+
+
+class Model(L.LightningModule):
+    def __init__(self, clock: Clock, manual: bool) -> None:
+        super().__init__()
+        self.net = torch.nn.Linear(2, 1)
+        self.clock = clock
+        self.automatic_optimization = not manual
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.clock.now += PHASES["forward"]
+        loss = self.net(batch[0]).mean()
+        if not self.automatic_optimization:
+            self.optimizers().zero_grad()
+            self.manual_backward(loss)
+            self.optimizers().step()
+        return loss
+
+    def on_after_backward(self) -> None:
+        self.clock.now += PHASES["backward"]
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.clock.now += 100
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        optimizer.register_step_post_hook(lambda *_: self.move(PHASES["optimizer"]))
+        return optimizer
+
+    def move(self, seconds: float) -> None:
+        self.clock.now += seconds
+
+
+class Attach(L.Callback):
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.timer: StepTimer
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self.timer = StepTimer.attach(trainer, clock=self.clock)
+        assert StepTimer.attach(trainer) is self.timer
+
+
+def timed(manual: bool = False, **arguments: Any) -> tuple[list[StepTimes], L.Trainer, StepTimer]:
+    clock = Clock()
+    Sleepy.clock = clock
+    attach = Attach(clock)
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = L.Trainer(
+        accelerator="cpu", max_epochs=2, callbacks=[attach], enable_checkpointing=False, **quiet, **arguments
+    )
+    loader = DataLoader(Sleepy(torch.randn(6, 2)), batch_size=None, num_workers=0)
+    trainer.fit(Model(clock, manual), loader, DataLoader(TensorDataset(torch.zeros(1, 2))))
+    return attach.timer.steps(), trainer, attach.timer
+
+
+def test_every_phase_of_every_step_is_timed_and_validation_is_not() -> None:
+    steps, _, _ = timed()
+    assert len(steps) == 12
+    for step in steps:
+        for phase, seconds in PHASES.items():
+            assert getattr(step, phase) == pytest.approx(seconds)
+        assert step.total == pytest.approx(sum(PHASES.values()))
+        assert step.other == pytest.approx(0, abs=1e-9)
+
+
+def test_manual_optimization_counts_backward_as_forward_and_the_optimizer_apart() -> None:
+    steps, _, _ = timed(manual=True)
+    assert steps[3].optimizer == pytest.approx(PHASES["optimizer"])
+    assert steps[3].forward == pytest.approx(PHASES["forward"] + PHASES["backward"])
+    assert steps[3].total == pytest.approx(sum(PHASES.values()))
+
+
+def test_accumulation_has_steps_without_optimizer() -> None:
+    steps, _, _ = timed(accumulate_grad_batches=2)
+    assert [round(step.optimizer, 3) for step in steps[:4]] == [0.0, 0.04, 0.0, 0.04]
+    assert all(step.backward == pytest.approx(PHASES["backward"]) for step in steps)
+
+
+def test_the_trainers_own_profiler_goes_on() -> None:
+    profiler = SimpleProfiler()
+    _, trainer, timer = timed(profiler=profiler)
+    assert len(profiler.recorded_durations["run_training_batch"]) == 12
+    timer.detach(trainer)
+    assert trainer.profiler is profiler
+
+
+def test_median_of_each_part() -> None:
+    steps = [StepTimes(*[float(value)] * 7) for value in (1, 5, 2)]
+    assert median_times(steps) == StepTimes(*[2.0] * 7)
+    assert median_times([]).total == 0
