@@ -11,10 +11,8 @@ gives medians. "uint8": what a GPU is given, which normalises by itself. "float3
 from __future__ import annotations
 
 import argparse
-import io
 import resource
 import statistics
-import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Iterable
@@ -26,11 +24,19 @@ import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFilter
 
-from lightning_ring.data import DeviceTransform, ImageFolder, RandomResizedCrop, ShuffledSampler, image_loader
+from lightning_ring.data import (
+    DeviceTransform,
+    ImageFolder,
+    RandomResizedCrop,
+    ShardDataset,
+    ShuffledSampler,
+    image_loader,
+)
 from lightning_ring.data.loading.pixels import decode_into
+from lightning_ring.data.packing.run import pack
+from lightning_ring.data.packing.settings import PackSettings
 
 BATCH = 64
-SHARDS = 4
 CLASSES = 10
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
@@ -57,7 +63,7 @@ def draw(seed: int) -> Image.Image:
 
 
 def make_images(root: Path, num: int) -> None:
-    """``root/images/CLASS/n.jpg`` and, in WebDataset's layout, ``root/images-n.tar``."""
+    """``root/images/CLASS/n.jpg``, and the same packed: ``root/shards``."""
 
     def write(i: int) -> None:
         path = root / "images" / f"c{i % CLASSES}" / f"{i:06d}.jpg"
@@ -67,20 +73,10 @@ def make_images(root: Path, num: int) -> None:
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(write, range(num)))
-    for shard in range(SHARDS):
-        with tarfile.open(root / f"images-{shard}.tar", "w") as tar:
-            for i in range(shard, num, SHARDS):
-                label = str(i % CLASSES)
-                data = (root / "images" / f"c{label}" / f"{i:06d}.jpg").read_bytes()
-                for name, content in ((f"{i:06d}.jpg", data), (f"{i:06d}.cls", label.encode())):
-                    entry = tarfile.TarInfo(name)
-                    entry.size = len(content)
-                    tar.addfile(entry, io.BytesIO(content))
-    pack(root / "images", root / "shards", PackSettings(), 2, Progress())
+    pack(root / "images", root / "shards", PackSettings(shard_mb=8), 2, lambda done, total, left_out: None)
 
 
-def ours(root: Path, workers: int, transform: DeviceTransform | None) -> Iterable[Any]:
-    source = ImageFolder(root / "images")
+def ours(source: ImageFolder | ShardDataset, workers: int, transform: DeviceTransform | None) -> Iterable[Any]:
     sampler = ShuffledSampler(len(source), rank=0, world_size=1)
     return image_loader(source, sampler, BATCH, crop=RandomResizedCrop(), transform=transform, num_threads=workers)
 
@@ -113,7 +109,7 @@ def webdataset_tar(root: Path, workers: int) -> Iterable[Any]:
         decode_into(out, sample["jpg"], crop, np.random.random(crop.num_uniforms).tolist())
         return out[0], int(sample["cls"])
 
-    data = webdataset.WebDataset([str(path) for path in sorted(root.glob("*.tar"))], shardshuffle=False)
+    data = webdataset.WebDataset([str(path) for path in sorted((root / "shards").glob("*.tar"))], shardshuffle=False)
     data = data.shuffle(256).map(decode).batched(BATCH, collation_fn=torch.utils.data.default_collate)
     return torch.utils.data.DataLoader(data, batch_size=None, num_workers=workers)
 
@@ -149,11 +145,13 @@ def main() -> None:
     if arguments.only_make:
         return
     torch.set_num_threads(1)
+    folder, shards = ImageFolder(root / "images"), ShardDataset(root / "shards")
     candidates: dict[str, Callable[[], Iterable[Any]]] = {
         "ImageFolder, torchvision v2, DataLoader, float32": lambda: torchvision_folder(root, workers),
         "webdataset, our decoder, DataLoader, uint8": lambda: webdataset_tar(root, workers),
-        "ours, image folder, uint8": lambda: ours(root, workers, None),
-        "ours, image folder, float32": lambda: ours(root, workers, DeviceTransform(MEAN, STD)),
+        "ours, image folder, uint8": lambda: ours(folder, workers, None),
+        "ours, shards, uint8": lambda: ours(shards, workers, None),
+        "ours, shards, float32": lambda: ours(shards, workers, DeviceTransform(MEAN, STD)),
     }
     results: dict[str, list[tuple[float, float]]] = {name: [] for name in candidates}
     for turn in range(arguments.rounds + 1):
@@ -166,9 +164,8 @@ def main() -> None:
     }
     peer, web = list(medians.values())[:2]
     print(f"{arguments.images} images, batches of {BATCH}, {workers} threads or workers, {arguments.rounds} rounds")
-    print(
-        "| loader | images per CPU-second | images per second | x ImageFolder | x webdataset |\n| --- | --- | --- | --- | --- |"
-    )
+    print("| loader | images per CPU-second | images per second | x ImageFolder | x webdataset |")
+    print("| --- | --- | --- | --- | --- |")
     for name, (cpu, wall) in medians.items():
         print(f"| {name} | {cpu:.0f} | {wall:.0f} | {cpu / peer[0]:.2f} | {cpu / web[0]:.2f} |")
 

@@ -207,6 +207,10 @@ def test_times_add_up(folder: ImageFolder) -> None:
     assert (spent.batches, spent.samples) == (6, 21)
     assert min(spent.reading, spent.transforming, spent.waiting, spent.copying) > 0
     assert spent.collating == 0
+    reading, decoding, handing_over = loader.cost()
+    assert reading == loader.times.reading / 6
+    assert decoding == loader.times.transforming / 6
+    assert handing_over >= loader.times.copying / 6
 
 
 class Items:

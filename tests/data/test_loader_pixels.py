@@ -91,6 +91,9 @@ def test_images_that_simplejpeg_cannot_read() -> None:
         encoded(image, "BMP"),
     ):
         assert (cropped(data, box).float() - exact.float()).abs().mean() < 4
+    deep = Image.fromarray(pixels[..., 0].astype(np.uint16) * 257)
+    shown = cropped(encoded(deep, "PNG"), box)
+    assert torch.equal(shown, exact[:1].expand_as(shown))
     for gray in ("JPEG", "PNG"):
         shown = cropped(encoded(image.convert("L"), gray), box)
         assert torch.equal(shown[0], shown[2])
