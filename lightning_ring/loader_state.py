@@ -16,7 +16,10 @@ def count_trained_batches(checkpoint: dict[str, Any], trainer: pl.Trainer) -> No
     loaders = fit_loop._combined_loader.flattened if fit_loop._combined_loader is not None else []
     states = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {}).get("combined_loader", [])
     with_state = [loader for loader in loaders if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")]
-    trained = fit_loop.epoch_loop.batch_progress.current.processed
+    if fit_loop._data_fetcher is None:
+        return
+    progress: Any = fit_loop.epoch_loop.batch_progress.current
+    not_trained = max(0, fit_loop._data_fetcher.fetched - progress.processed)
     for place, loader in enumerate(with_state[: len(states)]):
         if hasattr(loader, "trained_state"):
-            states[place] = loader.trained_state(trained)
+            states[place] = loader.trained_state(not_trained)

@@ -20,11 +20,14 @@ from lightning_ring.data import (
     Loader,
     PKSampler,
     RandomResizedCrop,
+    ShardDataset,
     ShuffledSampler,
     image_loader,
     item_loader,
 )
 from lightning_ring.data.loading.cores import available_cores
+from lightning_ring.data.packing.run import pack
+from lightning_ring.data.packing.settings import PackSettings
 from lightning_ring.errors import ConfigurationError, SampleError
 from tests.data.images import write_folder
 
@@ -130,13 +133,13 @@ def test_a_batch_that_was_fetched_but_not_trained_on_comes_again(folder: ImageFo
     loader = make(folder)
     iterator = iter(loader)
     got = [next(iterator) for _ in range(3)]
-    state = loader.trained_state(2)
+    state = loader.trained_state(1)
     resumed = make(folder)
     resumed.load_state_dict(state)
-    assert torch.equal(next(iter(resumed))[0], got[2][0])
-    second = resumed.trained_state(2)
-    assert second == state
-    del iterator
+    again = iter(resumed)
+    assert torch.equal(next(again)[0], got[2][0])
+    assert resumed.trained_state(1) == state
+    del iterator, again
 
 
 def test_the_epoch_is_looked_at_with_the_first_batch(folder: ImageFolder) -> None:
@@ -211,6 +214,19 @@ def test_times_add_up(folder: ImageFolder) -> None:
     assert reading == loader.times.reading / 6
     assert decoding == loader.times.transforming / 6
     assert handing_over >= loader.times.copying / 6
+
+
+def test_shards_give_what_their_folder_gives(folder: ImageFolder, tmp_path: Path) -> None:
+    settings = PackSettings(size=0, group_by_class=True)
+    pack(Path(folder.root), tmp_path / "packed", settings, 1, lambda done, total, left_out: None)
+    shards = ShardDataset(tmp_path / "packed")
+    assert [shards.name(i).endswith(folder.name(i)) for i in range(len(folder))] == [True] * len(folder)
+    sampler = BalancedSampler(shards.labels, fingerprint=shards.fingerprint, rank=0, world_size=1)
+    loader = image_loader(shards, sampler, 4, crop=RandomResizedCrop(16), transform=None, with_indices=True)
+    ours = make(folder, sampler=BalancedSampler(folder.labels, rank=0, world_size=1))
+    assert_same(batches(loader), batches(ours))
+    with pytest.raises(ConfigurationError, match="fingerprint"):
+        loader.load_state_dict(ours.state_dict())
 
 
 class Items:

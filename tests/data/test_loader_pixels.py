@@ -72,11 +72,11 @@ def test_it_equals_torchvision_bit_for_bit(box: Box) -> None:
 
 @pytest.mark.parametrize(("box", "factor"), [(Box(12, 8, 400, 500, True), 4), (Box(0, 0, 704, 896, False), 8)])
 def test_what_is_decoded_smaller_stays_close_to_torchvision(box: Box, factor: int) -> None:
-    data, size = jpeg(704, 896), box.height // (2 * factor)
+    data, size = jpeg(704, 896), box.height // (2 * factor) + 1
     image, expected = cropped(data, Fixed(box, size)).float(), reference(data, box, size).float()
     difference = (image - expected).abs()
-    assert 0 < difference.mean() < 2  # not 0: it was decoded smaller
-    assert difference.flatten()[::7].quantile(0.999) < 16
+    assert 0 < difference.mean() < 1.5  # not 0: it was decoded smaller
+    assert difference.flatten()[::7].quantile(0.999) < 8
 
 
 def test_images_that_simplejpeg_cannot_read() -> None:

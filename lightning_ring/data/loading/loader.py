@@ -174,18 +174,18 @@ class Loader:
 
     def state_dict(self) -> dict[str, Any]:
         """Where training stands if all batches that were handed over were trained on; the same on every rank."""
-        return self.trained_state(None)
+        return self.trained_state(0)
 
-    def trained_state(self, batches: int | None) -> dict[str, Any]:
-        """Where training stands once it was trained on the first ``batches`` of this epoch (`None`: on all so far)."""
+    def trained_state(self, not_trained: int) -> dict[str, Any]:
+        """Where training stands if it has yet to be trained on the last ``not_trained`` batches handed over."""
         run, sampler = self._run, self.sampler
         if run is None or run.epoch != sampler.epoch:
             return {"sampler": sampler.state_dict(), "batches": self._batches_before()}
-        done = run.batches if batches is None else batches - run.batches_before
-        num = done * self.batch_size
+        batches = max(0, run.batches - not_trained)
+        num = batches * self.batch_size
         position = sampler.advanced(run.began["position"], num)
         state = run.began | {"position": position, "taken": run.began["taken"] + num}
-        return {"sampler": state, "batches": run.batches_before + done}
+        return {"sampler": state, "batches": run.batches_before + batches}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on at the sample after the last one trained on, with this loader's batch size and number of ranks.
