@@ -73,7 +73,7 @@ def make_images(root: Path, num: int) -> None:
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(write, range(num)))
-    pack(root / "images", root / "shards", PackSettings(shard_mb=8), 2, lambda done, total, left_out: None)
+    pack(root / "images", root / "shards", PackSettings(shard_mb=1), 2, lambda done, total, left_out: None)
 
 
 def ours(source: ImageFolder | ShardDataset, workers: int, transform: DeviceTransform | None) -> Iterable[Any]:
