@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator, CPUAccelerator
 from lightning.pytorch.strategies import DDPStrategy
@@ -89,17 +88,13 @@ def devices_for(
 
 
 class StartedRank(_Launcher):
-    """In a process that a launcher started nothing is left to start; its threads are fitted to the node's cores."""
-
-    def __init__(self, environment: RingEnvironment) -> None:
-        self._environment = environment
+    """Where a launcher started the process nothing is left to start; `comm.job.connect` fits threads to the node."""
 
     @property
     def is_interactive_compatible(self) -> bool:
         return True
 
     def launch(self, function: Callable, *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
-        _set_num_threads_if_needed(num_processes=self._environment.local_size())
         return function(*args, **kwargs)
 
     def kill(self, signum: int) -> None:
@@ -111,7 +106,7 @@ def choose_launcher(
 ) -> _Launcher | None:
     """Who makes the Trainer's function run on every rank; `None` where this process is the only one."""
     if environment.creates_processes_externally:
-        return StartedRank(environment)
+        return StartedRank()
     if options.start_method != "popen":
         return _MultiProcessingLauncher(strategy, start_method=options.start_method)
     if strategy.num_processes * num_nodes == 1:

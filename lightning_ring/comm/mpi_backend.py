@@ -15,13 +15,17 @@ from typing import Any
 from torch import Tensor
 
 from lightning_ring.comm.agreement import describe
-from lightning_ring.comm.patience import CHECK_SECONDS, DEFAULT_TIMEOUT, Check, Patience
+from lightning_ring.comm.patience import (
+    CHECK_SECONDS,
+    DEFAULT_TIMEOUT,
+    LONGEST_SLEEP_SECONDS,
+    SLEEP_SHARE,
+    SPIN_SECONDS,
+    Check,
+    Patience,
+)
 from lightning_ring.comm.ring_communicator import RingCommunicator
 from lightning_ring.errors import ConfigurationError, RankDiscoveryError
-
-SPIN_SECONDS = 50e-6
-SLEEP_SHARE = 0.1  # of the time waited so far: a late answer is late by a tenth, and the waiting costs next to nothing
-LONGEST_SLEEP_SECONDS = 1e-3
 
 # Set by the launchers of Open MPI, MPICH and Intel MPI, MVAPICH, Cray and PMIx for every rank they start.
 _SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
@@ -32,6 +36,8 @@ _UNFINISHED: list[Any] = []  # messages of broken communicators: MPI may still w
 
 class MPICommunicator(RingCommunicator):
     """CPU tensors over a duplicate of ``comm``, an mpi4py communicator (``COMM_WORLD`` if not given). Collective.
+
+    ``patience`` stands for ``timeout``, ``stall_warning`` and ``check`` where several communicators share one.
 
     Raises:
         ConfigurationError: mpi4py or its MPI library is missing, or MPI was started for one thread only.
@@ -46,16 +52,41 @@ class MPICommunicator(RingCommunicator):
         timeout: timedelta = DEFAULT_TIMEOUT,
         stall_warning: timedelta | None = None,
         check: Check | None = None,
+        patience: Patience | None = None,
+        members: Sequence[int] = (),
+        checked: bool = True,
     ) -> None:
-        mpi = import_mpi()
-        if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
-            raise ConfigurationError(
-                "MPI was started without MPI_THREAD_MULTIPLE, which a thread beside the computation needs. "
-                "Leave mpi4py.rc.thread_level at 'multiple' (the default), or use an MPI library that supports it."
-            )
-        check_mpi_matches_launcher(mpi.COMM_WORLD.size, os.environ)
-        patience = Patience(timeout, check, stall_warning)
-        super().__init__(MPITransport(mpi, _duplicate(comm or mpi.COMM_WORLD, patience)), patience)
+        patience = patience or Patience(timeout, check, stall_warning)
+        super().__init__(open_mpi_transport(comm, patience), patience, members, checked)
+
+
+def open_mpi_transport(comm: Any, patience: Patience) -> MPITransport:
+    """Send and receive over a duplicate of ``comm`` (``COMM_WORLD`` if `None`). Collective.
+
+    Raises:
+        ConfigurationError, RankDiscoveryError, CollectiveError: As `MPICommunicator`.
+    """
+    mpi = import_mpi()
+    if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
+        raise ConfigurationError(
+            "MPI was started without MPI_THREAD_MULTIPLE, which a thread beside the computation needs. "
+            "Leave mpi4py.rc.thread_level at 'multiple' (the default), or use an MPI library that supports it."
+        )
+    check_mpi_matches_launcher(mpi.COMM_WORLD.size, os.environ)
+    return MPITransport(mpi, _duplicate(comm or mpi.COMM_WORLD, patience))
+
+
+def open_mpi_part(parts: Sequence[Sequence[int]], patience: Patience) -> MPICommunicator:
+    """An MPI communicator for each of the disjoint ``parts`` of all ranks; this rank's is returned. Collective.
+
+    Ranks of a part are numbered in ascending order. It exchanges no headers: all ranks agreed on its calls before.
+    """
+    world = import_mpi().COMM_WORLD
+    mine, members = next((index, sorted(part)) for index, part in enumerate(parts) if world.rank in part)
+    split = world.Split(mine, world.rank)
+    comm = MPICommunicator(split, patience=patience, members=members, checked=False)
+    split.Free()
+    return comm
 
 
 def import_mpi() -> Any:

@@ -11,6 +11,9 @@ from datetime import timedelta
 from lightning_ring.errors import CollectiveError, RingError
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
+SPIN_SECONDS = 50e-6
+SLEEP_SHARE = 0.1  # of the time waited so far: a late answer is late by a tenth, and the waiting costs next to nothing
+LONGEST_SLEEP_SECONDS = 1e-3
 CHECK_SECONDS = 0.02  # how often a waiting rank asks whether its peers are alive
 GRACE_SECONDS = 1.0  # a transport often sees a dead peer before the job's watch can name it
 

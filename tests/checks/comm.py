@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -16,12 +17,25 @@ from torch import Tensor
 
 from lightning_ring.comm.communicator import Communicator, ReduceOp, shard
 from lightning_ring.comm.nccl_backend import NCCLCommunicator
+from lightning_ring.comm.patience import Patience
+from lightning_ring.comm.shared_memory import open_shared_memory
+from lightning_ring.comm.topology import open_hierarchical
 from lightning_ring.comm.torch_backend import GlooCommunicator, open_torch_communicator
 from lightning_ring.errors import CollectiveError, ConfigurationError, PeerFailedError, RingError
 from tests.comm.test_ring import COMPLEX, FLOATS, INTEGERS, allowed, plain, tolerance, values
 
 WORLD = MPI.COMM_WORLD
-BACKENDS = ["gloo", "mpi"]
+BACKENDS = ["gloo", "mpi", "shared memory"] + ["hierarchical"] * (WORLD.size == 4)
+
+
+class MPIBootstrap:
+    """How the ranks of these checks meet to share memory."""
+
+    rank = WORLD.rank
+    world_size = WORLD.size
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        return WORLD.allgather(obj)
 
 
 @contextlib.contextmanager
@@ -31,6 +45,16 @@ def opened(backend: str, timeout: float = 60.0) -> Iterator[Communicator]:
         from lightning_ring.comm.mpi_backend import MPICommunicator
 
         comm: Communicator = MPICommunicator(timeout=timedelta(seconds=timeout))
+    elif backend == "shared memory":
+        shared = open_shared_memory(MPIBootstrap(), Patience(timedelta(seconds=timeout)))
+        assert shared is not None
+        comm = shared
+    elif backend == "hierarchical":
+        if not dist.is_initialized():
+            start_gloo()
+        comm = open_hierarchical(
+            [[0, 2], [1, 3]], WORLD.rank, "mpi", "gloo", Patience(timedelta(seconds=timeout)), None
+        )
     else:
         if not dist.is_initialized():
             start_gloo()
@@ -108,8 +132,8 @@ def check_the_halves() -> None:
                 expected = plain(inputs, ReduceOp.SUM)
                 flat = inputs[comm.rank].clone()
                 comm.reduce_scatter_(flat).wait()
-                own = shard(flat, comm.world_size, comm.rank)
-                torch.testing.assert_close(own, shard(expected, comm.world_size, comm.rank), **tolerance(dtype))
+                own = shard(flat, comm.world_size, comm.shard_index)
+                torch.testing.assert_close(own, shard(expected, comm.world_size, comm.shard_index), **tolerance(dtype))
                 comm.all_gather_(flat).wait()
                 torch.testing.assert_close(flat, expected, **tolerance(dtype))
                 assert_same_everywhere(comm, flat)

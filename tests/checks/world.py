@@ -30,6 +30,12 @@ def communicator() -> Any:
         from lightning_ring.comm.mpi_backend import MPICommunicator
 
         return MPICommunicator(timeout=TIMEOUT)
+    if os.environ.get("RING_CHECK_BACKEND") == "shared memory":
+        from lightning_ring.comm.patience import Patience
+        from lightning_ring.comm.shared_memory import open_shared_memory
+        from tests.checks.comm import MPIBootstrap
+
+        return open_shared_memory(MPIBootstrap(), Patience(TIMEOUT))
     from lightning_ring.comm.torch_backend import open_torch_communicator
 
     open_gloo()

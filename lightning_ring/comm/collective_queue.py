@@ -1,0 +1,245 @@
+"""Collectives in the order they were handed in, each run by whoever waits first: their caller, or a thread behind it.
+
+A short collective then costs no change of threads, and one that nobody waits for goes on during the computation.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+
+from lightning_ring.comm.alarm import Alarm
+from lightning_ring.comm.patience import (
+    CHECK_SECONDS,
+    LONGEST_SLEEP_SECONDS,
+    SLEEP_SHARE,
+    SPIN_SECONDS,
+    Patience,
+    transport_error,
+)
+from lightning_ring.errors import CollectiveError, RingError
+
+WAKE_SECONDS = 1e-3  # whoever waits at once has begun by then, and the thread leaves it alone
+STUCK_SECONDS = 5.0  # past the timeout: the thread itself hangs
+YIELD_SECONDS = 100e-6  # until then a waiting thread only lets others run
+
+Steps = Generator[int, None, None]
+"""A collective: it yields the number of a round, and goes on once that is reached."""
+
+
+class QueuedWork:
+    """A `Work` of a `CollectiveQueue`."""
+
+    __slots__ = ("_queue", "awaits", "description", "error", "over", "started", "steps", "warned")
+
+    def __init__(self, queue: CollectiveQueue, description: str, steps: Steps) -> None:
+        self._queue = queue
+        self.description = description
+        self.steps: Steps | None = steps
+        self.awaits = 0
+        self.started = 0.0
+        self.warned = False
+        self.over = False
+        self.error: RingError | None = None
+
+    def wait(self) -> None:
+        if not self.over:
+            self._queue.finish(self)
+        if self.error is not None:
+            self._queue.patience.raise_named(self.error)
+
+    def done(self) -> bool:
+        return self.over or self._queue.poll(self)
+
+
+class CollectiveQueue:
+    """First in, first out; after the first error every work, under way or to come, ends with that error.
+
+    ``reached(number)`` tells whether a collective that yielded ``number`` may go on, and ``missing(number)`` for which
+    ranks it waits. The lock is held by whoever moves the first work on. One who waits spins for ``spin_seconds``.
+    """
+
+    def __init__(
+        self,
+        patience: Patience,
+        reached: Callable[[int], bool],
+        missing: Callable[[int], Sequence[int]],
+    ) -> None:
+        self.patience = patience
+        self._reached = reached
+        self._missing = missing
+        self.spin_seconds = SPIN_SECONDS
+        self._open: deque[QueuedWork] = deque()
+        self._moving = threading.Lock()
+        self._waiters: deque[QueuedWork] = deque()  # appending and popping are atomic, counting is not
+        self._alarm = Alarm(WAKE_SECONDS)
+        self._alarm_set = False
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def submit(self, description: str, steps: Steps, *, background: bool) -> QueuedWork:
+        """Queue ``steps`` and take those that need no waiting; a thread takes the rest if it is for the ``background``.
+
+        Raises:
+            RingError: The error that broke the communicator earlier.
+        """
+        if self.patience.error is not None:
+            raise self.patience.error
+        if self._closed:
+            raise CollectiveError(f"{description}: this communicator was closed; build a new one.")
+        work = QueuedWork(self, description, steps)
+        self._open.append(work)
+        started = False
+        if self._moving.acquire(False):
+            try:
+                while self._open and self._move(self._open[0]):
+                    pass
+            finally:
+                self._moving.release()
+            started = work.over or work.awaits > 0
+        if background or not started:
+            self._wake_thread()
+        return work
+
+    def finish(self, work: QueuedWork) -> None:
+        """Run the queue up to ``work`` in this thread, or wait while another one does."""
+        self._waiters.append(work)
+        try:
+            while not work.over:
+                if self._moving.acquire(False) or self._moving.acquire(timeout=CHECK_SECONDS):
+                    try:
+                        self._run_until(work)
+                    finally:
+                        self._moving.release()
+                else:
+                    self._look()
+        finally:
+            self._waiters.pop()
+            if self._open:
+                self._wake_thread()
+
+    def poll(self, work: QueuedWork) -> bool:
+        """Go on where nothing has to be waited for; whether ``work`` is over."""
+        if self._moving.acquire(False):
+            try:
+                while not work.over and self._move(self._open[0]):
+                    pass
+            finally:
+                self._moving.release()
+        return work.over
+
+    def close(self) -> None:
+        """Let what is queued finish or fail, then end the thread."""
+        if self._closed:
+            return
+        self._closed = True
+        while self._open:
+            last = self._open[-1]
+            try:
+                self.finish(last)
+            except RingError:
+                break  # whoever waits for the work is told
+        if self._thread is not None:
+            self._alarm.ring()
+            self._thread.join(CHECK_SECONDS)
+
+    def _run_until(self, work: QueuedWork) -> None:
+        while not work.over:
+            head = self._open[0]
+            if not self._move(head):
+                self._wait(head, self.spin_seconds, lambda: False)
+
+    def _move(self, work: QueuedWork) -> bool:
+        """Take one step of the first work, if it has not to wait; whether it was taken."""
+        if self.patience.error is not None:
+            self._end_all(self.patience.error)
+            return False
+        if work.awaits and not self._reached(work.awaits):
+            return False
+        assert work.steps is not None
+        if not work.started:
+            work.started = time.monotonic()
+        try:
+            work.awaits = next(work.steps)
+        except StopIteration:
+            self._open.popleft()
+            work.steps = None  # lets go of the tensors
+            work.over = True
+        except RingError as error:
+            self._end_all(self.patience.fail(error))
+        except BaseException as error:
+            self._end_all(self.patience.fail(transport_error(work.description, error)))
+            if not isinstance(error, Exception):  # Ctrl-C in the thread that waits
+                raise
+        return True
+
+    def _wait(self, work: QueuedWork, spin_seconds: float, give_up: Callable[[], bool]) -> None:
+        """Until the first work may go on: spin for a moment, then sleep a tenth of the time waited, 1 ms at most."""
+        number, reached = work.awaits, self._reached
+        began = time.perf_counter()
+        next_check = CHECK_SECONDS
+        while not reached(number):
+            waited = time.perf_counter() - began
+            if waited < spin_seconds:
+                continue
+            if give_up():
+                return
+            if waited < YIELD_SECONDS:
+                time.sleep(0)
+                continue
+            if waited > next_check:
+                next_check = waited + CHECK_SECONDS
+                try:
+                    self._while_waiting(work)
+                except RingError as error:
+                    self._end_all(self.patience.fail(error))
+                    return
+            time.sleep(min(waited * SLEEP_SHARE, LONGEST_SLEEP_SECONDS))
+
+    def _while_waiting(self, work: QueuedWork) -> None:
+        self.patience.raise_if_broken()
+        self.patience.ask_check()
+        seconds = time.monotonic() - work.started
+        missing = self._missing(work.awaits)
+        if not work.warned:
+            work.warned = self.patience.warn_of_stall(work.description, seconds, missing)
+        if seconds > self.patience.seconds:
+            raise self.patience.late(work.description, missing)
+
+    def _look(self) -> None:
+        """What a thread does every 20 ms while another one moves the queue for it."""
+        self.patience.ask_check()
+        work = self._open[0] if self._open else None
+        waited = time.monotonic() - work.started if work is not None and work.started else 0.0
+        if work is not None and waited > self.patience.seconds + STUCK_SECONDS:
+            raise self.patience.fail(self.patience.late(work.description))
+
+    def _end_all(self, error: RingError) -> None:
+        while self._open:
+            work = self._open.popleft()
+            work.steps = None
+            work.error = error
+            work.over = True
+
+    def _wake_thread(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="ring-collectives", daemon=True)
+            self._thread.start()
+        if not self._alarm_set:  # virtual machines take 20 µs to set a timer anew
+            self._alarm_set = True
+            self._alarm.set()
+
+    def _run(self) -> None:
+        while True:
+            self._alarm.wait()
+            self._alarm_set = False  # before it looks: what is queued from now on sets it again
+            if self._closed:
+                return
+            while self._open and not self._waiters:  # one who waits runs the queue, and sets the alarm afterwards
+                with self._moving:
+                    head = self._open[0] if self._open else None
+                    if head is not None and not self._move(head):
+                        # no spinning: it would keep the interpreter's lock from backward's hooks
+                        self._wait(head, 0.0, lambda: bool(self._waiters))

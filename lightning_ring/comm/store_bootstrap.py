@@ -1,0 +1,49 @@
+"""A few ranks meet through torch's store, before they have a communicator."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from lightning_ring.comm.agreement import describe
+from lightning_ring.comm.patience import CHECK_SECONDS, Patience
+
+
+class StoreBootstrap:
+    """``members`` are ranks of the job, numbered in that order. ``store`` is theirs alone (`dist.PrefixStore`)."""
+
+    def __init__(self, store: dist.Store, members: Sequence[int], rank: int, patience: Patience) -> None:
+        self.rank = members.index(rank)
+        self.world_size = len(members)
+        self._store = store
+        self._members = members
+        self._patience = patience
+        self._num_calls = 0
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        """Everybody's ``obj``, which JSON can carry.
+
+        Raises:
+            CollectiveError: Names the ranks (of the job) that were not here within the timeout.
+            PeerFailedError: Another rank failed meanwhile.
+        """
+        self._num_calls += 1
+        self._store.set(f"{self._num_calls}/{self.rank}", json.dumps(obj))
+        keys = [f"{self._num_calls}/{member}" for member in range(self.world_size)]
+        self._wait(keys)
+        return [json.loads(self._store.get(key)) for key in keys]
+
+    def _wait(self, keys: Sequence[str]) -> None:
+        until = time.monotonic() + self._patience.seconds
+        while not self._store.check(list(keys)):
+            self._patience.ask_check()
+            if time.monotonic() > until:
+                missing = [
+                    member for member, key in zip(self._members, keys, strict=True) if not self._store.check([key])
+                ]
+                raise self._patience.late(describe("opening shared memory", f"{self.world_size} ranks"), missing)
+            time.sleep(CHECK_SECONDS / 10)
