@@ -33,3 +33,7 @@ class PeerFailedError(RingError):
 
 class ShardError(RingError):
     """Packed shards are missing, cut short or changed; the message names the file and, where known, the offset."""
+
+
+class SampleError(RingError):
+    """A sample cannot be read or decoded, or its data set raised; the message names it."""

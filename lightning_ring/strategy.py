@@ -31,6 +31,7 @@ from lightning_ring.compression_state import CompressionState
 from lightning_ring.foreign import explain_foreign_modules
 from lightning_ring.gradients import DEFAULT_CAP_MB, AutoBuckets, Reducer
 from lightning_ring.gradients.compression import Compressor
+from lightning_ring.loader_state import count_trained_batches
 from lightning_ring.options import (
     Backend,
     BroadcastBuffers,
@@ -351,6 +352,8 @@ class RingStrategy(RankedStrategy):
             self._broadcast_buffers()
         self._random_states.save(checkpoint, together)
         self._compression_state.save(checkpoint, together, self._compressor)
+        if self._trainer is not None:
+            count_trained_batches(checkpoint, self._trainer)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:

@@ -24,4 +24,7 @@ def decode_rgb(data: bytes | bytearray | memoryview) -> npt.NDArray[np.uint8]:
         except ValueError:
             pass  # CMYK, or damage that Pillow may tolerate
     image: Any = Image.open(BytesIO(data))
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG"):
+        gray = (np.asarray(image).astype(np.uint32) >> 8).astype(np.uint8)  # Pillow's own conversion clips at 255
+        return np.repeat(gray[..., None], 3, axis=2)
     return np.array(image.convert("RGB"))

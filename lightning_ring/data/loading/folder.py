@@ -1,0 +1,114 @@
+"""A folder of images, a folder for each class."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from collections.abc import Callable, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any, SupportsIndex
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from lightning_ring.data.decoding import decode_rgb
+from lightning_ring.errors import ConfigurationError, SampleError
+
+log = logging.getLogger(__name__)
+
+EXTENSIONS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
+
+
+class ImageFolder(Dataset[tuple[Any, int]]):
+    """The images below ``root/CLASS/``, in the order that torchvision's `ImageFolder` has: by class, then by path.
+
+    Files of other kinds and classes without images are reported and left out.
+
+    Args:
+        root: The folder.
+        transform: Called with the uint8 tensor (3 x height x width, RGB) of each image, by ``folder[i]``.
+
+    Attributes:
+        labels: Class number of every image, int32.
+        classes: Names of the folders that hold images.
+        fingerprint: Equal for two folders with the same class names and file names.
+
+    Raises:
+        ConfigurationError: ``root`` is no folder, or there is no image in it.
+    """
+
+    def __init__(self, root: str | PathLike[str], transform: Callable[[Any], Any] | None = None) -> None:
+        self.root = Path(root).absolute()
+        self.transform = transform
+        if not self.root.is_dir():
+            raise ConfigurationError(f"{self.root} is not a folder; expected one that holds a folder for each class.")
+        self.classes: list[str] = []
+        self._names: list[str] = []
+        labels: list[int] = []
+        empty, others = [], []
+        for name in sorted(entry.name for entry in os.scandir(self.root) if entry.is_dir()):
+            files = _files(self.root, name)
+            images = [file for file in files if file.lower().endswith(EXTENSIONS)]
+            others += [file for file in files if not file.lower().endswith(EXTENSIONS)]
+            if not images:
+                empty.append(name)
+                continue
+            labels += [len(self.classes)] * len(images)
+            self.classes.append(name)
+            self._names += images
+        if not labels:
+            raise ConfigurationError(
+                f"{self.root} holds no images; expected them in a folder for each class: {self.root}/CLASS/name.jpg. "
+                f"Known extensions: {', '.join(EXTENSIONS)}."
+            )
+        _report(self.root, "classes without images", empty)
+        _report(self.root, "files that are not images", others)
+        self.labels = np.array(labels, dtype=np.int32)
+        content = "\0".join([*self.classes, "", *self._names]).encode("utf-8", "surrogateescape")
+        self.fingerprint = hashlib.blake2b(content, digest_size=16).hexdigest()
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __getitem__(self, i: SupportsIndex) -> tuple[Any, int]:
+        try:
+            image: Any = torch.from_numpy(decode_rgb(self.read(i))).permute(2, 0, 1)
+        except (ValueError, OSError) as error:
+            raise SampleError(f"{self.where(i)}: cannot be decoded: {error}") from error
+        return image if self.transform is None else self.transform(image), int(self.labels[i])
+
+    def read(self, i: SupportsIndex) -> bytes:
+        """Image ``i`` as it is on disk. Releases the GIL."""
+        descriptor = os.open(self.root / self._names[i], os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return os.read(descriptor, os.fstat(descriptor).st_size)
+        finally:
+            os.close(descriptor)
+
+    def read_many(self, indices: Sequence[SupportsIndex]) -> list[bytes]:
+        return [self.read(i) for i in indices]
+
+    def name(self, i: SupportsIndex) -> str:
+        """Its path below ``root``."""
+        return self._names[i]
+
+    def where(self, i: SupportsIndex) -> str:
+        """Image ``i`` for an error message."""
+        return str(self.root / self._names[i])
+
+
+def _files(root: Path, name: str) -> list[str]:
+    found = []
+    for folder, folders, files in os.walk(root / name, followlinks=True):
+        folders.sort()
+        found += [os.path.relpath(os.path.join(folder, file), root) for file in sorted(files)]
+    return found
+
+
+def _report(root: Path, what: str, names: list[str]) -> None:
+    if names:
+        shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+        log.warning("lightning_ring: %s: left out %d %s: %s", root, len(names), what, shown)

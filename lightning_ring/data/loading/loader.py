@@ -1,0 +1,206 @@
+"""The loader: threads fill the batches after the one that is trained on."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import islice
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from lightning_ring.data.loading.cores import available_cores
+from lightning_ring.data.loading.samples import BatchMaker, Samples
+from lightning_ring.data.loading.times import LoaderTimes
+from lightning_ring.data.sampling.sampler import OrderedSampler
+from lightning_ring.errors import ConfigurationError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Run:
+    """One going through the loader: where it began, and how far it got."""
+
+    began: dict[str, Any]  # the sampler's state
+    batches_before: int
+    batches: int = 0
+
+    @property
+    def epoch(self) -> int:
+        return int(self.began["epoch"])
+
+
+class Loader:
+    """Iterates over the batches of one rank: `image_loader` and `item_loader` build it.
+
+    Threads start with the first batch and end with the last, with the iterator, or with an error, which is raised where
+    the batch would have been handed over. Lightning takes it as it takes a DataLoader: it has a length, its sampler is
+    told the epoch, and its state is saved with a checkpoint, so that training resumes at the next sample that it was
+    not trained on, on any number of ranks.
+
+    Attributes:
+        times: Where the time went, so far.
+    """
+
+    def __init__(
+        self,
+        maker: BatchMaker,
+        sampler: OrderedSampler,
+        batch_size: int | None = None,
+        *,
+        drop_last: bool = False,
+        num_threads: int | None = None,
+        ranks_per_node: int = 1,
+        prefetch: int = 2,
+    ) -> None:
+        wanted = getattr(sampler, "batch_size", batch_size)
+        if wanted is None or batch_size not in (None, wanted):
+            raise ConfigurationError(
+                f"batch_size={batch_size} was given with {type(sampler).__name__}, expected {wanted or 'a number'}."
+            )
+        batch_size = wanted
+        smallest = {"batch_size": batch_size, "num_threads": num_threads, "prefetch": prefetch}
+        for name, value in smallest.items():
+            if value is not None and value < 1:
+                raise ConfigurationError(f"{name}={value} was given, expected at least 1.")
+        self.maker = maker
+        self.sampler = sampler
+        self.batch_size = batch_size
+        self.drop_last = drop_last
+        self.num_threads = num_threads or available_cores(ranks_per_node)
+        # batches that only whole threads fill keep one thread each
+        self.prefetch = prefetch if maker.chunk else max(prefetch, self.num_threads)
+        self.times = LoaderTimes()
+        self._run: _Run | None = None
+        self._resumed: tuple[int, int, int] | None = None  # epoch, position, batches before it
+
+    # -- lengths
+
+    def __len__(self) -> int:
+        """Batches in this epoch, those before a resumed position included: so Lightning counts them."""
+        return self._batches_before() + self._num_batches(self.sampler.num_left(self.sampler.position))
+
+    def _num_batches(self, samples: int) -> int:
+        return samples // self.batch_size if self.drop_last else -(-samples // self.batch_size)
+
+    def _batches_before(self) -> int:
+        if self._resumed is not None and self._resumed[:2] == (self.sampler.epoch, self.sampler.position):
+            return self._resumed[2]
+        return 0
+
+    # -- iteration
+
+    def __iter__(self) -> Iterator[Any]:
+        sampler = self.sampler  # looked at with the first batch: Lightning sets the epoch after it has called iter()
+        run = self._run = _Run(sampler.state_dict(), self._batches_before())
+        pool = ThreadPoolExecutor(self.num_threads, thread_name_prefix="ring-loader")
+        try:
+            yield from self._batches(pool, run)
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+    def _batches(self, pool: ThreadPoolExecutor, run: _Run) -> Iterator[Any]:
+        maker, submitted = self.maker, self._submitted(pool)
+        filling = deque(islice(submitted, self.prefetch))
+        started: deque[Any] = deque()
+        while filling or started:
+            if not started:
+                started.append(self._start(filling.popleft()))
+            began = perf_counter()
+            batch, num = started[0][0], started.popleft()[1]
+            batch = maker.finish(batch)
+            self.times += LoaderTimes(batches=1, samples=num, copying=perf_counter() - began)
+            filling.extend(islice(submitted, self.prefetch - len(filling)))
+            if maker.ahead and filling and all(future.done() for future in filling[0][1]):
+                started.append(self._start(filling.popleft()))
+            run.batches += 1
+            if not filling and not started and self.sampler.epoch == run.epoch:
+                self.sampler.rewind()  # not later: Lightning asks for lengths, not for a batch after the last one
+            yield batch
+
+    def _submitted(self, pool: ThreadPoolExecutor) -> Iterator[tuple[Any, list[Future[LoaderTimes]], int]]:
+        maker = self.maker
+        for samples in self._cut():
+            room, size = maker.open(samples), maker.chunk or len(samples)
+            parts = range(0, len(samples), size)
+            yield (
+                room,
+                [pool.submit(maker.fill, room, start, samples.part(start, start + size)) for start in parts],
+                len(samples),
+            )
+
+    def _cut(self) -> Iterator[Samples]:
+        """The sampler's blocks as batches."""
+        sampler, size = self.sampler, self.batch_size
+        seed, epoch = sampler.seed, sampler.epoch
+        positions = indices = np.empty(0, dtype=np.int64)
+        for more_positions, more_indices in sampler.blocks():
+            positions, indices = np.concatenate([positions, more_positions]), np.concatenate([indices, more_indices])
+            whole = len(indices) // size * size
+            for start in range(0, whole, size):
+                yield Samples(seed, epoch, positions[start : start + size], indices[start : start + size])
+            positions, indices = positions[whole:], indices[whole:]
+        if len(indices) and not self.drop_last:
+            yield Samples(seed, epoch, positions, indices)
+
+    def _start(self, filling: tuple[Any, list[Future[LoaderTimes]], int]) -> tuple[Any, int]:
+        room, futures, num = filling
+        began = perf_counter()
+        for future in futures:
+            self.times += future.result()
+        filled = perf_counter()
+        started = self.maker.start(room)
+        self.times += LoaderTimes(waiting=filled - began, copying=perf_counter() - filled)
+        return started, num
+
+    # -- what it costs
+
+    def cost(self) -> tuple[float, float, float]:
+        """Seconds that a batch has cost so far: reading and decoding, one thread's worth, and handing over.
+
+        Handing over is collating, copying, and waiting that the threads' work does not explain. `GapMeter` asks for it.
+        """
+        times, num = self.times, max(1, self.times.batches)
+        explained = (times.reading + times.transforming + times.collating) / self.num_threads
+        handing_over = times.collating + times.copying + max(0.0, times.waiting - explained)
+        return times.reading / num, times.transforming / num, handing_over / num
+
+    # -- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where training stands if all batches that were handed over were trained on; the same on every rank."""
+        return self.trained_state(0)
+
+    def trained_state(self, not_trained: int) -> dict[str, Any]:
+        """Where training stands if it has yet to be trained on the last ``not_trained`` batches handed over."""
+        run, sampler = self._run, self.sampler
+        if run is None or run.epoch != sampler.epoch:
+            return {"sampler": sampler.state_dict(), "batches": self._batches_before()}
+        batches = max(0, run.batches - not_trained)
+        num = batches * self.batch_size
+        position = sampler.advanced(run.began["position"], num)
+        state = run.began | {"position": position, "taken": run.began["taken"] + num}
+        return {"sampler": state, "batches": run.batches_before + batches}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on at the sample after the last one trained on, with this loader's batch size and number of ranks.
+
+        Raises:
+            ConfigurationError: The state is of another data set or another kind of sampler.
+        """
+        self.sampler.load_state_dict(state["sampler"])
+        self._run = None
+        self._resumed = self.sampler.epoch, self.sampler.position, state["batches"]
+        whole = self._num_batches(self.sampler.num_left(0))
+        if len(self) != whole:
+            log.warning(
+                "lightning_ring: this epoch began with another number of ranks or batch size and has %d batches, "
+                "the next ones have %d. Lightning notices with Trainer(reload_dataloaders_every_n_epochs=1) only.",
+                len(self),
+                whole,
+            )

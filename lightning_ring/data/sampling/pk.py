@@ -1,0 +1,142 @@
+"""P x K sampling for metric learning: P classes with K samples each on every rank."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_ring.data.sampling.classes import ClassMembers
+from lightning_ring.data.sampling.counters import Stream, subkey
+from lightning_ring.data.sampling.permutation import permute
+from lightning_ring.data.sampling.sampler import Ints, OrderedSampler
+from lightning_ring.errors import ConfigurationError
+
+log = logging.getLogger(__name__)
+
+_STEPS = 64  # computed at a time
+
+
+class PKSampler(OrderedSampler):
+    """Each step every rank gets ``p`` classes, ``k`` samples each, and no class comes to two ranks.
+
+    The global order is a sequence of passes, each a permutation of all classes, ``k`` samples a class. A step takes the
+    next ``p`` x world size classes; one that would reach over the end of a pass starts with the next pass instead, so
+    that its classes are distinct whatever the number of ranks. Groups of ``k`` go through a class
+    without repeating a sample until fewer than ``k`` are left, and then through it in another order.
+
+    For a DataLoader: ``batch_size=sampler.batch_size``.
+
+    Args:
+        labels: Class number of every sample, integers ≥ 0. A class of one sample is left out and reported.
+        p, k: Classes a rank and step, samples a class. A class with fewer than ``k`` samples repeats some.
+        seed, rank, world_size: See `OrderedSampler`.
+        fingerprint: A hash of ``labels`` if left out.
+
+    Attributes:
+        left_out: Numbers of the classes that have one sample only.
+
+    Raises:
+        ConfigurationError: There are fewer than ``p`` x world size classes; when ranks are known.
+    """
+
+    def __init__(
+        self,
+        labels: npt.ArrayLike,
+        p: int,
+        k: int,
+        *,
+        seed: int = 0,
+        rank: int | None = None,
+        world_size: int | None = None,
+        fingerprint: str | None = None,
+    ) -> None:
+        if p < 1 or k < 2:
+            raise ConfigurationError(f"p={p} and k={k} were given, expected p ≥ 1 classes and k ≥ 2 samples of each.")
+        self.members = ClassMembers(labels)
+        super().__init__(
+            seed=seed, rank=rank, world_size=world_size, fingerprint=fingerprint or self.members.fingerprint
+        )
+        self.p, self.k = p, k
+        self.batch_size = p * k
+        self.kind = f"p x k, k={k}"
+        self.drop_last = True
+        self._usable = np.flatnonzero(self.members.counts > 1)
+        self._groups = np.maximum(self.members.counts // k, 1)
+        self.left_out: Ints = self.members.numbers[self.members.counts == 1]
+        self.num_passes = max(1, round(int(self.members.counts[self._usable].sum()) / max(1, k * self.num_classes)))
+        if len(self.left_out) and rank in (0, None):
+            log.warning(
+                "lightning_ring: PKSampler leaves out %d of %d classes, which have one sample each: class %s",
+                len(self.left_out),
+                len(self.members.numbers),
+                ", ".join(map(str, self.left_out[:20])) + (", ..." if len(self.left_out) > 20 else ""),
+            )
+        if world_size is not None:
+            self._check_classes()
+
+    @property
+    def num_classes(self) -> int:
+        return len(self._usable)
+
+    @property
+    def dataset(self) -> range:  # type: ignore[override]
+        return range(self.total_size)  # nothing is repeated or dropped to make ranks even
+
+    @property
+    def total_size(self) -> int:  # type: ignore[override]
+        """Samples of all ranks in an epoch."""
+        return self.num_left(0) * self.num_replicas
+
+    def blocks(self) -> Iterator[tuple[Ints, Ints]]:
+        self._check_classes()
+        classes, width = self.num_classes, self.p * self.num_replicas
+        number, offset = divmod(self.position // self.k, classes)
+        for turn in range(number, self.num_passes):
+            steps = (classes - offset) // width
+            order = self._usable[
+                permute(np.arange(classes), classes, subkey(self.seed, Stream.ORDER, self.epoch, turn))
+            ]
+            for first in range(0, steps, _STEPS):
+                step = np.arange(first, min(first + _STEPS, steps))[:, None]
+                places = (offset + step * width + np.arange(self.p) * self.num_replicas + self.rank).reshape(-1)
+                positions = (turn * classes + places)[:, None] * self.k + np.arange(self.k)
+                yield positions.reshape(-1), self._draw(order[places], turn)
+            offset = 0
+
+    def _draw(self, classes: Ints, turn: int) -> Ints:
+        """The ``k`` samples that each of ``classes`` gives in pass ``turn`` of this epoch."""
+        visit = self.epoch * self.num_passes + turn
+        cycle, group = np.divmod(visit, self._groups[classes])
+        ordinal = group[:, None] * self.k + np.arange(self.k)
+        repeated, cycle = np.repeat(classes, self.k), np.repeat(cycle, self.k)
+        ordinal = ordinal.reshape(-1) % self.members.counts[repeated]  # wraps in classes of fewer than k samples only
+        return self.members.draw(self.seed, repeated, cycle, ordinal)
+
+    def num_left(self, position: int) -> int:
+        self._check_classes()
+        number, offset = divmod(position // self.k, self.num_classes)
+        if number >= self.num_passes:
+            return 0
+        width = self.p * self.num_replicas
+        rest = (self.num_passes - number - 1) * (self.num_classes // width)
+        return ((self.num_classes - offset) // width + rest) * self.batch_size
+
+    def advanced(self, position: int, num: int) -> int:
+        classes, width, steps = self.num_classes, self.p * self.num_replicas, num // self.batch_size
+        number, offset = divmod(position // self.k, classes)
+        here = (classes - offset) // width
+        if steps > here:
+            passes, steps = divmod(steps - here - 1, classes // width)
+            number, offset, steps = number + 1 + passes, 0, steps + 1
+        return (number * classes + offset + steps * width) * self.k
+
+    def _check_classes(self) -> None:
+        if self.num_classes < self.p * self.num_replicas:
+            raise ConfigurationError(
+                f"{self.num_classes} classes have two samples or more, but p={self.p} distinct ones on each of "
+                f"{self.num_replicas} ranks need {self.p * self.num_replicas}. Lower p to "
+                f"{self.num_classes // self.num_replicas} at most, or use fewer ranks."
+            )

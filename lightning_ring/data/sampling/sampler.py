@@ -1,0 +1,179 @@
+"""The part of a sampler that all orders share: whose turn it is, where the epoch stands, and what is saved of it."""
+
+from __future__ import annotations
+
+import logging
+from abc import abstractmethod
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch.distributed as dist
+from torch.utils.data import DistributedSampler
+
+from lightning_ring.errors import ConfigurationError
+
+log = logging.getLogger(__name__)
+
+Ints = npt.NDArray[np.int64]
+Remainder = Literal["repeat", "drop", "keep"]
+
+
+class OrderedSampler(DistributedSampler[int]):
+    """One global order for all ranks, a function of (seed, epoch, position); this rank takes its slice of each step.
+
+    Neither the number of ranks nor that of workers changes the order: restored at another world size, training goes on
+    with the same one. A `DistributedSampler`, so that Lightning leaves it in place and tells it the epoch.
+
+    Args:
+        seed: Chooses the order.
+        rank, world_size: Left out, both are asked of torch.distributed when iteration starts (Lightning has started it
+            by then); where it is not initialised there is one process.
+        fingerprint: Says which data set this is; a state of another one is refused.
+
+    Attributes:
+        epoch: Set by `set_epoch`, which Lightning calls.
+        position: Where in the global order, counted in samples, the next iteration starts: 0 unless a state was loaded.
+    """
+
+    kind: str
+
+    def __init__(self, *, seed: int, rank: int | None, world_size: int | None, fingerprint: str) -> None:
+        if (rank is None) != (world_size is None):
+            raise ConfigurationError(f"rank={rank} and world_size={world_size}: give both, or neither.")
+        if rank is not None and world_size is not None and not 0 <= rank < world_size:
+            raise ConfigurationError(f"rank={rank} was given, expected one of 0 to {world_size - 1}.")
+        if not 0 <= seed < 2**63:
+            raise ConfigurationError(f"seed={seed} was given, expected 0 to 2^63 - 1.")
+        self._given = None if rank is None or world_size is None else (rank, world_size)
+        self.seed = seed
+        self.epoch = 0
+        self.fingerprint = fingerprint
+        self.position = 0
+        self._taken = 0  # of this epoch, by each rank, before `position`
+
+    # -- what an order defines
+
+    @abstractmethod
+    def blocks(self) -> Iterator[tuple[Ints, Ints]]:
+        """This rank's samples from `position` on, in pieces: their global positions, and their indices."""
+
+    @abstractmethod
+    def advanced(self, position: int, num: int) -> int:
+        """The global position after every rank has taken ``num`` samples from ``position`` on."""
+
+    @abstractmethod
+    def num_left(self, position: int) -> int:
+        """How many samples this rank takes from ``position`` to the end of the epoch."""
+
+    # -- ranks
+
+    @property
+    def rank(self) -> int:  # type: ignore[override]
+        return self._given[0] if self._given else dist.get_rank() if _distributed() else 0
+
+    @property
+    def num_replicas(self) -> int:  # type: ignore[override]
+        return self._given[1] if self._given else dist.get_world_size() if _distributed() else 1
+
+    # -- iteration
+
+    def __iter__(self) -> Iterator[int]:
+        epoch = self.epoch
+        for _, indices in self.blocks():
+            yield from indices.tolist()
+        if self.epoch == epoch:
+            self.rewind()
+
+    def __len__(self) -> int:
+        """Samples of this rank in this epoch, those before `position` included, as Lightning counts batches."""
+        return self._taken + self.num_left(self.position)
+
+    @property
+    def num_samples(self) -> int:  # type: ignore[override]
+        return len(self)
+
+    def set_epoch(self, epoch: int) -> None:
+        if epoch != self.epoch:
+            self.epoch = epoch
+            self.rewind()
+
+    def rewind(self) -> None:
+        """Back to the start of the epoch; an iteration that reached its end has done so."""
+        self.position = self._taken = 0
+
+    # -- state
+
+    def state_dict(self, trained: int = 0) -> dict[str, Any]:
+        """The same on every rank.
+
+        Args:
+            trained: Samples that this rank has trained on since the iteration began; a loader has fetched more.
+        """
+        return {
+            "kind": self.kind,
+            "fingerprint": self.fingerprint,
+            "seed": self.seed,
+            "epoch": self.epoch,
+            "position": self.advanced(self.position, trained),
+            "taken": self._taken + trained,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was called, also with another number of ranks. The state's seed replaces this one's.
+
+        Raises:
+            ConfigurationError: The state is of another data set, or of an order with other settings.
+        """
+        for name, mine in (("kind", self.kind), ("fingerprint", self.fingerprint)):
+            if state.get(name) != mine:
+                raise ConfigurationError(
+                    f"the saved state of a sampler has {name} {state.get(name)!r}, but this one has {mine!r}: its "
+                    "position means nothing here. Use the data set and settings of the saved run, or start a new one."
+                )
+        if state["seed"] != self.seed:
+            log.warning(
+                "lightning_ring: the sampler goes on with seed %s of the saved run, not %s.", state["seed"], self.seed
+            )
+        self.seed, self.epoch = state["seed"], state["epoch"]
+        self.position, self._taken = state["position"], state["taken"]
+
+
+class StridedSampler(OrderedSampler):
+    """An order of ``length`` positions; rank r takes r, r + world size, ... A step of all ranks is one stretch."""
+
+    def __init__(self, length: int, remainder: Remainder, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        if remainder not in ("repeat", "drop", "keep"):
+            raise ConfigurationError(f"remainder={remainder!r} was given, expected 'repeat', 'drop' or 'keep'.")
+        if length <= 0:
+            raise ConfigurationError("the data set is empty: there is nothing to sample.")
+        self.length = length
+        self.remainder = remainder
+        self.dataset = range(length)  # type: ignore[assignment]  # only its length is asked for
+        self.drop_last = remainder == "drop"
+
+    @property
+    def total_size(self) -> int:  # type: ignore[override]
+        """Samples of all ranks in an epoch."""
+        if self.remainder == "keep":
+            return self.length
+        return self.num_left(0) * self.num_replicas
+
+    def advanced(self, position: int, num: int) -> int:
+        return min(position + num * self.num_replicas, self.length)
+
+    def num_left(self, position: int) -> int:
+        left, ranks = self.length - position, self.num_replicas
+        if self.remainder == "keep":
+            return max(0, -(-(left - self.rank) // ranks))
+        return left // ranks if self.remainder == "drop" else -(-left // ranks)
+
+    def my_positions(self, start: int, stop: int) -> Ints:
+        """This rank's positions from `position` on: those with numbers ``start`` to ``stop``."""
+        return self.position + self.rank + np.arange(start, stop, dtype=np.int64) * self.num_replicas
+
+
+def _distributed() -> bool:
+    return dist.is_available() and dist.is_initialized()

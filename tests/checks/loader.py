@@ -1,0 +1,171 @@
+"""Checks of samplers and loaders under a real Trainer, on real ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy as np
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from mpi4py import MPI
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_ring.data import (
+    BalancedSampler,
+    DeviceTransform,
+    ImageFolder,
+    Loader,
+    PKSampler,
+    RandomResizedCrop,
+    ShuffledSampler,
+    image_loader,
+)
+from tests.checks.models import RANK, SIZE, ddp, trainer
+from tests.data.images import write_folder
+
+WORLD = MPI.COMM_WORLD
+LABELS = np.repeat(np.arange(9), [3, 50, 7, 12, 20, 4, 16, 9, 30])
+
+
+class Recorder(L.LightningModule):
+    """Trains one layer; notes each step's samples and loss."""
+
+    def __init__(self, features: int = 1) -> None:
+        super().__init__()
+        self.net = nn.Linear(features, 3)
+        self.steps: list[tuple[list[int], float]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        images, labels, indices = batch if isinstance(batch, (tuple, list)) else (batch.view(-1, 1), batch % 3, batch)
+        loss = F.cross_entropy(self.net(images.float().flatten(1)), labels)
+        self.steps.append((indices.tolist(), float(loss.detach())))
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-3, momentum=0.9)
+
+
+class Ended(Exception):
+    pass
+
+
+class EndAt(Callback):
+    """Saves what there is and ends the run, when batch ``step`` was fetched and before it is trained on."""
+
+    def __init__(self, step: int, path: Path) -> None:
+        self.step = step
+        self.path = path
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
+            raise Ended
+
+
+def ended(run: L.Trainer, module: L.LightningModule, loader: Any) -> None:
+    try:
+        run.fit(module, loader)
+    except Ended:
+        return
+    raise AssertionError("the run went on")
+
+
+def check_samplers_in_an_ordinary_dataloader() -> None:
+    samplers = {
+        "balanced": lambda **ranks: BalancedSampler(LABELS, seed=2, **ranks),
+        "p x k": lambda **ranks: PKSampler(LABELS, 2, 4, seed=2, **ranks),
+        "shuffled": lambda **ranks: ShuffledSampler(len(LABELS), seed=2, **ranks),
+    }
+    data: Any = list(range(len(LABELS)))
+    for make in samplers.values():
+        for strategy in ("ring", ddp()):
+            module, sampler = Recorder(), make()
+            trainer(strategy).fit(module, DataLoader(data, batch_size=8, sampler=sampler))
+            expected = []
+            for epoch in range(2):
+                alone = make(rank=RANK, world_size=SIZE)
+                alone.set_epoch(epoch)
+                mine = list(alone)
+                expected += [mine[i : i + 8] for i in range(0, len(mine), 8)]
+            assert [indices for indices, _ in module.steps] == expected
+            everyone = WORLD.allgather(expected[0])
+            if isinstance(sampler, PKSampler):
+                classes = [set(LABELS[indices]) for indices in everyone]
+                assert [len(some) for some in classes] == [2] * SIZE
+                assert len(set.union(*classes)) == 2 * SIZE
+
+
+def images(folder: Path, **ranks: int) -> Loader:
+    source = ImageFolder(folder)
+    return image_loader(
+        source,
+        ShuffledSampler(len(source), seed=5, **ranks),  # type: ignore[arg-type]
+        2,
+        crop=RandomResizedCrop(8),
+        transform=DeviceTransform(brightness=0.3),
+        with_indices=True,
+        num_threads=2,
+        prefetch=3,
+    )
+
+
+def folder_of_images(tmp_path: Path) -> Path:
+    if RANK == 0:
+        write_folder(tmp_path / "images", classes=3, images=8, size=(24, 32))
+    WORLD.Barrier()
+    return tmp_path / "images"
+
+
+def module() -> Recorder:
+    torch.manual_seed(1)
+    return Recorder(3 * 8 * 8)
+
+
+def check_killed_in_mid_epoch_it_resumes_exactly(tmp_path: Path) -> None:
+    folder = folder_of_images(tmp_path)
+    whole = module()
+    trainer("ring", max_epochs=3).fit(whole, images(folder))
+    per_epoch = 24 // (2 * SIZE)
+    assert len(whole.steps) == 3 * per_epoch
+    for step in (1, per_epoch + per_epoch // 2, 2 * per_epoch):  # the last at the start of an epoch
+        begun, path = module(), tmp_path / f"{step}.ckpt"
+        ended(trainer("ring", max_epochs=3, callbacks=[EndAt(step, path)]), begun, images(folder))
+        resumed = module()
+        trainer("ring", max_epochs=3).fit(resumed, images(folder), ckpt_path=path, weights_only=False)
+        assert begun.steps + resumed.steps == whole.steps, (step, begun.steps, resumed.steps, whole.steps)
+
+
+def check_checkpoints_of_lightnings_own_callback_resume_exactly(tmp_path: Path) -> None:
+    folder = folder_of_images(tmp_path)
+    for every in ({"every_n_train_steps": 1}, {"every_n_epochs": 1, "save_on_train_epoch_end": True}):
+        whole = module()
+        saving = ModelCheckpoint(tmp_path / next(iter(every)), filename="{step}", save_top_k=-1, **every)  # type: ignore[arg-type]
+        trainer("ring", max_epochs=2, callbacks=[saving], enable_checkpointing=True).fit(whole, images(folder))
+        for path in sorted((tmp_path / next(iter(every))).glob("*.ckpt")):
+            done = int(path.stem.split("=")[1])
+            resumed = module()
+            trainer("ring", max_epochs=2).fit(resumed, images(folder), ckpt_path=path, weights_only=False)
+            assert resumed.steps == whole.steps[done:], (path, resumed.steps, whole.steps)
+
+
+def check_it_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
+    folder = folder_of_images(tmp_path)
+    step, path = 24 // (2 * SIZE) // 2, tmp_path / "ranks.ckpt"
+    begun = module()
+    ended(trainer("ring", max_epochs=3, callbacks=[EndAt(step, path)]), begun, images(folder))
+    alone = module()
+    run = trainer("auto", devices=1, max_epochs=3, reload_dataloaders_every_n_epochs=1)
+    run.fit(alone, images(folder, rank=0, world_size=1), ckpt_path=path, weights_only=False)
+    seen = WORLD.allgather([indices for indices, _ in begun.steps])
+    before = [index for some in zip(*seen, strict=True) for pair in zip(*some, strict=True) for index in pair]
+    order = [index for indices, _ in alone.steps for index in indices]
+    expected = []
+    for epoch in range(3):
+        sampler = ShuffledSampler(24, seed=5, rank=0, world_size=1)
+        sampler.set_epoch(epoch)
+        expected += list(sampler)
+    assert before + order == expected

@@ -1,0 +1,322 @@
+"""The loader: the same batches on any number of threads, resumed anywhere, and nothing left running."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from lightning_ring.data import (
+    BalancedSampler,
+    DeviceTransform,
+    ImageFolder,
+    Loader,
+    PKSampler,
+    RandomResizedCrop,
+    ShardDataset,
+    ShuffledSampler,
+    image_loader,
+    item_loader,
+)
+from lightning_ring.data.loading.cores import available_cores
+from lightning_ring.data.packing.run import pack
+from lightning_ring.data.packing.settings import PackSettings
+from lightning_ring.errors import ConfigurationError, SampleError
+from tests.data.images import write_folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> ImageFolder:
+    return ImageFolder(write_folder(tmp_path_factory.mktemp("images")))
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_stays() -> Iterator[None]:
+    yield
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("ring-loader")] == []
+
+
+def make(folder: ImageFolder, rank: int = 0, world_size: int = 1, batch_size: int = 4, **kwargs: Any) -> Loader:
+    sampler = kwargs.pop("sampler", None) or ShuffledSampler(len(folder), rank=rank, world_size=world_size)
+    transform = kwargs.pop("transform", None)
+    return image_loader(
+        folder, sampler, batch_size, crop=RandomResizedCrop(16), transform=transform, with_indices=True, **kwargs
+    )
+
+
+def batches(loader: Loader) -> list[list[Any]]:
+    return [[part.clone() for part in batch] for batch in loader]
+
+
+def assert_same(some: list[Any], others: list[Any]) -> None:
+    assert len(some) == len(others) > 0
+    for one, other in zip(some, others, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_batches_hold_the_images_and_labels_of_the_order(folder: ImageFolder) -> None:
+    loader = make(folder, num_threads=2)
+    got = batches(loader)
+    assert len(got) == len(loader) == 6
+    assert [len(batch[0]) for batch in got] == [4, 4, 4, 4, 4, 1]
+    indices = torch.cat([batch[2] for batch in got])
+    assert indices.tolist() == list(loader.sampler)
+    assert torch.equal(torch.cat([batch[1] for batch in got]), torch.from_numpy(folder.labels[indices]).long())
+    assert got[0][0].shape == (4, 3, 16, 16)
+    assert got[0][0].dtype == torch.uint8
+
+
+@pytest.mark.parametrize("transform", [None, DeviceTransform(brightness=0.4, contrast=0.4, saturation=0.4)])
+def test_threads_and_prefetching_change_nothing(folder: ImageFolder, transform: Any) -> None:
+    expected = batches(make(folder, num_threads=1, prefetch=1, transform=transform))
+    assert_same(batches(make(folder, num_threads=3, prefetch=4, transform=transform)), expected)
+
+
+def test_buffers_are_not_overwritten_while_somebody_holds_a_batch(folder: ImageFolder) -> None:
+    for transform in (None, DeviceTransform()):
+        held = [batch[0] for batch in make(folder, transform=transform)]
+        assert_same([[images] for images in held], [[b[0]] for b in batches(make(folder, transform=transform))])
+
+
+def test_epochs_crop_differently(folder: ImageFolder) -> None:
+    sampler = ShuffledSampler(len(folder), shuffle=False, rank=0, world_size=1)
+    loader = make(folder, sampler=sampler)
+    first = batches(loader)
+    assert_same(batches(loader), first)
+    loader.sampler.set_epoch(1)
+    second = batches(loader)
+    assert torch.equal(first[0][2], second[0][2])
+    assert not torch.equal(first[0][0], second[0][0])
+
+
+def test_ranks_share_each_step(folder: ImageFolder) -> None:
+    whole = batches(make(folder, batch_size=6))
+    shares = [batches(make(folder, rank, 3, batch_size=2)) for rank in range(3)]
+    for step, expected in enumerate(whole[:-1]):
+        for place in range(6):
+            for part, wanted in zip(shares[place % 3][step], expected, strict=True):
+                assert torch.equal(part[place // 3], wanted[place])  # the same crop, too
+
+
+def test_it_resumes_at_the_next_sample_on_another_number_of_ranks(folder: ImageFolder) -> None:
+    whole = torch.cat([batch[0] for batch in batches(make(folder))])
+    loader = make(folder, 1, 3, batch_size=2, num_threads=2, prefetch=3)
+    iterator = iter(loader)
+    next(iterator), next(iterator)
+    state = loader.state_dict()
+    assert state == make_after(folder, 0, 3, 2).state_dict()
+    del iterator
+    resumed = make(folder, batch_size=3)
+    resumed.load_state_dict(state)
+    assert len(resumed) == 2 + 3
+    rest = batches(resumed)
+    assert torch.equal(torch.cat([batch[0] for batch in rest]), whole[12:])
+    assert len(resumed) == 7  # the next time through is whole again
+    assert resumed.state_dict()["sampler"]["position"] == 21
+
+
+def make_after(folder: ImageFolder, rank: int, world_size: int, num: int) -> Loader:
+    loader = make(folder, rank, world_size, batch_size=2)
+    for _, _ in zip(range(num), loader, strict=False):
+        pass
+    return loader
+
+
+def test_a_batch_that_was_fetched_but_not_trained_on_comes_again(folder: ImageFolder) -> None:
+    loader = make(folder)
+    iterator = iter(loader)
+    got = [next(iterator) for _ in range(3)]
+    state = loader.trained_state(1)
+    resumed = make(folder)
+    resumed.load_state_dict(state)
+    again = iter(resumed)
+    assert torch.equal(next(again)[0], got[2][0])
+    assert resumed.trained_state(1) == state
+    del iterator, again
+
+
+def test_the_epoch_is_looked_at_with_the_first_batch(folder: ImageFolder) -> None:
+    loader = make(folder)
+    iterator = iter(loader)  # Lightning calls it before set_epoch
+    loader.sampler.set_epoch(3)
+    first = next(iterator)
+    assert first[2].tolist() == list(loader.sampler)[:4]
+    assert loader.state_dict()["sampler"]["epoch"] == 3
+    loader.sampler.set_epoch(4)
+    assert loader.state_dict() == {"sampler": loader.sampler.state_dict(), "batches": 0}
+    del iterator
+
+
+def test_a_broken_image_is_named_where_its_batch_would_come(tmp_path: Path) -> None:
+    root = write_folder(tmp_path, classes=1, images=6)
+    (root / "c0" / "3.jpg").write_bytes((root / "c0" / "3.jpg").read_bytes()[:700])
+    folder = ImageFolder(root)
+    loader = make(folder, sampler=ShuffledSampler(6, shuffle=False, rank=0, world_size=1), batch_size=2)
+    iterator = iter(loader)
+    assert next(iterator)[2].tolist() == [0, 1]
+    with pytest.raises(SampleError, match=r"c0/3.jpg: cannot be decoded: .*Repair or remove it"):
+        next(iterator)
+    assert not any(thread.name.startswith("ring-loader") for thread in threading.enumerate())
+    (root / "c0" / "4.jpg").unlink()
+    with pytest.raises((SampleError, FileNotFoundError), match=r"c0/4.jpg"):
+        list(make(folder, sampler=ShuffledSampler(6, shuffle=False, rank=0, world_size=1), batch_size=5))
+
+
+@pytest.mark.parametrize("how", ["break", "close", "error"])
+def test_threads_end_with_the_iteration(folder: ImageFolder, how: str) -> None:
+    loader = make(folder, batch_size=1, num_threads=2, prefetch=8)
+    iterator = iter(loader)
+    assert len(next(iterator)) == 3
+    assert any(thread.name.startswith("ring-loader") for thread in threading.enumerate())
+    if how == "close":
+        iterator.close()  # type: ignore[attr-defined]
+    elif how == "error":
+        with pytest.raises(KeyError):
+            raise_within(iterator)
+    del iterator
+
+
+def raise_within(iterator: Any) -> None:
+    for _ in iterator:
+        raise KeyError("in training")
+
+
+def test_a_sampler_that_knows_its_batch_size(folder: ImageFolder) -> None:
+    sampler = PKSampler(folder.labels, 2, 3, rank=0, world_size=1)
+    loader = image_loader(folder, sampler, crop=RandomResizedCrop(16), transform=None)
+    labels = [batch[1].view(2, 3) for batch in loader]
+    assert len(labels) == len(loader) == 2  # 21 images make two passes of three classes: a step of two in each
+    assert all((group == group[0]).all() for batch in labels for group in batch)
+    with pytest.raises(ConfigurationError, match="batch_size=5 was given with PKSampler, expected 6"):
+        image_loader(folder, sampler, 5, crop=RandomResizedCrop(16), transform=None)
+    with pytest.raises(ConfigurationError, match="expected a number"):
+        image_loader(folder, BalancedSampler(folder.labels), crop=RandomResizedCrop(16), transform=None)
+    with pytest.raises(ConfigurationError, match="prefetch=0"):
+        make(folder, prefetch=0)
+
+
+def test_times_add_up(folder: ImageFolder) -> None:
+    loader = make(folder, transform=DeviceTransform())
+    before = loader.times.copy()
+    list(loader)
+    spent = loader.times - before
+    assert (spent.batches, spent.samples) == (6, 21)
+    assert min(spent.reading, spent.transforming, spent.waiting, spent.copying) > 0
+    assert spent.collating == 0
+    reading, decoding, handing_over = loader.cost()
+    assert reading == loader.times.reading / 6
+    assert decoding == loader.times.transforming / 6
+    assert handing_over >= loader.times.copying / 6
+
+
+def test_shards_give_what_their_folder_gives(folder: ImageFolder, tmp_path: Path) -> None:
+    settings = PackSettings(size=0, group_by_class=True)
+    pack(Path(folder.root), tmp_path / "packed", settings, 1, lambda done, total, left_out: None)
+    shards = ShardDataset(tmp_path / "packed")
+    assert [shards.name(i).endswith(folder.name(i)) for i in range(len(folder))] == [True] * len(folder)
+    sampler = BalancedSampler(shards.labels, fingerprint=shards.fingerprint, rank=0, world_size=1)
+    loader = image_loader(shards, sampler, 4, crop=RandomResizedCrop(16), transform=None, with_indices=True)
+    ours = make(folder, sampler=BalancedSampler(folder.labels, rank=0, world_size=1))
+    assert_same(batches(loader), batches(ours))
+    with pytest.raises(ConfigurationError, match="fingerprint"):
+        loader.load_state_dict(ours.state_dict())
+
+
+class Items:
+    """A torch data set that is slow by turns, so that threads finish out of order."""
+
+    def __init__(self, num: int, broken: int = -1) -> None:
+        self.num = num
+        self.broken = broken
+
+    def __len__(self) -> int:
+        return self.num
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        if i == self.broken:
+            raise KeyError(f"no row {i}")
+        time.sleep(0.002 * (i % 3))
+        return {"index": i, "square": torch.tensor(i * i)}
+
+
+def test_any_torch_data_set() -> None:
+    sampler = ShuffledSampler(21, rank=0, world_size=1)
+    loader = item_loader(Items(21), sampler, 4, num_threads=3)
+    got = list(loader)
+    assert torch.cat([batch["index"] for batch in got]).tolist() == list(sampler)
+    assert torch.equal(torch.cat([batch["square"] for batch in got]), torch.tensor([i * i for i in sampler]))
+    assert loader.times.transforming > 0 < loader.times.collating
+    with pytest.raises(SampleError, match=r"sample 7 of Items cannot be had: KeyError\('no row 7'\)"):
+        list(item_loader(Items(21, broken=7), sampler, 4))
+
+
+def test_collate_functions_and_batched_data_sets() -> None:
+    class Batched(Items):
+        def __getitems__(self, indices: list[int]) -> list[Any]:
+            return [-i for i in indices]
+
+    sampler = ShuffledSampler(6, shuffle=False, rank=0, world_size=1)
+    assert list(item_loader(Batched(6), sampler, 4, collate=sum)) == [-6, -9]
+    with pytest.raises(SampleError, match="make no batch"):
+        list(item_loader(Items(6), sampler, 4, collate=sum))
+
+
+def test_image_folder_has_torchvisions_order(folder: ImageFolder, tmp_path: Path, caplog: Any) -> None:
+    datasets = pytest.importorskip("torchvision.datasets")
+    theirs = datasets.ImageFolder(folder.root)
+    assert [(folder.where(i), int(folder.labels[i])) for i in range(len(folder))] == theirs.samples
+    assert folder.classes == theirs.classes
+    image, label = folder[9]
+    assert label == 1
+    assert np.array_equal(image.permute(1, 2, 0).numpy(), np.asarray(theirs.loader(theirs.samples[9][0])))
+    root = write_folder(tmp_path / "odd", classes=2, images=1)
+    (root / "empty").mkdir()
+    (root / "c0" / "notes.txt").write_text("x")
+    odd = ImageFolder(root)
+    assert odd.classes == ["c0", "c1"]
+    assert "left out 1 classes without images: empty" in caplog.text
+    assert "left out 1 files that are not images: c0/notes.txt" in caplog.text
+    Image.new("RGB", (4, 4)).save(root / "c1" / "more.png")
+    assert ImageFolder(root).fingerprint != odd.fingerprint
+    with pytest.raises(ConfigurationError, match="holds no images"):
+        ImageFolder(root / "empty")
+    with pytest.raises(ConfigurationError, match="is not a folder"):
+        ImageFolder(root / "gone")
+
+
+def test_cores_follow_the_quota_of_the_container(tmp_path: Path) -> None:
+    unlimited = available_cores(cgroup=tmp_path)
+    assert unlimited >= 1
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    assert available_cores(cgroup=tmp_path) == unlimited
+    (tmp_path / "cpu.max").write_text("150000 100000\n")
+    assert available_cores(cgroup=tmp_path) == 1
+    assert available_cores(64, cgroup=tmp_path) == 1
+    (tmp_path / "cpu.max").unlink()
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text("100000\n")
+    (tmp_path / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
+    assert available_cores(cgroup=tmp_path) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_batches_on_the_gpu_equal_those_on_the_cpu(folder: ImageFolder) -> None:
+    for transform in (None, DeviceTransform(brightness=0.4, contrast=0.4, saturation=0.4)):
+        expected = batches(make(folder, transform=transform))
+        got = []
+        for batch in make(folder, transform=transform, device="cuda", num_threads=2, prefetch=3):
+            torch.cuda.current_stream().synchronize()
+            assert all(part.is_cuda for part in batch)
+            got.append([part.cpu() for part in batch])
+        for one, other in zip(got, expected, strict=True):
+            torch.testing.assert_close(one[0], other[0], atol=1e-4, rtol=1e-4)
+            assert torch.equal(one[1], other[1])
+            assert torch.equal(one[2], other[2])

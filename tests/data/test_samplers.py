@@ -1,0 +1,303 @@
+"""Samplers: orders by position, shared over ranks, kept over changes of their number."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from typing import Any
+
+import numpy as np
+import pytest
+from torch.utils.data import DataLoader
+
+from lightning_ring.data import BalancedSampler, PKSampler, ShuffledSampler
+from lightning_ring.data.sampling import OrderedSampler
+from lightning_ring.data.sampling.counters import Stream, philox, subkey, uniforms
+from lightning_ring.data.sampling.permutation import permute
+from lightning_ring.errors import ConfigurationError
+
+LABELS = np.repeat([0, 1, 2, 5, 7, 9, 70_000], [3, 50, 7, 1, 20, 4, 16])  # 101 samples; class 5 has one
+
+
+def shuffled(rank: int, world_size: int, **kwargs: Any) -> OrderedSampler:
+    return ShuffledSampler(101, rank=rank, world_size=world_size, **kwargs)
+
+
+def balanced(rank: int, world_size: int, **kwargs: Any) -> OrderedSampler:
+    return BalancedSampler(LABELS, beta=0.5, num_samples=600, rank=rank, world_size=world_size, **kwargs)
+
+
+def steps(make: Any, world_size: int, batch_size: int, state: Any = None, num: int | None = None) -> list[list[int]]:
+    """What all ranks together take in each step."""
+    samplers = [make(rank, world_size) for rank in range(world_size)]
+    for sampler in samplers:
+        if state is not None:
+            sampler.load_state_dict(state)
+    shares = [list(sampler)[: None if num is None else num * batch_size] for sampler in samplers]
+    cut = [[share[i : i + batch_size] for i in range(0, len(share), batch_size)] for share in shares]
+    return [sorted(itertools.chain(*parts)) for parts in zip(*cut, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "expected"),
+    [
+        ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+        (
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            (0xA4093822, 0x299F31D0),
+            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        ),
+    ],
+)
+def test_philox_gives_the_published_numbers(counter: Any, key: Any, expected: Any) -> None:
+    words = [np.array([word], dtype=np.uint64) for word in (*counter, *key)]
+    assert tuple(int(word[0]) for word in philox(tuple(words[:4]), tuple(words[4:]))) == expected  # type: ignore[arg-type]
+
+
+def test_uniforms_depend_on_seed_stream_epoch_and_position_only() -> None:
+    whole = uniforms(3, Stream.CROP, 1, np.arange(1000), 5)
+    assert whole.shape == (1000, 5)
+    assert ((whole >= 0) & (whole < 1)).all()
+    assert abs(whole.mean() - 0.5) < 0.02
+    assert np.array_equal(whole[[7, 3]], uniforms(3, Stream.CROP, 1, [7, 3], 5))
+    for other in ((4, Stream.CROP, 1), (3, Stream.COLOR, 1), (3, Stream.CROP, 2)):
+        assert not np.isin(uniforms(*other, np.arange(1000), 5), whole).any()
+
+
+@pytest.mark.parametrize("size", [*range(1, 20), 100, 1023, 1024, 1025, 70_001])
+def test_permute_is_a_permutation(size: int) -> None:
+    assert np.array_equal(np.sort(permute(np.arange(size), size, subkey(1, Stream.ORDER))), np.arange(size))
+
+
+def test_permute_takes_sizes_and_keys_element_by_element() -> None:
+    sizes, keys = np.array([1, 5, 2**40, 7]), subkey(0, Stream.MEMBERS, np.arange(4))
+    together = permute(np.array([0, 4, 2**39, 3]), sizes, keys)
+    alone = [
+        int(permute(i, size, subkey(0, Stream.MEMBERS, n)))
+        for n, (i, size) in enumerate(zip([0, 4, 2**39, 3], sizes))  # noqa: B905
+    ]
+    assert together.tolist() == alone
+
+
+@pytest.mark.parametrize("size", [3, 10])
+def test_every_place_of_a_permutation_is_equally_likely(size: int) -> None:
+    num = 4000
+    drawn = permute(np.tile(np.arange(size), (num, 1)), size, subkey(0, Stream.ORDER, np.arange(num)[:, None]))
+    for pairs in (drawn[:, [0]] * size + drawn[:, [1]], drawn[:, [1]] * size + drawn[:, [size - 1]]):
+        counts = np.bincount(pairs[:, 0], minlength=size * size).reshape(size, size)
+        assert counts.trace() == 0
+        expected = num / (size * (size - 1))
+        chi2 = ((counts - expected) ** 2 / expected)[~np.eye(size, dtype=bool)].sum()
+        free = size * (size - 1) - 1
+        assert chi2 < free + 5 * np.sqrt(2 * free)
+
+
+@pytest.mark.parametrize("make", [shuffled, balanced])
+@pytest.mark.parametrize(("world_size", "batch_size"), [(2, 6), (3, 4), (4, 3), (1, 12)])
+def test_the_number_of_ranks_does_not_change_what_a_step_takes(make: Any, world_size: int, batch_size: int) -> None:
+    num = 8
+    order = list(make(0, 1))
+    expected = [sorted(order[i * 12 : (i + 1) * 12]) for i in range(num)]
+    assert steps(make, world_size, batch_size, num=num) == expected
+
+
+@pytest.mark.parametrize("make", [shuffled, balanced])
+def test_it_goes_on_with_the_same_order_on_another_number_of_ranks(make: Any) -> None:
+    order = list(make(0, 1, seed=4))
+    sampler = make(1, 2, seed=4)
+    assert list(itertools.islice(sampler, 10)) == order[1:20:2]
+    state = sampler.state_dict(trained=10)
+    assert state == make(0, 2, seed=4).state_dict(trained=10)
+    shares = []
+    for rank in range(3):
+        resumed = make(rank, 3)
+        resumed.load_state_dict(state)
+        shares.append(list(resumed))
+        assert len(resumed) == len(make(rank, 3))  # the next epoch is whole
+    rest = list(itertools.chain(*zip(*shares, strict=True)))
+    length = len(order)
+    assert rest[: length - 20] == order[20 : 20 + len(rest)]
+
+
+def test_length_counts_what_was_taken_before_a_resumed_position() -> None:
+    sampler = shuffled(0, 2)
+    sampler.load_state_dict(shuffled(0, 1).state_dict(trained=21))
+    assert len(sampler) == 21 + 40
+    sampler.set_epoch(1)
+    assert len(sampler) == 51
+
+
+@pytest.mark.parametrize(("remainder", "sizes"), [("repeat", [26] * 4), ("drop", [25] * 4), ("keep", [26, 25, 25, 25])])
+def test_remainder(remainder: Any, sizes: list[int]) -> None:
+    shares = [list(shuffled(rank, 4, remainder=remainder, shuffle=False)) for rank in range(4)]
+    assert [len(share) for share in shares] == sizes
+    assert [len(shuffled(rank, 4, remainder=remainder)) for rank in range(4)] == sizes
+    taken = np.bincount(list(itertools.chain(*shares)), minlength=101)
+    assert {"repeat": (1, 2), "drop": (0, 1), "keep": (1, 1)}[remainder] == (taken.min(), taken.max())
+    assert shares[1][:3] == [1, 5, 9]
+
+
+def test_epochs_and_seeds_have_orders_of_their_own_and_workers_do_not() -> None:
+    sampler = shuffled(0, 1)
+    first = list(sampler)
+    assert sorted(first) == list(range(101))
+    assert list(sampler) == first
+    loader: Any = DataLoader(range(101), batch_size=8, sampler=sampler, num_workers=2)  # type: ignore[arg-type]
+    assert list(itertools.chain(*(batch.tolist() for batch in loader))) == first
+    sampler.set_epoch(1)
+    assert list(sampler) != first
+    assert list(shuffled(0, 1, seed=1)) != first
+
+
+@pytest.mark.parametrize("beta", [0, 0.5, 1])
+def test_balanced_shares(beta: float) -> None:
+    sampler = BalancedSampler(LABELS, beta=beta, num_samples=7000, rank=0, world_size=1)
+    drawn = np.bincount(LABELS[list(sampler)])
+    drawn = drawn[drawn > 0]
+    counts = np.bincount(LABELS)
+    weights = counts[counts > 0] ** (1.0 - beta)
+    assert np.abs(drawn - 7000 * weights / weights.sum()).max() <= 1
+
+
+@pytest.mark.parametrize("num_samples", [150, 140_000])  # the second takes three rounds an epoch
+def test_a_class_is_used_up_before_one_of_its_samples_comes_again(num_samples: int) -> None:
+    sampler = BalancedSampler(LABELS, num_samples=num_samples, rank=0, world_size=1)
+    drawn: list[int] = []
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        drawn += list(sampler)
+    stream = np.array(drawn)
+    for number, count in zip(*np.unique(LABELS, return_counts=True), strict=True):
+        mine = stream[LABELS[stream] == number]
+        cycles = mine[: len(mine) // count * count].reshape(-1, count)
+        assert (np.sort(cycles, axis=1) == np.flatnonzero(number == LABELS)).all()
+        if count > 3 and len(cycles) > 1:
+            assert len({tuple(cycle) for cycle in cycles}) > 1  # in another order
+
+
+def test_balanced_positions_are_found_in_any_round() -> None:
+    make = BalancedSampler(LABELS, num_samples=140_000, rank=0, world_size=1)
+    make.set_epoch(2)
+    order = list(make)
+    for position in (1, 65_000, 100_000, 139_998):
+        make.load_state_dict(make.state_dict() | {"position": position})
+        assert list(make) == order[position:]
+
+
+def pk(rank: int, world_size: int, p: int = 2, **kwargs: Any) -> PKSampler:
+    return PKSampler(LABELS, p, 4, rank=rank, world_size=world_size, **kwargs)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_pk_steps_have_distinct_classes_and_k_of_each(world_size: int) -> None:
+    samplers = [pk(rank, world_size) for rank in range(world_size)]
+    seen = np.zeros(len(LABELS), dtype=int)
+    for epoch in range(40):
+        for sampler in samplers:
+            sampler.set_epoch(epoch)
+        shares = [np.array(list(sampler)).reshape(-1, 2, 4) for sampler in samplers]
+        assert len(shares[0]) * 8 == len(samplers[0]) > 0
+        for step in zip(*shares, strict=True):
+            groups = np.concatenate(step)
+            labels = LABELS[groups]
+            assert (labels == labels[:, :1]).all()
+            assert len(set(labels[:, 0])) == 2 * world_size
+            for group in groups:
+                assert len(set(group)) == min(4, (LABELS[group[0]] == LABELS).sum())
+            np.add.at(seen, groups.reshape(-1), 1)
+    assert (seen[LABELS == 5] == 0).all()
+    assert (seen[LABELS != 5] > 0).all()  # 50 images of class 1, 40 epochs of 4 passes
+    of_class = {number: seen[number == LABELS].sum() for number in set(LABELS) - {5}}
+    assert max(of_class.values()) <= 1.3 * min(of_class.values())
+
+
+def test_pk_goes_through_a_class_without_repeating() -> None:
+    labels = np.repeat(np.arange(4), 8)
+    sampler = PKSampler(labels, 4, 4, rank=0, world_size=1)
+    groups = []
+    for epoch in range(4):
+        sampler.set_epoch(epoch)
+        groups += np.array(list(sampler)).reshape(-1, 4, 4).tolist()
+    for first, second in itertools.pairwise(groups[::1]):
+        if groups.index(first) % 2 == 0:
+            assert sorted(itertools.chain(*first, *second)) == list(range(32))
+
+
+def test_pk_goes_on_on_another_number_of_ranks() -> None:
+    labels = np.repeat(np.arange(12), 6)
+
+    def make(rank: int, world_size: int) -> PKSampler:
+        return PKSampler(labels, 2, 3, rank=rank, world_size=world_size)
+
+    groups = np.array(list(make(0, 1))).reshape(-1, 3)  # 12 classes divide by 2, 4 and 6: nothing is skipped
+    state = make(1, 2).state_dict(trained=2 * 6)
+    assert state["position"] == 2 * 4 * 3
+    taken = []
+    for rank in range(3):
+        sampler = make(rank, 3)
+        sampler.load_state_dict(state)
+        taken.append(np.array(list(sampler)).reshape(-1, 2, 3))
+    first = {tuple(group) for share in taken for group in share[0]}
+    assert first == {tuple(group) for group in groups[12:18]}  # 8 of 12 classes were taken: 6 do not fit in
+    for step in zip(*taken, strict=True):
+        assert len(set(labels[np.concatenate(step)[:, 0]])) == 6
+
+
+@pytest.mark.parametrize(("p", "world_size"), [(2, 1), (2, 2), (5, 1), (3, 1)])
+def test_pk_lengths_and_positions_agree(p: int, world_size: int) -> None:
+    labels = np.repeat(np.arange(11), 9)
+    sampler = PKSampler(labels, p, 2, rank=0, world_size=world_size)
+    positions = np.concatenate([block for block, _ in sampler.blocks()])
+    assert len(positions) == len(sampler)
+    for step in range(len(sampler) // sampler.batch_size):
+        after = sampler.advanced(0, step * sampler.batch_size)
+        sampler.load_state_dict(sampler.state_dict() | {"position": after, "taken": 0})
+        assert sampler.num_left(after) == len(positions) - step * sampler.batch_size
+        assert next(sampler.blocks())[0][0] == positions[step * sampler.batch_size]
+    assert sampler.num_left(sampler.advanced(0, len(positions))) == 0
+
+
+def test_pk_reports_what_it_leaves_out_and_what_is_missing(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert pk(0, 1).left_out.tolist() == [5]
+    assert "leaves out 1 of 7 classes, which have one sample each: class 5" in caplog.text
+    with pytest.raises(ConfigurationError, match=r"6 classes have two samples or more, but p=2 .* 4 ranks need 8"):
+        pk(0, 4)
+
+
+def test_a_state_of_something_else_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    state = balanced(0, 1).state_dict()
+    for other in (
+        shuffled(0, 1),
+        BalancedSampler(LABELS, rank=0, world_size=1),
+        BalancedSampler(LABELS[::-1].copy(), beta=0.5, num_samples=600, rank=0, world_size=1),
+    ):
+        with pytest.raises(ConfigurationError, match="its position means nothing here"):
+            other.load_state_dict(state)
+    again = balanced(0, 1, seed=3)
+    again.load_state_dict(state)
+    assert "goes on with seed 0 of the saved run, not 3" in caplog.text
+    assert list(again) == list(balanced(0, 1))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ShuffledSampler(0, rank=0, world_size=1), "empty"),
+        (lambda: ShuffledSampler(5, rank=2, world_size=2), "rank=2"),
+        (lambda: ShuffledSampler(5, rank=1), "both, or neither"),
+        (lambda: ShuffledSampler(5, remainder="some"), "remainder='some'"),  # type: ignore[arg-type]
+        (lambda: BalancedSampler([0, 1], beta=2), "beta=2"),
+        (lambda: BalancedSampler([0.5, 1]), "float64"),
+        (lambda: BalancedSampler([0, -1]), "label -1 of sample 1"),
+        (lambda: PKSampler([0, 0], 1, 1), "k=1"),
+    ],
+)
+def test_arguments_that_cannot_work(make: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        make()
+
+
+def test_without_ranks_and_without_torch_distributed_there_is_one_process() -> None:
+    assert sorted(ShuffledSampler(10)) == list(range(10))
