@@ -35,6 +35,7 @@ class RingOptions:
     bucket_cap_mb: BucketCap = DEFAULT_CAP_MB
     topology: Topology = "auto"
     compression: Compression | Compressor | None = None
+    shard_optimizer: bool = False
     broadcast_buffers: BroadcastBuffers = "epoch"
     uneven: Uneven = "error"
     start_method: StartMethod = "popen"
@@ -47,6 +48,7 @@ class RingOptions:
         _one_of("topology", self.topology, get_args(Topology))
         if not isinstance(self.compression, Compressor):
             _one_of("compression", self.compression, (None, *get_args(Compression)), "or a Compressor")
+        _one_of("shard_optimizer", self.shard_optimizer, (False, True))
         _one_of("broadcast_buffers", self.broadcast_buffers, get_args(BroadcastBuffers))
         _one_of("uneven", self.uneven, get_args(Uneven))
         _one_of("start_method", self.start_method, get_args(StartMethod))
@@ -61,6 +63,11 @@ class RingOptions:
                 f'RingStrategy got bucket_cap_mb="auto" with compression={self.compression!r}, whose messages are not '
                 "in proportion to the gradients, as the choice assumes. Give a size in MiB, such as 25, or use "
                 "'fp16' or 'bf16'."
+            )
+        if self.shard_optimizer and compressor and not compressor.can_shard:
+            raise ConfigurationError(
+                f"RingStrategy got shard_optimizer=True with compression={self.compression!r}, which cannot leave each "
+                "rank its shard of a sum. Use 'fp16', 'bf16' or None, or shard_optimizer=False (strategy='ring')."
             )
 
     def new_compressor(self) -> Compressor | None:

@@ -13,9 +13,11 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+STRATEGIES: dict[str, dict[str, Any]] = {"ring": {}, "ring_sharded": {"shard_optimizer": True}}
+
 
 def register_strategies() -> None:
-    """Make ``Trainer(strategy="ring")`` known, now or as soon as ``lightning.pytorch`` has been imported."""
+    """Make "ring" and "ring_sharded" known, now or as soon as ``lightning.pytorch`` has been imported."""
     _after_import("lightning.pytorch", _register)
     _after_import("pytorch_lightning", _register_with_the_other_package)
 
@@ -23,8 +25,9 @@ def register_strategies() -> None:
 def _register() -> None:
     from lightning.pytorch.strategies import StrategyRegistry
 
-    if "ring" not in StrategyRegistry:
-        StrategyRegistry.register("ring", _ring, description="ring all-reduce: see lightning_ring.RingStrategy")
+    for name, arguments in STRATEGIES.items():
+        if name not in StrategyRegistry:
+            StrategyRegistry.register(name, _ring, description="see lightning_ring.RingStrategy", **arguments)
 
 
 def _ring(**arguments: Any) -> Any:
@@ -36,8 +39,9 @@ def _ring(**arguments: Any) -> Any:
 def _register_with_the_other_package() -> None:
     from pytorch_lightning.strategies import StrategyRegistry
 
-    if "ring" not in StrategyRegistry:
-        StrategyRegistry.register("ring", _refuse)
+    for name in STRATEGIES:
+        if name not in StrategyRegistry:
+            StrategyRegistry.register(name, _refuse)
 
 
 def _refuse(**_: Any) -> None:

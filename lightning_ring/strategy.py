@@ -29,7 +29,7 @@ from lightning_ring.comm.replicate import (
 )
 from lightning_ring.compression_state import CompressionState
 from lightning_ring.foreign import explain_foreign_modules
-from lightning_ring.gradients import DEFAULT_CAP_MB, AutoBuckets, Reducer
+from lightning_ring.gradients import DEFAULT_CAP_MB, AutoBuckets, Reducer, ShardReducer
 from lightning_ring.gradients.compression import Compressor
 from lightning_ring.loader_state import count_trained_batches
 from lightning_ring.options import (
@@ -43,7 +43,7 @@ from lightning_ring.options import (
     Uneven,
 )
 from lightning_ring.random_state import RandomStates
-from lightning_ring.ranked import RankedStrategy
+from lightning_ring.sharded_steps import ShardedSteps
 from lightning_ring.stopping import on_stop_signal
 from lightning_ring.uneven import (
     AgreedLoader,
@@ -57,7 +57,7 @@ from lightning_ring.uneven import (
 log = logging.getLogger(__name__)
 
 
-class RingStrategy(RankedStrategy):
+class RingStrategy(ShardedSteps):
     """Synchronous data-parallel training over a ring all-reduce: ``Trainer(strategy="ring")``.
 
     Gradients travel in flat buckets while backward goes on, and are averaged over all ranks. The module is not wrapped.
@@ -73,6 +73,8 @@ class RingStrategy(RankedStrategy):
             each with the same number of ranks and more than one.
         compression: What gradients travel as: ``"fp16"``, ``"bf16"``, ``"powersgd"`` or a `Compressor`; `None` is their
             own dtype. Parameters and buffers always travel as they are.
+        shard_optimizer: Each rank steps 1/N of the parameters and holds 1/N of the optimizer's state; new parameters
+            arrive while the next forward goes on. ``Trainer(strategy="ring_sharded")``.
         broadcast_buffers: When rank 0's buffers (BatchNorm statistics) replace the other ranks': at the ``"start"``,
             also at each training ``"epoch"``, evaluation and checkpoint, or also at each training ``"step"``.
         uneven: When ranks have different numbers of training batches: ``"error"`` names rank and step; with ``"join"``
@@ -98,6 +100,7 @@ class RingStrategy(RankedStrategy):
         bucket_cap_mb: BucketCap = DEFAULT_CAP_MB,
         topology: Topology = "auto",
         compression: Compression | Compressor | None = None,
+        shard_optimizer: bool = False,
         broadcast_buffers: BroadcastBuffers = "epoch",
         uneven: Uneven = "error",
         start_method: StartMethod = "popen",
@@ -114,6 +117,7 @@ class RingStrategy(RankedStrategy):
             bucket_cap_mb=bucket_cap_mb,
             topology=topology,
             compression=compression,
+            shard_optimizer=shard_optimizer,
             broadcast_buffers=broadcast_buffers,
             uneven=uneven,
             start_method=start_method,
@@ -160,6 +164,8 @@ class RingStrategy(RankedStrategy):
             _optimizers_to_device(self.optimizers, self.root_device)
             for optimizer in self.optimizers if self._reducer else ():
                 optimizer.register_step_pre_hook(self._before_step)
+            if isinstance(self._reducer, ShardReducer):
+                self._shard_optimizers(trainer, self._reducer)
 
     def configure_ddp(self) -> None:
         """Put the gradients into buckets; the module stays unwrapped."""
@@ -171,7 +177,7 @@ class RingStrategy(RankedStrategy):
         if cap == "auto":
             cap = DEFAULT_CAP_MB
             auto = AutoBuckets(self._comm, _say, default_cap_mb=cap, compressor=self._compressor)
-        self._reducer = Reducer(
+        self._reducer = (ShardReducer if self.options.shard_optimizer else Reducer)(
             self._comm,
             self.model.named_parameters(),
             bucket_cap_mb=cap,
@@ -186,11 +192,11 @@ class RingStrategy(RankedStrategy):
         )
 
     def teardown(self) -> None:
+        super().teardown()
         if self._reducer is not None:
             self._reducer.remove()
             self._reducer = None
         self._turns = Turns()
-        super().teardown()
 
     # -- training
 
@@ -216,6 +222,8 @@ class RingStrategy(RankedStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self._reducer is not None and self._trainer is not None:
             if self._reducer.agreed_to_stop():
+                self._make_whole()
+                self._stopping_together = True
                 raise SIGTERMException(143)  # 128 + SIGTERM, on every rank at the same step
             self._find_joining_loader(self._trainer)
             self._reducer.active_ranks = self._turns.take(batch_idx, self._trainer.accumulate_grad_batches)
@@ -306,6 +314,8 @@ class RingStrategy(RankedStrategy):
             return
         assert self.model is not None
         new = reducer.track(self.model.named_parameters())
+        if self._sharding is not None:
+            self._sharding.follow_module()
         if replicate and self._comm is not None:
             broadcast_tensors(new, self._comm)
 
@@ -364,7 +374,7 @@ class RingStrategy(RankedStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
-        if self._comm is not None:
+        if self._comm is not None and self._sharding is None:
             for optimizer in self.optimizers:
                 broadcast_optimizer_state(optimizer, self._comm)
         self._compression_state.restore(self._compressor, self.global_rank, self.world_size)

@@ -3,5 +3,6 @@
 from lightning_ring.gradients.auto_buckets import AutoBuckets
 from lightning_ring.gradients.bucket import DEFAULT_CAP_MB, Bucket, plan_buckets
 from lightning_ring.gradients.reducer import Reducer
+from lightning_ring.gradients.shards import ShardReducer
 
-__all__ = ["DEFAULT_CAP_MB", "AutoBuckets", "Bucket", "Reducer", "plan_buckets"]
+__all__ = ["DEFAULT_CAP_MB", "AutoBuckets", "Bucket", "Reducer", "ShardReducer", "plan_buckets"]

@@ -123,7 +123,10 @@ class TrustRatioOptimizer(Optimizer):
 
         1 where the parameter does not adapt or a norm was 0; NaN where no step was taken.
         """
-        return self._current_roster().ratios.clone()
+        roster = self._roster  # of parts, where a strategy has the parts of these parameters stepped
+        if roster is None or roster.sizes != [len(group["params"]) for group in self.param_groups]:
+            roster = self._current_roster()
+        return roster.ratios.clone()
 
     def named_trust_ratios(self) -> dict[str, float]:
         """Last trust ratio by parameter name (or place); waits for the device, once."""

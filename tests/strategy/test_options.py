@@ -24,6 +24,7 @@ from lightning_ring.gradients.compression import PowerSGD
         ("uneven", "pad", "'error', 'join'"),
         ("start_method", "thread", "'popen', 'spawn', 'fork'"),
         ("force_communication", 1, "False, True"),
+        ("shard_optimizer", 1, "False, True"),
         ("bucket_cap_mb", 0, "greater than 0"),
         ("bucket_cap_mb", -3.5, "greater than 0"),
         ("bucket_cap_mb", float("nan"), "greater than 0"),
@@ -38,6 +39,12 @@ def test_a_value_that_cannot_work_is_named_with_what_was_expected(argument: str,
         RingStrategy(**{argument: value})
     assert f"{argument}={value!r}" in str(caught.value)
     assert expected in str(caught.value)
+
+
+def test_a_compression_that_cannot_leave_shards_is_refused() -> None:
+    RingStrategy(shard_optimizer=True, compression="bf16")
+    with pytest.raises(RingError, match="shard_optimizer=True with compression='powersgd'"):
+        RingStrategy(shard_optimizer=True, compression="powersgd")
 
 
 def test_automatic_buckets_need_messages_in_proportion_to_gradients() -> None:

@@ -1,0 +1,158 @@
+"""Who reads a parameter in a forward, and waits for it first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.overrides import TorchFunctionMode
+
+from lightning_ring.errors import RingError
+from lightning_ring.sharded.parameters import ShardedParameters
+
+_DESCRIBES = ("shape", "grad", "requires_grad", "device", "dtype", "is_leaf", "grad_fn", "ndim", "layout", "is_sparse")
+_DESCRIPTORS = [
+    vars(torch._C.TensorBase)[name] if name in vars(torch._C.TensorBase) else getattr(Tensor, name)
+    for name in _DESCRIBES
+]
+_READS_NO_VALUES = {  # a parameter that is on its way is not waited for
+    *(accessor for descriptor in _DESCRIPTORS for accessor in (descriptor.__get__, descriptor.__set__)),
+    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.is_floating_point, Tensor.__len__, Tensor.__hash__),
+    *(Tensor.requires_grad_, Tensor.register_hook, Tensor.register_post_accumulate_grad_hook),
+}
+
+
+class Coverage:
+    """Parameters wait for the all-gather of their bucket where they are read, and only where that is proven to work.
+
+    Two things see a read coming: a forward pre-hook on each module that has parameters of its own, and inside
+    `watching` a `TorchFunctionMode`, which is shown every call of torch from Python (tied weights,
+    ``F.linear(x, emb.weight)``, methods other than ``forward``). Neither sees scripted or compiled code outside its
+    module's call.
+
+    A parameter's values change only after it got a gradient, and the first gradient comes from a forward in which
+    they were whole. So each gradient of a parameter that nobody saw being read is found before a stale value can
+    do harm: the model then waits for all parameters after each step, and says so once. The exception is a parameter
+    whose reads were seen at first and later are not, while new values were on their way: that is an error.
+
+    Attributes:
+        trusted: False once a read went unseen: whoever steps must wait for all parameters then.
+    """
+
+    def __init__(self, parameters: ShardedParameters, module: nn.Module, warn: Callable[[str], None]) -> None:
+        self.trusted = True
+        self._parameters = parameters
+        self._module = module
+        self._warn = warn
+        self._seen: set[int] = set()
+        self._left_on_their_way: set[int] = set()  # changed by a step that nobody waited for
+        self._ids: dict[int, Parameter] = {}
+        self._mode = _Watch(self)
+        self._watched = False
+        self._hooks: dict[nn.Module, Any] = {}
+        parameters.reducer.on_gradient = self._on_gradient
+        self.follow()
+
+    def follow(self) -> None:
+        """Take in modules and parameters that are new."""
+        self._ids.update((id(param), param) for param in self._module.parameters())
+        for module in self._module.modules():
+            scripted = isinstance(module, torch.jit.ScriptModule)  # takes no hooks
+            if module not in self._hooks and not scripted and next(_own_parameters(module), None) is not None:
+                self._hooks[module] = module.register_forward_pre_hook(self._before_forward, prepend=True)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Around code that may read parameters."""
+        if not self.trusted:
+            yield
+            return
+        self._watched = True
+        with self._mode:
+            yield
+
+    def begin_forward(self) -> None:
+        self._seen.clear()
+        self._left_on_their_way = {i for i in self._left_on_their_way if self._parameters.is_coming(i)}
+
+    def leave_on_their_way(self, changed: Iterable[Parameter]) -> None:
+        ids = {id(param) for param in changed}
+        self._left_on_their_way |= ids
+        self._seen -= ids
+
+    def all_whole(self) -> None:
+        """All parameters were waited for before they were read."""
+        self._left_on_their_way.clear()
+
+    def remove(self) -> None:
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks.clear()
+        self._parameters.reducer.on_gradient = None
+
+    def read(self, param_id: int) -> None:
+        self._seen.add(param_id)
+        if not self._parameters.whole:
+            self._parameters.wait_for(param_id)
+
+    def knows(self, param_id: int) -> bool:
+        return param_id in self._ids
+
+    def _before_forward(self, module: nn.Module, _: Any) -> None:
+        if torch.compiler.is_compiling():
+            return  # nothing of this would be left in the compiled code
+        if self.trusted or not self._parameters.whole:
+            for param in _own_parameters(module):
+                self.read(id(param))
+
+    def _on_gradient(self, param: Parameter) -> None:
+        if id(param) in self._seen or not self.trusted or not self._watched:
+            return
+        name = next((name for name, other in self._module.named_parameters() if other is param), "a parameter")
+        how = (
+            f"{name} got a gradient, but neither its module's forward nor any call of torch from Python was seen "
+            "reading it (scripted or compiled code)"
+        )
+        if id(param) in self._left_on_their_way:
+            raise RingError(
+                f"{how}, although earlier ones were: it may have been read before its new values had arrived. Call "
+                "self.trainer.strategy.wait_parameters() first in training_step."
+            )
+        self.trusted = False
+        self._warn(
+            f"{how}. From now on all parameters are waited for after each step, instead of arriving while the next "
+            "forward goes on."
+        )
+
+
+def _own_parameters(module: nn.Module) -> Iterator[Parameter]:
+    compiled = getattr(module, "_orig_mod", None) is not None  # by torch.compile(module): its inside is not seen
+    return module.parameters(recurse=compiled)
+
+
+class _Watch(TorchFunctionMode):
+    def __init__(self, coverage: Coverage) -> None:
+        self._coverage = coverage
+        super().__init__()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not torch.compiler.is_compiling() and func not in _READS_NO_VALUES:
+            self._look_at(args)
+            if kwargs:
+                self._look_at(kwargs.values())
+        return func(*args, **kwargs)
+
+    def _look_at(self, values: Iterable[Any]) -> None:
+        for value in values:
+            kind = type(value)
+            if kind is list or kind is tuple:
+                self._look_at(value)
+            elif kind is dict:
+                self._look_at(value.values())
+            elif self._coverage.knows(id(value)):
+                self._coverage.read(id(value))

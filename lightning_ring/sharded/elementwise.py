@@ -1,0 +1,105 @@
+"""Can an optimizer step parts of a tensor? Only if no element's update looks at another element."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from lightning_ring.errors import ConfigurationError
+from lightning_ring.optim import LAMB, LARS
+
+_ELEMENTWISE = {
+    getattr(torch.optim, name)
+    for name in ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
+} | {LARS, LAMB}  # the norms of these two are summed over ranks
+_WHOLE = {getattr(torch.optim, name, None) for name in ("LBFGS", "SparseAdam", "Adafactor", "Muon")}
+_SHAPES = ((6, 5), (7,))
+_STEPS = 12  # some change what they do after warm-up steps, or only every tenth
+
+
+def check_can_be_sharded(optimizer: Optimizer) -> None:
+    """Raise unless ``optimizer`` can step this rank's part of each parameter.
+
+    torch's own optimizers are known. Any other class is tried on small tensors, with the settings of each group: one
+    object steps them whole, two others (as on two ranks) step a part each. A class says for itself that it can be cut
+    by the attribute ``elementwise = True``.
+
+    Raises:
+        ConfigurationError: It looks at whole tensors, or could not be tried.
+    """
+    kind = type(optimizer)
+    if kind in _ELEMENTWISE or getattr(kind, "elementwise", False) is True:
+        return
+    if kind in _WHOLE:
+        raise _refusal(kind, "looks at whole tensors, or at all of them together")
+    for group in optimizer.param_groups:
+        settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        try:
+            whole, parts = _step_whole_and_in_parts(kind, optimizer.defaults, settings)
+        except Exception as error:
+            raise _refusal(
+                kind,
+                f"is not one that lightning_ring knows, and trying it on small tensors raised {type(error).__name__}: "
+                f"{error}. If no element's update depends on another element, set `elementwise = True` on the class",
+            ) from error
+        if not all(torch.allclose(a, b, rtol=1e-9, atol=1e-12) for a, b in zip(whole, parts, strict=True)):
+            raise _refusal(kind, "takes another step for a tensor in two parts than for the whole tensor")
+
+
+def _refusal(kind: type, why: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{kind.__module__}.{kind.__qualname__} cannot be sharded over ranks: it {why}. "
+        "Use strategy='ring', where every rank steps whole parameters."
+    )
+
+
+@torch.random.fork_rng(devices=())
+def _step_whole_and_in_parts(
+    kind: type[Optimizer], defaults: dict[str, Any], settings: dict[str, Any]
+) -> tuple[list[Tensor], list[Tensor]]:
+    torch.manual_seed(0)
+    start = [torch.randn(shape, dtype=torch.float64) for shape in _SHAPES]
+    gradients = [[torch.randn_like(tensor) * 10.0 ** (step % 3 - 1) for tensor in start] for step in range(_STEPS)]
+    whole = _stepped(kind, defaults, settings, start, gradients)
+    halves = []
+    for half in range(2):
+        cut = [_half(tensor, half) for tensor in start]
+        cut_gradients = [[_half(gradient, half) for gradient in step] for step in gradients]
+        halves.append(_stepped(kind, defaults, settings, cut, cut_gradients))
+    together = [torch.cat(parts) for parts in zip(*halves, strict=True)]
+    if all(torch.equal(after, before) for after, before in zip(whole, start, strict=True)):
+        raise RuntimeError(f"{_STEPS} steps did not change a parameter")
+    return [tensor.reshape(-1) for tensor in whole], together
+
+
+def _half(tensor: Tensor, half: int) -> Tensor:
+    return tensor.reshape(-1).tensor_split([tensor.numel() * 3 // 5 - 1])[half]  # no cut between two rows
+
+
+def _stepped(
+    kind: type[Optimizer],
+    defaults: dict[str, Any],
+    settings: dict[str, Any],
+    start: Sequence[Tensor],
+    gradients: Sequence[Sequence[Tensor]],
+) -> list[Tensor]:
+    params = [Parameter(tensor.clone()) for tensor in start]
+    group = settings | {"params": params} | ({"lr": 0.01} if "lr" in settings else {})  # a warm-up may begin at 0
+    optimizer = kind([group], **dict(_accepted(kind, defaults)))
+    for step in gradients:
+        for param, gradient in zip(params, step, strict=True):
+            param.grad = gradient.clone()
+        optimizer.step()
+    return [param.detach() for param in params]
+
+
+def _accepted(kind: type[Optimizer], defaults: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    names = inspect.signature(kind).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in names.values())
+    return ((key, value) for key, value in defaults.items() if takes_any or key in names)

@@ -1,0 +1,102 @@
+"""The whole of a sharded training: gradients' shards, optimizers that step them, parameters that become whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from lightning_ring.comm.communicator import Communicator
+from lightning_ring.gradients.shards import ShardReducer
+from lightning_ring.sharded import norms
+from lightning_ring.sharded.coverage import Coverage
+from lightning_ring.sharded.elementwise import check_can_be_sharded
+from lightning_ring.sharded.optimizer import SlicedOptimizer
+from lightning_ring.sharded.parameters import ShardedParameters
+
+
+class Sharding:
+    """Has ``optimizers`` step this rank's shard of the parameters of ``module``.
+
+    After a step an all-gather of each changed bucket starts. Where ``overlaps`` is True the step returns at once, and
+    whoever reads a parameter inside `forward` or `reading` waits for its bucket; else the step waits.
+
+    Args:
+        warn: Called with a message for the user.
+
+    Raises:
+        ConfigurationError: An optimizer looks at whole tensors.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        reducer: ShardReducer,
+        module: nn.Module,
+        optimizers: Iterable[Optimizer],
+        warn: Callable[[str], None],
+    ) -> None:
+        self.overlaps = False
+        optimizers = list(optimizers)
+        for optimizer in optimizers:
+            check_can_be_sharded(optimizer)
+        self._comm = comm
+        self._parameters = ShardedParameters(comm, reducer)
+        self._coverage = Coverage(self._parameters, module, warn)
+        self._optimizers = {id(opt): SlicedOptimizer(opt, self._parameters, self._stepped) for opt in optimizers}
+
+    def reading(self) -> AbstractContextManager[None]:
+        """Around code that may read parameters."""
+        return self._coverage.watching() if self.overlaps else nullcontext()
+
+    @contextmanager
+    def forward(self, *, wait: bool) -> Iterator[None]:
+        """Around code that computes a loss; ``wait`` on leaving it for what it did not read."""
+        self._coverage.begin_forward()
+        with self.reading():
+            yield
+        if wait:
+            self._parameters.wait()
+
+    def follow_module(self) -> None:
+        """Modules or parameters were added."""
+        self._coverage.follow()
+
+    def make_whole(self) -> None:
+        """Return when all parameters are whole."""
+        self._parameters.wait()
+
+    def wait(self) -> None:
+        """The same, before something reads parameters that lightning_ring cannot see reading."""
+        self._parameters.wait()
+        self._coverage.all_whole()
+
+    def of(self, optimizer: Any) -> SlicedOptimizer:
+        return self._optimizers[id(getattr(optimizer, "_optimizer", optimizer))]  # Lightning's wrapper, or the bare one
+
+    def clip_grad_norm_(self, params: Iterable[Parameter], max_norm: float, norm_type: float = 2.0) -> Tensor:
+        self._parameters.follow()
+        return norms.clip_grad_norm_(params, max_norm, self._parameters, norm_type)
+
+    def unscale_parts_only(self, unscale: Callable[..., Any]) -> Callable[..., Any]:
+        return norms.look_at_parts_only(unscale, self.of, self._comm)
+
+    def release(self, *, wait: bool) -> None:
+        """Leave module and optimizers as they were found. State dicts of the optimizers can still be gathered."""
+        if wait:
+            self.make_whole()
+        for optimizer in self._optimizers.values():
+            optimizer.release()
+        self._coverage.remove()
+        self._parameters.release()
+
+    def _stepped(self, changed: list[Parameter]) -> None:
+        self._parameters.gather(changed)
+        if self.overlaps and self._coverage.trusted:
+            self._coverage.leave_on_their_way(changed)
+        else:
+            self.wait()

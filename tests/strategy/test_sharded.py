@@ -1,0 +1,23 @@
+"""``ring_sharded`` on real ranks, one launch a world size."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.battery import Battery, check_names
+
+MODULE = "tests.checks.sharded"
+SECONDS = 240
+NUMERIC = ("check_clipping_by_norm_is_global", "check_state_is_a_share_and_its_checkpoint_is_ordinary")
+
+
+@pytest.mark.timeout(SECONDS + 30)
+@pytest.mark.parametrize("check", check_names(MODULE))
+def test_sharded(battery: Battery, check: str) -> None:
+    battery(MODULE, 2, check, timeout=SECONDS)
+
+
+@pytest.mark.timeout(SECONDS + 30)
+@pytest.mark.parametrize("check", NUMERIC)
+def test_sharded_on_three_ranks(battery: Battery, check: str) -> None:
+    battery(MODULE, 3, check, timeout=SECONDS, only=NUMERIC)
