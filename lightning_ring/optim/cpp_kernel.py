@@ -8,10 +8,13 @@ from lightning_ring.optim.rule import Rule
 from lightning_ring.optim.trace import Body, measure_body, move_body
 
 CHUNK = 1 << 15  # elements that a thread takes at a time
+BLOCK = 64  # elements between two rounds of prefetching
+AHEAD = 2048  # bytes: hardware prefetching stops at the end of every 4 KiB page, in each of up to six streams
 
 C_TYPES = {torch.float64: "double", torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "_Float16"}
 
 PRELUDE = r"""
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <cstdint>
@@ -38,14 +41,26 @@ struct bf16 {
   }
 };
 
+template <int64_t elements, int64_t ahead, class T>
+static inline void prefetch(const T* position) {
+  const char* const first = reinterpret_cast<const char*>(position) + ahead;
+  for (int64_t byte = 0; byte < elements * int64_t(sizeof(T)); byte += 64) __builtin_prefetch(first + byte);
+}
+
+using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);  // GOMP_parallel
+
 // Runs work(chunk) for every chunk; threads take the next one when they are done, sums are kept by chunk, so that they
 // have the same bits with any number of threads.
 template <class Work>
-static void for_each_chunk(int64_t num_chunks, int num_threads, Work work) {
+static void for_each_chunk(int64_t num_chunks, int num_threads, Parallel parallel, Work work) {
   std::atomic<int64_t> next{0};
   auto take = [&] {
     for (int64_t chunk; (chunk = next.fetch_add(1)) < num_chunks;) work(chunk);
   };
+  if (num_threads > 1 && parallel != nullptr) {
+    parallel([](void* take_) { (*static_cast<decltype(take)*>(take_))(); }, &take, unsigned(num_threads), 0);
+    return;
+  }
   std::vector<std::thread> threads;
   for (int i = 1; i < num_threads; ++i) threads.emplace_back(take);
   take();
@@ -55,8 +70,9 @@ static void for_each_chunk(int64_t num_chunks, int num_threads, Work work) {
 
 FUNCTION = r"""
 extern "C" void %(name)s(int64_t num_chunks, const int64_t* chunks, const int64_t* pointers, const double* scalars,
-                         double* sums, int num_threads) {
-  for_each_chunk(num_chunks, num_threads, [=](int64_t chunk) {
+                         double* sums, int num_threads, Parallel parallel) {
+  for_each_chunk(num_chunks, num_threads, parallel, [=](int64_t turn) {
+    const int64_t chunk = %(chunk)s;
     const int64_t row = chunks[3 * chunk], start = chunks[3 * chunk + 1], size = chunks[3 * chunk + 2];
     const int64_t* const pointer = pointers + row * %(num_pointers)d;
     const double* const scalar = scalars + row * %(num_scalars)d;
@@ -89,13 +105,14 @@ def source(
 def _function(name: str, body: Body, elements: list[str], types: dict[str, str], compute: str, deferred: bool) -> str:
     columns = [*elements, "mirror"] if "mirror" in types else elements
     stored = {element for element, _ in body.stores}
-    setup = []
+    setup, prefetches = [], []
     for column, element in enumerate(columns):
         written = element in stored or (element == "mirror" and "w" in stored)
         if element in body.loads or written:
             qualifier = "" if written else "const "
             cast = f"reinterpret_cast<{qualifier}{types[element]}*>(pointer[{column}])"
             setup.append(f"{qualifier}{types[element]}* __restrict const p_{element} = {cast} + start;")
+            prefetches.append(f"prefetch<{BLOCK}, {AHEAD}>(p_{element} + begin);")
     setup += [f"const {compute} h_{scalar} = scalar[{i}];" for i, scalar in enumerate(body.scalars)]
 
     loop = [f"const {compute} {element} = p_{element}[i];" for element in body.loads]
@@ -115,14 +132,20 @@ def _function(name: str, body: Body, elements: list[str], types: dict[str, str],
         clause = " reduction(+ : w_squares, x_squares, probe)"
         after = [f"sums[3 * chunk + {i}] = {sum_};" for i, sum_ in enumerate(("w_squares", "x_squares", "probe"))]
     lines = [
+        f"for (int64_t begin = 0; begin < size; begin += {BLOCK}) {{",
+        f"  const int64_t end = std::min<int64_t>(begin + {BLOCK}, size);",
+        *[f"  {x}" for x in prefetches],
         f"#pragma omp simd{clause}",
-        "for (int64_t i = 0; i < size; ++i) {",
-        *[f"  {x}" for x in loop],
+        "  for (int64_t i = begin; i < end; ++i) {",
+        *[f"    {x}" for x in loop],
+        "  }",
         "}",
         *after,
     ]
     return FUNCTION % {
         "name": name,
+        # Backwards, the move begins with what the measuring left in the cache.
+        "chunk": "num_chunks - 1 - turn" if name == "move" else "turn",
         "num_pointers": len(columns),
         "num_scalars": max(len(body.scalars), 1),
         "setup": "\n".join(f"    {line}" for line in setup),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import functools
+from array import array
 
 import torch
 from torch import Tensor
@@ -53,6 +55,7 @@ class FusedCpuRunner:
             ctypes.c_int64(len(chunks)),
             *(ctypes.c_void_p(None if tensor is None else tensor.data_ptr()) for tensor in addresses),
             ctypes.c_int(min(torch.get_num_threads(), max(1, len(chunks)))),
+            torch_threads(),
         )
 
     def _scalars(self, names: tuple[str, ...], part: Part, numbers: StepNumbers) -> Tensor:
@@ -67,8 +70,9 @@ class FusedCpuRunner:
         if self._pointers is None or self._pointers[0] is not part:
             columns = [part.weights, part.grads, *zip(*part.states, strict=True)]
             columns += [part.mirrors] if part.mirrors else []
-            table = torch.tensor([[tensor.data_ptr() for tensor in column] for column in columns])
-            self._pointers = (part, table.T.contiguous())
+            addresses = array("q", [tensor.data_ptr() for column in columns for tensor in column])
+            table = torch.frombuffer(addresses, dtype=torch.int64)  # sooner than torch.tensor of a list
+            self._pointers = (part, table.view(len(columns), -1).T.contiguous())
         return self._pointers[1]
 
     def _chunks_of(self, part: Part) -> Tensor:
@@ -82,6 +86,19 @@ class FusedCpuRunner:
             ]
             self._chunks[sizes] = torch.tensor(chunks, dtype=torch.int64).reshape(-1, 3)
         return self._chunks[sizes]
+
+
+@functools.cache
+def torch_threads() -> ctypes.c_void_p:
+    """Address of ``GOMP_parallel`` of the OpenMP that torch runs on, null where it has none.
+
+    OpenMP's threads keep their cores busy for milliseconds after torch's last parallel operation, waiting for the next;
+    threads of our own would share the cores with them. GNU's and LLVM's OpenMP both export this entry.
+    """
+    try:
+        return ctypes.cast(ctypes.CDLL(None).GOMP_parallel, ctypes.c_void_p)
+    except AttributeError:
+        return ctypes.c_void_p(None)
 
 
 _sources: dict[tuple[Rule, Kind, bool], str] = {}

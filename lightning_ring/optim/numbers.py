@@ -22,7 +22,7 @@ class StepNumbers:
         self.on_device = on_device
         self._on_host = on_host
         self._lists: dict[str, list[float] | list[Tensor]] = {}
-        self._uniform = {name: v[0] for name in on_host if (v := list[Any](self.values(name))).count(v[0]) == len(v)}
+        self._uniform: dict[str, float] | None = None
         self._at: dict[int, Scalars] = {}
         self._fewer: StepNumbers | None = None  # what these numbers extend
         self._all_on_host = on_host.keys() == on_device.keys()
@@ -51,17 +51,28 @@ class StepNumbers:
                 return first
             return Scalars(**{name: v if isinstance(v, float) else [v] for name, v in vars(first).items()})
         scalars = Scalars()
+        same = self._same_everywhere()
         for name in self.on_device:
-            uniform = self._uniform.get(name)
+            uniform = same.get(name)
             setattr(scalars, name, [self.values(name)[p] for p in positions] if uniform is None else uniform)
         return scalars
+
+    def _same_everywhere(self) -> dict[str, float]:
+        """The scalars that are known on the host and the same for all parameters."""
+        if self._fewer is not None:
+            return self._fewer._same_everywhere()
+        if self._uniform is None:
+            lists = {name: list[Any](self.values(name)) for name in self._on_host}
+            self._uniform = {
+                name: values[0] for name, values in lists.items() if values.count(values[0]) == len(values)
+            }
+        return self._uniform
 
     def extended(self, further: Scalars) -> StepNumbers:
         """These vectors and ``further`` ones, which live on the device."""
         numbers = StepNumbers({**self.on_device, **further.__dict__}, {})
         numbers._on_host = dict(self._on_host)
         numbers._lists = dict(self._lists)
-        numbers._uniform = self._uniform
         numbers._fewer = self
         if all(v.device.type == "cpu" for v in vars(further).values()) and not torch.compiler.is_compiling():
             numbers._on_host.update(vars(further))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,6 +87,7 @@ class Body:
     result: str
 
 
+@functools.cache
 def measure_body(rule: Rule, deferred: bool) -> Body:
     """``accumulate`` and ``direction``; with ``deferred`` the state is not stored."""
     lines, w, g, state, h = _operands(rule)
@@ -95,6 +97,7 @@ def measure_body(rule: Rule, deferred: bool) -> Body:
     return _body(lines, () if deferred else tuple(zip(state, new_state, strict=True)), x)
 
 
+@functools.cache
 def move_body(rule: Rule, deferred: bool) -> Body:
     """``direction`` and ``move``, after ``accumulate`` if that was ``deferred``."""
     lines, w, g, state, h = _operands(rule)
