@@ -29,3 +29,7 @@ class CollectiveError(RingError):
 
 class PeerFailedError(RingError):
     """Another rank raised, was killed or left the job; the message names it and, where known, its error."""
+
+
+class ShardError(RingError):
+    """Packed shards are missing, cut short or changed; the message names the file and, where known, the offset."""

@@ -13,6 +13,7 @@ import torch
 from lightning_ring.errors import ConfigurationError
 
 Backend = Literal["auto", "nccl", "gloo", "mpi"]
+Topology = Literal["auto", "flat", "hierarchical"]
 BroadcastBuffers = Literal["start", "epoch", "step"]
 Uneven = Literal["error", "join"]
 StartMethod = Literal["popen", "spawn", "fork"]
@@ -28,6 +29,7 @@ class RingOptions:
 
     backend: Backend = "auto"
     bucket_cap_mb: float = 25.0
+    topology: Topology = "auto"
     compression: None = None
     broadcast_buffers: BroadcastBuffers = "epoch"
     uneven: Uneven = "error"
@@ -38,6 +40,7 @@ class RingOptions:
 
     def __post_init__(self) -> None:
         _one_of("backend", self.backend, get_args(Backend))
+        _one_of("topology", self.topology, get_args(Topology))
         _one_of("compression", self.compression, (None,))
         _one_of("broadcast_buffers", self.broadcast_buffers, get_args(BroadcastBuffers))
         _one_of("uneven", self.uneven, get_args(Uneven))

@@ -98,7 +98,12 @@ class RankedStrategy(DDPStrategy):
         if self.world_size > 1 or self.options.force_communication:
             options = self.options
             open_communicator(
-                self._job, options.backend, self.root_device, options.timeout, stall_warning=options.stall_warning
+                self._job,
+                options.backend,
+                self.root_device,
+                options.timeout,
+                stall_warning=options.stall_warning,
+                topology=options.topology,
             )
         self._process_group_backend = torch.distributed.get_backend()
 

@@ -29,7 +29,7 @@ from lightning_ring.comm.replicate import (
 )
 from lightning_ring.foreign import explain_foreign_modules
 from lightning_ring.gradients import Reducer
-from lightning_ring.options import Backend, BroadcastBuffers, RingOptions, StartMethod, Uneven
+from lightning_ring.options import Backend, BroadcastBuffers, RingOptions, StartMethod, Topology, Uneven
 from lightning_ring.random_state import RandomStates
 from lightning_ring.ranked import RankedStrategy
 from lightning_ring.stopping import on_stop_signal
@@ -55,6 +55,9 @@ class RingStrategy(RankedStrategy):
         backend: Who moves gradients. ``"auto"``: NCCL on CUDA; on CPU shared memory if all ranks are on one node,
             else MPI when it started the ranks, else Gloo.
         bucket_cap_mb: Bucket size in MiB; the first bucket to fill takes 1 MiB, so that the wire starts early.
+        topology: ``"hierarchical"`` reduces in each node first, then across nodes, so that every byte crosses the wire
+            once; ``"flat"`` is one ring over all ranks. ``"auto"``: hierarchical on CPU where there are several nodes,
+            each with the same number of ranks and more than one.
         compression: What gradients travel as; `None` is their own dtype.
         broadcast_buffers: When rank 0's buffers (BatchNorm statistics) replace the other ranks': at the ``"start"``,
             also at each training ``"epoch"``, evaluation and checkpoint, or also at each training ``"step"``.
@@ -79,6 +82,7 @@ class RingStrategy(RankedStrategy):
         *,
         backend: Backend = "auto",
         bucket_cap_mb: float = 25.0,
+        topology: Topology = "auto",
         compression: None = None,
         broadcast_buffers: BroadcastBuffers = "epoch",
         uneven: Uneven = "error",
@@ -94,6 +98,7 @@ class RingStrategy(RankedStrategy):
         options = RingOptions(
             backend=backend,
             bucket_cap_mb=bucket_cap_mb,
+            topology=topology,
             compression=compression,
             broadcast_buffers=broadcast_buffers,
             uneven=uneven,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import json
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -19,6 +19,14 @@ from lightning_ring.comm.rendezvous import open_store
 from lightning_ring.comm.shared_memory import open_shared_memory
 from lightning_ring.comm.store_bootstrap import StoreBootstrap
 from lightning_ring.comm.threads import fit_threads
+from lightning_ring.comm.topology import (
+    Place,
+    carrier_between_nodes,
+    exchange_places,
+    is_hierarchical,
+    nodes_of,
+    open_hierarchical,
+)
 from lightning_ring.comm.torch_backend import open_torch_communicator
 from lightning_ring.comm.watch import JobWatch
 from lightning_ring.errors import ConfigurationError, RankDiscoveryError
@@ -28,12 +36,14 @@ from lightning_ring.errors import ConfigurationError, RankDiscoveryError
 class Job:
     """This process among its peers.
 
-    ``watch`` is `None` in a single process; ``communicator`` is the one opened last, open until the next one is.
+    ``watch`` is `None` in a single process; ``places`` are those of all ranks, empty on one node; ``communicator`` is
+    the one opened last, open until the next one is.
     """
 
     info: RankInfo
     watch: JobWatch | None
     store: dist.Store
+    places: list[Place] = field(default_factory=list)
     communicator: Communicator | None = None
     num_groups: int = 0
     num_opened: int = 0
@@ -79,7 +89,7 @@ def connect(info: RankInfo, device: torch.device, timeout: timedelta) -> Job:
         fit_threads(info, store)
         if device.type == "cuda":  # before NCCL starts and says it in its own words
             _check_gpus(info, device, store)
-    job = Job(info, watch, store)
+    job = Job(info, watch, store, exchange_places(info, store) if info.num_nodes > 1 else [])
     _open_default_group(job, device, timeout)
     install_excepthook(info, watch)
     _job = job
@@ -87,25 +97,43 @@ def connect(info: RankInfo, device: torch.device, timeout: timedelta) -> Job:
 
 
 def open_communicator(
-    job: Job, backend: str, device: torch.device, timeout: timedelta, stall_warning: timedelta
+    job: Job,
+    backend: str,
+    device: torch.device,
+    timeout: timedelta,
+    stall_warning: timedelta,
+    topology: str = "auto",
 ) -> None:
     """Give ``job`` a fresh communicator, and close the one before: an error may have broken it. Collective.
 
     Args:
         job: From `connect`.
-        backend: ``"auto"``, ``"nccl"``, ``"gloo"`` or ``"mpi"``; auto is NCCL on CUDA, on CPU shared memory where all
-            ranks are on one node, else MPI where it started the ranks, else Gloo.
+        backend: ``"auto"``, ``"nccl"``, ``"gloo"`` or ``"mpi"``. Auto is NCCL on CUDA; on CPU shared memory in a node,
+            else MPI where it started the ranks, else Gloo, and between nodes Gloo, unless MPI may have a better network
+            than TCP (`carrier_between_nodes`).
         device: Where gradients live.
         timeout: Past it a collective raises.
         stall_warning: After it a collective that has not finished is reported in the log.
+        topology: ``"auto"``, ``"flat"`` or ``"hierarchical"``; auto is hierarchical on CPU where there are several
+            nodes, each with the same number of ranks and more than one.
 
     Raises:
-        ConfigurationError: The backend cannot serve ``device``, or MPI did not start the ranks.
+        ConfigurationError: The backend cannot serve ``device``, MPI did not start the ranks, or the topology cannot be.
     """
     if job.communicator is not None:
         job.communicator.close()
         job.communicator = None
-    job.communicator = _open(job, _chosen(backend, job, device), timeout, stall_warning)
+    job.num_opened += 1
+    nodes = nodes_of(job.places) or [list(range(job.info.world_size))]
+    nested = is_hierarchical(topology, nodes, device.type, job.info.rank)
+    chosen = _chosen(backend, job, device)
+    carrier = carrier_between_nodes(job.places) if backend == "auto" and chosen == "mpi" and job.places else chosen
+    if nested:
+        patience = Patience(timeout, job.check, stall_warning)
+        store = dist.PrefixStore(f"nodes/{job.num_opened}", job.store) if backend == "auto" else None
+        job.communicator = open_hierarchical(nodes, job.info.rank, chosen, carrier, patience, store)
+    else:
+        job.communicator = _open(job, carrier, timeout, stall_warning)
 
 
 def _chosen(backend: str, job: Job, device: torch.device) -> str:
@@ -145,7 +173,6 @@ def _open(job: Job, backend: str, timeout: timedelta, stall_warning: timedelta) 
 
 
 def _open_shared_memory(job: Job, timeout: timedelta, stall_warning: timedelta) -> Communicator | None:
-    job.num_opened += 1
     patience = Patience(timeout, job.check, stall_warning)
     store = dist.PrefixStore(f"shared memory/{job.num_opened}", job.store)
     return open_shared_memory(StoreBootstrap(store, range(job.info.world_size), job.info.rank, patience), patience)

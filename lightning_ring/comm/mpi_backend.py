@@ -37,6 +37,8 @@ _UNFINISHED: list[Any] = []  # messages of broken communicators: MPI may still w
 class MPICommunicator(RingCommunicator):
     """CPU tensors over a duplicate of ``comm``, an mpi4py communicator (``COMM_WORLD`` if not given). Collective.
 
+    ``patience`` stands for ``timeout``, ``stall_warning`` and ``check`` where several communicators share one.
+
     Raises:
         ConfigurationError: mpi4py or its MPI library is missing, or MPI was started for one thread only.
         RankDiscoveryError: No MPI launcher started this process, or that of another MPI library.
@@ -50,16 +52,41 @@ class MPICommunicator(RingCommunicator):
         timeout: timedelta = DEFAULT_TIMEOUT,
         stall_warning: timedelta | None = None,
         check: Check | None = None,
+        patience: Patience | None = None,
+        members: Sequence[int] = (),
+        checked: bool = True,
     ) -> None:
-        mpi = import_mpi()
-        if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
-            raise ConfigurationError(
-                "MPI was started without MPI_THREAD_MULTIPLE, which a thread beside the computation needs. "
-                "Leave mpi4py.rc.thread_level at 'multiple' (the default), or use an MPI library that supports it."
-            )
-        check_mpi_matches_launcher(mpi.COMM_WORLD.size, os.environ)
-        patience = Patience(timeout, check, stall_warning)
-        super().__init__(MPITransport(mpi, _duplicate(comm or mpi.COMM_WORLD, patience)), patience)
+        patience = patience or Patience(timeout, check, stall_warning)
+        super().__init__(open_mpi_transport(comm, patience), patience, members, checked)
+
+
+def open_mpi_transport(comm: Any, patience: Patience) -> MPITransport:
+    """Send and receive over a duplicate of ``comm`` (``COMM_WORLD`` if `None`). Collective.
+
+    Raises:
+        ConfigurationError, RankDiscoveryError, CollectiveError: As `MPICommunicator`.
+    """
+    mpi = import_mpi()
+    if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
+        raise ConfigurationError(
+            "MPI was started without MPI_THREAD_MULTIPLE, which a thread beside the computation needs. "
+            "Leave mpi4py.rc.thread_level at 'multiple' (the default), or use an MPI library that supports it."
+        )
+    check_mpi_matches_launcher(mpi.COMM_WORLD.size, os.environ)
+    return MPITransport(mpi, _duplicate(comm or mpi.COMM_WORLD, patience))
+
+
+def open_mpi_part(parts: Sequence[Sequence[int]], patience: Patience) -> MPICommunicator:
+    """An MPI communicator for each of the disjoint ``parts`` of all ranks; this rank's is returned. Collective.
+
+    Ranks of a part are numbered in ascending order. It exchanges no headers: all ranks agreed on its calls before.
+    """
+    world = import_mpi().COMM_WORLD
+    mine, members = next((index, sorted(part)) for index, part in enumerate(parts) if world.rank in part)
+    split = world.Split(mine, world.rank)
+    comm = MPICommunicator(split, patience=patience, members=members, checked=False)
+    split.Free()
+    return comm
 
 
 def import_mpi() -> Any:

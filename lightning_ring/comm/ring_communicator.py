@@ -35,14 +35,22 @@ class RingCommunicator:
     """Collectives run one after another in a thread of their own, in the order of the calls.
 
     Before each, the ranks exchange a header (`agreement`), so that diverged calls are an error on every rank. After an
-    error the communicator is broken: what is under way and every later call raise that same error.
+    error the communicator is broken: what is under way and every later call raise that same error. So do those of the
+    other communicators that share its ``patience``.
+
+    ``members`` are the ranks' numbers in the job, for errors. Without ``checked`` no headers are exchanged: for what is
+    called by a communicator that has exchanged its own.
     """
 
-    def __init__(self, transport: Transport, patience: Patience) -> None:
+    def __init__(
+        self, transport: Transport, patience: Patience, members: Sequence[int] = (), checked: bool = True
+    ) -> None:
         self.transport = transport
         self._patience = patience
         self._thread = CollectiveThread(self._patience)
-        transport.while_waiting = self._thread.while_waiting
+        self._checked = checked
+        self._members = list(members) or list(range(transport.world_size))
+        transport.while_waiting = self._while_waiting
         self._headers = torch.zeros(transport.world_size, HEADER_BYTES, dtype=torch.uint8)
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._num_calls = 0
@@ -153,7 +161,8 @@ class RingCommunicator:
         return [unpickled(message, rank) for rank, message in enumerate(received)]
 
     def barrier(self) -> None:
-        self._start(describe("barrier"), _nothing).wait()  # the exchange of headers is the barrier
+        assert self._checked, "the exchange of headers is the barrier"
+        self._start(describe("barrier"), _nothing).wait()
 
     def close(self) -> None:
         if not self._closed:
@@ -170,11 +179,15 @@ class RingCommunicator:
         call = self._num_calls
 
         def agree_and_run() -> None:
-            self._headers[self.rank] = header(what)
-            check_agreement(exchange.exchange_rows(self._headers, self.transport), call)
+            if self._checked:
+                self._headers[self.rank] = header(what)
+                check_agreement(exchange.exchange_rows(self._headers, self.transport), call)
             run()
 
         return self._thread.submit(what, agree_and_run)
+
+    def _while_waiting(self, peers: Sequence[int]) -> float:
+        return self._thread.while_waiting([self._members[peer] for peer in peers])
 
     def _landing_memory(self) -> Tensor:
         if not self._scratch.numel():  # kept: fresh memory costs a page fault for every 4 KiB

@@ -62,6 +62,26 @@ def open_torch_communicator(
     return NCCLCommunicator(_own_group(ranks, timeout, "nccl"), host, owns_group=True)
 
 
+def open_gloo_transport(patience: Patience) -> GlooTransport:
+    """Send and receive between all ranks over a process group of their own. Collective over the default group."""
+    return GlooTransport(_own_group(None, patience.timeout + timedelta(seconds=30), "gloo"), owns_group=True)
+
+
+def open_gloo_part(parts: Sequence[Sequence[int]], patience: Patience) -> GlooCommunicator:
+    """A Gloo communicator for each of the disjoint ``parts`` of the ranks; this rank's is returned.
+
+    Collective over the whole default group: torch wants every rank to take part in making every group. Ranks of a part
+    are numbered in ascending order. It exchanges no headers: all ranks agreed on its calls before.
+    """
+    own: GlooCommunicator | None = None
+    for part in parts:
+        group = dist.new_group(sorted(part), timeout=patience.timeout + timedelta(seconds=30), backend="gloo")
+        if isinstance(group, dist.ProcessGroup):
+            own = GlooCommunicator(group, patience=patience, members=sorted(part), checked=False, owns_group=True)
+    assert own is not None, (dist.get_rank(), parts)
+    return own
+
+
 def _own_group(ranks: list[int] | None, timeout: timedelta, backend: str) -> dist.ProcessGroup:
     group = dist.new_group(ranks, timeout=timeout, backend=backend)
     if not isinstance(group, dist.ProcessGroup):
@@ -75,6 +95,7 @@ class GlooCommunicator(RingCommunicator):
     The halves of an all-reduce are this package's ring over Gloo's send and receive: Gloo's own reduce-scatter takes
     longer than its all-reduce. Whole all-reduces of float32 and float64, if not too short, are Gloo's own, which needs
     no interpreter while it runs; AVG then divides before it sums, as DistributedDataParallel does, with its bits.
+    ``patience`` stands for ``timeout``, ``stall_warning`` and ``check`` where several communicators share one.
     """
 
     def __init__(
@@ -84,12 +105,16 @@ class GlooCommunicator(RingCommunicator):
         timeout: timedelta = DEFAULT_TIMEOUT,
         stall_warning: timedelta | None = None,
         check: Check | None = None,
+        patience: Patience | None = None,
+        members: Sequence[int] = (),
+        checked: bool = True,
         owns_group: bool = False,
     ) -> None:
         self._group = group or dist.group.WORLD
         if self._group is None:
             raise ConfigurationError("torch.distributed is not initialised; call init_process_group first.")
-        super().__init__(GlooTransport(self._group, owns_group), Patience(timeout, check, stall_warning))
+        transport = GlooTransport(self._group, owns_group)
+        super().__init__(transport, patience or Patience(timeout, check, stall_warning), members, checked)
 
     def all_reduce_(self, tensor: Tensor, *, op: ReduceOp = ReduceOp.SUM, name: str = "") -> Work:
         if tensor.dtype not in _NATIVE or tensor.nbytes * (self.world_size - 1) <= DIRECT_BYTES:

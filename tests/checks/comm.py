@@ -19,12 +19,13 @@ from lightning_ring.comm.communicator import Communicator, ReduceOp, shard
 from lightning_ring.comm.nccl_backend import NCCLCommunicator
 from lightning_ring.comm.patience import Patience
 from lightning_ring.comm.shared_memory import open_shared_memory
+from lightning_ring.comm.topology import open_hierarchical
 from lightning_ring.comm.torch_backend import GlooCommunicator, open_torch_communicator
 from lightning_ring.errors import CollectiveError, ConfigurationError, PeerFailedError, RingError
 from tests.comm.test_ring import COMPLEX, FLOATS, INTEGERS, allowed, plain, tolerance, values
 
 WORLD = MPI.COMM_WORLD
-BACKENDS = ["gloo", "mpi", "shared memory"]
+BACKENDS = ["gloo", "mpi", "shared memory"] + ["hierarchical"] * (WORLD.size == 4)
 
 
 class MPIBootstrap:
@@ -48,6 +49,12 @@ def opened(backend: str, timeout: float = 60.0) -> Iterator[Communicator]:
         shared = open_shared_memory(MPIBootstrap(), Patience(timedelta(seconds=timeout)))
         assert shared is not None
         comm = shared
+    elif backend == "hierarchical":
+        if not dist.is_initialized():
+            start_gloo()
+        comm = open_hierarchical(
+            [[0, 2], [1, 3]], WORLD.rank, "mpi", "gloo", Patience(timedelta(seconds=timeout)), None
+        )
     else:
         if not dist.is_initialized():
             start_gloo()
@@ -125,8 +132,8 @@ def check_the_halves() -> None:
                 expected = plain(inputs, ReduceOp.SUM)
                 flat = inputs[comm.rank].clone()
                 comm.reduce_scatter_(flat).wait()
-                own = shard(flat, comm.world_size, comm.rank)
-                torch.testing.assert_close(own, shard(expected, comm.world_size, comm.rank), **tolerance(dtype))
+                own = shard(flat, comm.world_size, comm.shard_index)
+                torch.testing.assert_close(own, shard(expected, comm.world_size, comm.shard_index), **tolerance(dtype))
                 comm.all_gather_(flat).wait()
                 torch.testing.assert_close(flat, expected, **tolerance(dtype))
                 assert_same_everywhere(comm, flat)

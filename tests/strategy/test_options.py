@@ -16,6 +16,7 @@ from lightning_ring import RingError, RingStrategy
     [
         ("backend", "smoke", "'auto', 'nccl', 'gloo', 'mpi'"),
         ("backend", 3, "'auto', 'nccl', 'gloo', 'mpi'"),
+        ("topology", "star", "'auto', 'flat', 'hierarchical'"),
         ("compression", "zip", "None"),
         ("broadcast_buffers", "never", "'start', 'epoch', 'step'"),
         ("uneven", "pad", "'error', 'join'"),

@@ -1,0 +1,40 @@
+"""``lightning-ring``: the tools beside training. Each is imported when it is called, so that ``--help`` is instant."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from lightning_ring.errors import RingError
+
+# name: (module with `main(arguments) -> int`, what it answers)
+COMMANDS = {
+    "pack": ("lightning_ring.cli.pack", "pack images into shards that train fast, and check them"),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run ``lightning-ring COMMAND ...``; the exit code is the command's, or 2 where the command line was wrong."""
+    width = max(map(len, COMMANDS), default=0)
+    parser = argparse.ArgumentParser(
+        prog="lightning-ring",
+        usage="%(prog)s [-h] COMMAND ...",
+        description="Tools beside training. `lightning-ring COMMAND --help` shows what each of them takes.",
+        epilog="commands:\n" + "\n".join(f"  {name:{width}}  {what}" for name, (_, what) in COMMANDS.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help=argparse.SUPPRESS)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    command = parser.parse_args(words[:1]).command
+    try:
+        code: int = importlib.import_module(COMMANDS[command][0]).main(words[1:])
+        return code
+    except RingError as error:
+        print(f"lightning-ring {command}: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

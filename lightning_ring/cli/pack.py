@@ -1,0 +1,138 @@
+"""``lightning-ring pack``: image files into shards, and shards checked."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import sys
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning_ring.errors import ConfigurationError, ShardError
+
+if TYPE_CHECKING:
+    from lightning_ring.data.shards.manifest import Manifest
+
+
+def main(arguments: Sequence[str]) -> int:
+    """0; 1 where ``--verify`` found problems, or the disk failed; 130 after Ctrl-C.
+
+    Raises:
+        ConfigurationError: The command line is wrong, or what it names cannot be packed.
+    """
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    workers = options.workers if options.workers is not None else len(os.sched_getaffinity(0))
+    try:
+        if options.verify:
+            return _verify(options, workers)
+        return _pack(options, workers)
+    except ModuleNotFoundError as error:
+        if error.name not in ("numpy", "PIL", "simplejpeg", "tqdm"):
+            raise
+        raise ConfigurationError(f"{error.name} is not installed. Run `pip install 'lightning-ring[data]'`.") from None
+    except KeyboardInterrupt:
+        print(
+            "\nlightning-ring pack: stopped. The same command goes on after the last finished shard.", file=sys.stderr
+        )
+        return 130
+    except ShardError as error:
+        print(f"lightning-ring pack: {error}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="lightning-ring pack",
+        usage="%(prog)s [options] SRC DST\n       %(prog)s --verify DST",
+        description="Pack images into tar shards in WebDataset's layout, with an index for random access "
+        "(lightning_ring.data.ShardDataset). SRC is a folder with a folder for each class, or a CSV file with the "
+        "columns path and label. What cannot be packed is left out and listed in DST/report.csv.",
+        epilog="Images whose shorter side is at most --size are copied byte for byte. Started again after an "
+        "interruption, the same command goes on after the last finished shard.",
+    )
+    parser.add_argument("paths", nargs="+", type=Path, metavar="SRC DST", help=argparse.SUPPRESS)
+    parser.add_argument("--verify", action="store_true", help="read all of DST and compare it with its checksums")
+    parser.add_argument("--size", type=int, default=256, help="shrink to this shorter side, 0: never (default: 256)")
+    parser.add_argument("--shard-mb", type=float, default=256, metavar="MIB", help="largest shard (default: 256)")
+    parser.add_argument("--quality", type=int, default=90, help="of JPEGs that are encoded anew (default: 90)")
+    parser.add_argument(
+        "--group-by-class", action="store_true", help="keep a class together (default: mixed, always the same way)"
+    )
+    parser.add_argument("--workers", type=int, metavar="N", help="threads (default: one a core); changes no byte")
+    return parser
+
+
+def _pack(options: argparse.Namespace, workers: int) -> int:
+    if len(options.paths) != 2:
+        raise ConfigurationError(f"expected SRC and DST, got {len(options.paths)} paths. See `lightning-ring pack -h`.")
+    source, target = options.paths
+    from lightning_ring.data.packing.run import pack  # deferred: --help and wrong arguments need no torch
+    from lightning_ring.data.packing.settings import PackSettings
+
+    settings = PackSettings(options.size, options.shard_mb, options.quality, options.group_by_class)
+    with _bar("image", "listing") as bar:
+
+        def progress(done: int, total: int, left_out: int) -> None:
+            if bar.total is None:
+                bar.reset(total)
+                bar.set_description("packing", refresh=False)
+                bar.initial = bar.n = done - 1  # those of an earlier start are no work of this one
+            bar.set_postfix({"left out": left_out}, refresh=False)
+            bar.update(done - bar.n)
+
+        manifest = pack(source, target, settings, workers, progress)
+    _summarise(manifest, target)
+    return 0
+
+
+def _bar(unit: str, doing: str) -> Any:
+    """A progress bar; nothing is shown where standard error is no terminal."""
+    from tqdm import tqdm
+
+    return tqdm(desc=doing, unit=f" {unit}s", unit_scale=unit == "byte", dynamic_ncols=True, disable=None)
+
+
+def _summarise(manifest: Manifest, target: Path) -> None:
+    counts = manifest.counts
+    size = sum(shard.bytes for shard in manifest.shards) / 2**20
+    done = ", ".join(f"{counts[how]} {how}" for how in ("copied", "shrunk", "turned", "converted") if counts[how])
+    print(
+        f"{target}: {manifest.samples} images of {len(manifest.classes)} classes in {len(manifest.shards)} shards, "
+        f"{size:.1f} MiB ({done})"
+    )
+    report = target / "report.csv"
+    for what in ("left out", "empty class", "converted"):
+        number = counts["empty classes" if what == "empty class" else what]
+        if number:
+            print(f"{what}: {number}, listed in {report}")
+            with open(report, newline="", encoding="utf-8", errors="backslashreplace") as rows:
+                for row in islice((row for row in csv.reader(rows) if row[0] == what), 3):
+                    print(f"  {row[1]}: {row[2]}")
+
+
+def _verify(options: argparse.Namespace, workers: int) -> int:
+    if len(options.paths) != 1:
+        raise ConfigurationError(f"--verify takes DST alone, got {len(options.paths)} paths.")
+    (root,) = options.paths
+    from lightning_ring.data.shards.manifest import read_manifest
+    from lightning_ring.data.shards.verify import verify
+
+    with _bar("byte", "reading") as bar:
+
+        def progress(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        problems = verify(root, workers, progress)
+    for problem in problems:
+        print(problem)
+    if problems:
+        print(f"{root}: {len(problems)} problems. Restore these files, or pack the images again.", file=sys.stderr)
+        return 1
+    manifest = read_manifest(root)
+    print(f"{root}: all {manifest.samples} images in {len(manifest.shards)} shards are as they were packed.")
+    return 0

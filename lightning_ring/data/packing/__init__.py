@@ -1,0 +1,1 @@
+"""From image files to shards: what ``lightning-ring pack`` does."""

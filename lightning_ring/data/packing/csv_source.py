@@ -1,0 +1,72 @@
+"""A CSV file with the columns ``path`` and ``label``."""
+
+from __future__ import annotations
+
+import csv
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from lightning_ring.data.packing.listing import Found, LeftOut
+from lightning_ring.errors import ConfigurationError
+
+
+class _Row(NamedTuple):
+    line: int
+    path: str
+    label: str
+
+
+def read_csv(file: Path) -> Iterator[Found | LeftOut]:
+    """An image for each row; rows without path or label, and repeated ones, by line. Paths are relative to ``file``.
+
+    Raises:
+        ConfigurationError: The first line lacks the columns, the file is not CSV, or a path has two labels.
+    """
+    repeated = _repeated_paths(file)
+    first: dict[str, _Row] = {}
+    for row in _rows(file):
+        if not row.path or not row.label:
+            missing = "label" if row.path else "path"
+            yield LeftOut(row.path or file.name, f"line {row.line} of {file.name} has no {missing}")
+            continue
+        if hash(row.path) in repeated:
+            earlier = first.setdefault(row.path, row)
+            if earlier.label != row.label:
+                raise ConfigurationError(
+                    f"{file} gives {row.path!r} two labels: {earlier.label!r} in line {earlier.line}, {row.label!r} in "
+                    f"line {row.line}. Remove one of the lines."
+                )
+            if earlier is not row:
+                yield LeftOut(row.path, f"line {row.line} of {file.name} repeats line {earlier.line}")
+                continue
+        yield Found(row.path, row.label)
+
+
+def _repeated_paths(file: Path) -> set[int]:
+    """Hashes of the paths that occur twice: 8 bytes a row, where a dict of all paths would take some 200."""
+    hashes = np.frombuffer(array("q", (hash(row.path) for row in _rows(file))), np.int64)
+    hashes = np.sort(hashes)
+    return set(hashes[1:][hashes[1:] == hashes[:-1]].tolist())
+
+
+def _rows(file: Path) -> Iterator[_Row]:
+    with open(file, newline="", encoding="utf-8-sig", errors="surrogateescape") as text:
+        reader = csv.reader(text)
+        try:
+            columns = [cell.strip().lower() for cell in next(reader, [])]
+            if columns.count("path") != 1 or columns.count("label") != 1:
+                raise ConfigurationError(
+                    f"{file} starts with the columns {columns}, expected path and label. Write `path,label` as its "
+                    "first line; paths are relative to its folder, or absolute."
+                )
+            path, label = columns.index("path"), columns.index("label")
+            for cells in reader:
+                if cells:
+                    cells += [""] * len(columns)
+                    yield _Row(reader.line_num, cells[path].strip(), cells[label].strip())
+        except csv.Error as error:
+            raise ConfigurationError(f"{file}, line {reader.line_num}, is not CSV: {error}.") from None

@@ -1,0 +1,144 @@
+"""One image, ready for its shard: copied if it is small already, else shrunk, and always an 8-bit image."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from io import BytesIO
+from typing import Any
+
+import numpy as np
+import simplejpeg
+from PIL import ExifTags, Image
+
+_EXTENSIONS = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp"}  # what may be copied as it is
+_AS_IT_IS = {"jpg": {"L", "RGB"}, "png": {"1", "L", "P", "LA", "RGB", "RGBA"}, "webp": {"RGB", "RGBA"}}
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+
+
+class UnusableImageError(ValueError):
+    """This image cannot be packed; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedImage:
+    """``data`` is a whole file of type ``extension``.
+
+    ``how``: "copied", byte for byte; "shrunk"; "turned" (encoded anew for its EXIF orientation); or "converted".
+    ``note``: what was changed beyond shrinking and turning, for the report; empty if nothing was.
+    """
+
+    data: bytes
+    extension: str
+    how: str
+    note: str = ""
+
+
+def prepare_image(data: bytes, size: int, quality: int) -> PackedImage:
+    """The image of the file ``data`` with its shorter side at most ``size`` pixels (0: any), upright, RGB or gray.
+
+    Every byte that is copied was decoded once, so what is packed can be read. Colour profiles are kept where a file
+    is copied and ignored where it is encoded anew, as torchvision's image folder ignores them.
+
+    Raises:
+        UnusableImageError: The file is no image, is cut short, or its pixels have no 8-bit meaning.
+    """
+    try:
+        return _prepare(data, size, quality)
+    except (UnusableImageError, MemoryError):
+        raise
+    except Exception as error:  # decoders raise of every kind on broken files, and one must not end a packing
+        raise UnusableImageError(f"cannot be decoded: {_reason(error, data)}") from error
+
+
+def _reason(error: Exception, data: bytes) -> str:
+    if not data:
+        return "the file is empty"
+    if isinstance(error, Image.UnidentifiedImageError):
+        return f"not an image; it starts with {data[:12]!r}"
+    return f"{type(error).__name__}: {error}"
+
+
+def _prepare(data: bytes, size: int, quality: int) -> PackedImage:
+    image: Any = Image.open(BytesIO(data))  # reads the header only
+    turn = _TURNS.get(image.getexif().get(ExifTags.Base.Orientation, 1))
+    small = size == 0 or min(image.size) <= size
+    notes = _notes(image)
+    extension = _EXTENSIONS.get(image.format, "")
+    as_it_is = small and turn is None and not notes and image.mode in _AS_IT_IS.get(extension, ())
+    if extension == "jpg" and image.mode in ("L", "RGB"):
+        try:
+            decoded = _decode_jpeg(data, image.mode, small, size)
+        except ValueError as damage:
+            decoded = image
+            decoded.load()  # raises where Pillow cannot read it either
+            notes.append(f"damaged JPEG, as Pillow reads it ({damage})")
+            as_it_is = False
+    else:
+        decoded = image
+        decoded.load()
+    if as_it_is:
+        return PackedImage(data, extension, "copied")
+    if not extension:
+        notes.append(f"{image.format} to JPEG")
+    pixels = _eight_bits(decoded, notes)
+    if not small:
+        pixels = pixels.resize(_shrunk_size(image.size, size), Image.Resampling.BICUBIC, reducing_gap=2.0)
+    if turn is not None:
+        pixels = pixels.transpose(turn)
+    how = "converted" if notes else "shrunk" if not small else "turned"
+    return PackedImage(_encode_jpeg(pixels, quality), "jpg", how, "; ".join(notes))
+
+
+def _notes(image: Any) -> list[str]:
+    notes = []
+    if image.format not in ("JPEG", "MPO") and getattr(image, "is_animated", False):
+        notes.append(f"the first of {image.n_frames} frames")
+    if image.mode == "RGB" and any(";16" in str(tile[3]) for tile in image.tile):
+        notes.append("16 bits a channel to 8")
+    return notes
+
+
+def _decode_jpeg(data: bytes, mode: str, small: bool, size: int) -> Any:
+    """Decoded at half, quarter or eighth scale where that leaves twice ``size``: far faster, and then resized."""
+    least = 0 if small else 2 * size
+    pixels = simplejpeg.decode_jpeg(
+        data, colorspace="GRAY" if mode == "L" else "RGB", min_height=least, min_width=least, strict=True
+    )
+    return Image.fromarray(pixels[:, :, 0] if mode == "L" else pixels)
+
+
+def _eight_bits(image: Any, notes: list[str]) -> Any:
+    """``image`` as RGB or gray (L); appends to ``notes`` what that took."""
+    if image.mode in ("L", "RGB"):
+        return image
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG"):  # PNG has 16 bits at most
+        notes.append("16-bit gray to 8")  # Pillow's own conversion would clip at 255
+        return Image.fromarray((np.asarray(image).astype(np.uint32) >> 8).astype(np.uint8))
+    if image.mode in ("I", "F"):
+        kind = "32-bit integers" if image.mode == "I" else "floating-point numbers"
+        raise UnusableImageError(f"pixels are {kind} without a known range, expected 8 or 16 bits a channel")
+    mode = "L" if image.mode == "1" else "RGB"
+    notes.append(f"{image.mode} to {mode}")
+    return image.convert(mode)
+
+
+def _shrunk_size(size: tuple[int, int], shorter: int) -> tuple[int, int]:
+    width, height = size
+    if width <= height:
+        return shorter, max(shorter, round(height * shorter / width))
+    return max(shorter, round(width * shorter / height)), shorter
+
+
+def _encode_jpeg(image: Any, quality: int) -> bytes:
+    pixels = np.ascontiguousarray(image)
+    if image.mode == "L":
+        return bytes(simplejpeg.encode_jpeg(pixels[:, :, None], quality, "GRAY", "Gray"))
+    return bytes(simplejpeg.encode_jpeg(pixels, quality, "RGB", "420"))

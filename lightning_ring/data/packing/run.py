@@ -1,0 +1,207 @@
+"""A packing from beginning to end: list the sources, write shard after shard, write the index, then the manifest.
+
+While it runs, ``DST/.packing`` holds the list, a record of each finished shard, and the shard being written. A shard
+gets its name when it is whole and on the disk. Started again after whatever ended it, packing goes on after the last
+finished shard, and ends with the bytes that it would have written uninterrupted.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+from PIL import Image
+
+from lightning_ring.data.packing.finish import write_manifest
+from lightning_ring.data.packing.image import PackedImage
+from lightning_ring.data.packing.journal import ShardRecord, read_records, shard_name, write_record
+from lightning_ring.data.packing.prepare import prepared_images
+from lightning_ring.data.packing.report import report_row
+from lightning_ring.data.packing.settings import PackSettings
+from lightning_ring.data.packing.shard_writer import ShardWriter
+from lightning_ring.data.packing.sources import Sources, list_sources, load_sources
+from lightning_ring.data.packing.whole_file import whole_file, write_whole
+from lightning_ring.data.shards.manifest import MANIFEST, Manifest, Shard, read_manifest
+from lightning_ring.errors import ConfigurationError, ShardError
+
+PACKING = ".packing"
+Progress = Callable[[int, int, int], None]  # sources done, sources in all, left out so far
+
+
+def pack(source: Path, target: Path, settings: PackSettings, workers: int, progress: Progress) -> Manifest:
+    """Pack ``source`` (an image folder or a CSV) into ``target``, on ``workers`` threads; nothing if it is packed.
+
+    Raises:
+        ConfigurationError: ``source`` cannot be packed, or ``target`` holds something else.
+        ShardError: The disk is full or failing. What is finished is kept; the same call goes on from there.
+    """
+    source, target = source.absolute(), target.absolute()
+    if not source.exists():
+        raise ConfigurationError(
+            f"{source} is not there. Expected a folder with a folder for each class, or a CSV file."
+        )
+    if target.resolve().is_relative_to(source.resolve()):
+        raise ConfigurationError(f"{target} is inside {source}: its shards would be taken for images. Choose another.")
+    if workers < 1:
+        raise ConfigurationError(f"--workers {workers}: expected 1 or more.")
+    try:
+        if (target / MANIFEST).exists():
+            return _finished(source, target, settings)
+        _check_empty(target)
+        state = target / PACKING
+        state.mkdir(parents=True, exist_ok=True)
+        with _only_one(state):
+            _check_same(state / "settings.json", source, settings, target)
+            return _pack(source, target, settings, workers, progress)
+    except OSError as error:
+        raise ShardError(_disk_error(error, target)) from error
+
+
+def _pack(source: Path, target: Path, settings: PackSettings, workers: int, progress: Progress) -> Manifest:
+    state = target / PACKING
+    records = read_records(state, target)
+    try:
+        sources = _listed(source, state, settings)
+        with ThreadPoolExecutor(workers, thread_name_prefix="pack") as pool:
+            start = records[-1].next_position if records else 0
+            try:
+                images = prepared_images(sources, start, settings, pool, ahead=4 * workers)
+                for record in _write_shards(images, sources, records, target, settings.shard_bytes, progress):
+                    records.append(record)
+            finally:
+                pool.shutdown(wait=True, cancel_futures=True)
+    except ConfigurationError:
+        if not records:
+            shutil.rmtree(state)  # nothing to go on with, and the next command will be another
+        raise
+    return write_manifest(target, source, settings, sources, records)
+
+
+def _listed(source: Path, state: Path, settings: PackSettings) -> Sources:
+    sources = load_sources(state)
+    if sources is None:
+        list_sources(source, state, settings.group_by_class)
+        sources = load_sources(state)
+        assert sources is not None
+    Image.init()  # here, once: threads that load Pillow's plugins at the same time get in each other's way
+    return sources
+
+
+def _write_shards(
+    images: Iterator[tuple[int, PackedImage | str]],
+    sources: Sources,
+    records: list[ShardRecord],
+    target: Path,
+    shard_bytes: int,
+    progress: Progress,
+) -> Iterator[ShardRecord]:
+    """Write the shards that follow ``records``, yielding each once it is on the disk."""
+    number, first = len(records), sum(record.shard.samples for record in records)
+    left_out = sum(record.counts.get("left out", 0) for record in records)
+    pending = next(images, None)
+    while pending is not None:
+        name, counts, rows = shard_name(number), Counter[str](), list[bytes]()
+        with whole_file(target / name, through=target / PACKING / "shard.part") as file:
+            shard = ShardWriter(file, first)
+            while pending is not None:
+                position, image = pending
+                if isinstance(image, str):
+                    counts["left out"] += 1
+                    left_out += 1
+                    rows.append(report_row("left out", os.fsdecode(sources.name(position)), image))
+                elif shard.samples and shard.length_with(len(image.data)) > shard_bytes:
+                    break
+                else:
+                    counts[image.how] += 1
+                    shard.add(image.data, image.extension, sources.label(position), position)
+                    if image.note:
+                        rows.append(report_row("converted", os.fsdecode(sources.name(position)), image.note))
+                progress(position + 1, len(sources), left_out)
+                pending = next(images, None)
+            sha256 = shard.finish()
+            if not shard.samples:
+                raise ConfigurationError(_nothing_left(rows))
+        done = Shard(name, shard.bytes, shard.samples, sha256)
+        following = len(sources) if pending is None else pending[0]
+        record = ShardRecord(done, following, dict(counts), b"".join(rows), shard.arrays())
+        write_record(target / PACKING, number, record)
+        yield record
+        number, first = number + 1, first + shard.samples
+
+
+def _nothing_left(rows: list[bytes]) -> str:
+    first = b"".join(rows[:5]).decode("utf-8", "backslashreplace").rstrip()
+    return f"none of {len(rows)} images can be packed. The first of them:\n{first}"
+
+
+@contextmanager
+def _only_one(state: Path) -> Iterator[None]:
+    """Hold the packing against a second process; the lock ends with this one, however it ends."""
+    with open(state / "lock", "wb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigurationError(
+                f"another process is packing into {state.parent}. Wait for it, or end it first."
+            ) from None
+        except OSError as error:
+            if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):  # network file systems without locks
+                raise
+        yield
+
+
+def _identity(source: Path, settings: PackSettings) -> dict[str, object]:
+    return {"source": str(source), **asdict(settings)}
+
+
+def _check_empty(target: Path) -> None:
+    if not target.exists() or (target / PACKING).exists():
+        return
+    if strangers := sorted(name for name in os.listdir(target) if name != "lost+found"):
+        raise ConfigurationError(
+            f"{target} is not empty: it holds {strangers[0]!r} and no packing. Choose an empty folder, or one that is "
+            "not there yet."
+        )
+
+
+def _check_same(file: Path, source: Path, settings: PackSettings, target: Path) -> None:
+    """Note what is packed and how, or see that it is what was begun."""
+    if file.exists():
+        _refuse_other(json.loads(file.read_bytes()), source, settings, target, "half packed")
+    else:
+        write_whole(file, json.dumps(_identity(source, settings)).encode())
+
+
+def _finished(source: Path, target: Path, settings: PackSettings) -> Manifest:
+    manifest = read_manifest(target)
+    _refuse_other({"source": manifest.source, **manifest.settings}, source, settings, target, "packed already")
+    if (target / PACKING).exists():
+        shutil.rmtree(target / PACKING)  # the manifest was written, and then something ended the process
+    return manifest
+
+
+def _refuse_other(was: dict[str, object], source: Path, settings: PackSettings, target: Path, state: str) -> None:
+    now = _identity(source, settings)
+    if changed := [f"{name} {was.get(name)}, now {now[name]}" for name in now if was.get(name) != now[name]]:
+        raise ConfigurationError(
+            f"{target} is {state} with another command: {'; '.join(changed)}. Give the same arguments, choose another "
+            "folder, or remove this one."
+        )
+
+
+def _disk_error(error: OSError, target: Path) -> str:
+    where = error.filename or target
+    kept = "Finished shards are kept: run the same command again, and it goes on after the last of them."
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        free = shutil.disk_usage(target).free / 2**20
+        return f"{where} cannot be written: {error.strerror} ({free:.0f} MiB are free). Make room. {kept}"
+    return f"{where}: {error.strerror}. {kept}"

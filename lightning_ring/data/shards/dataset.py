@@ -1,0 +1,126 @@
+"""Packed shards as a map-style data set."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any, SupportsIndex
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.data import Dataset
+
+from lightning_ring.data.decoding import decode_rgb
+from lightning_ring.data.shards.files import ShardFiles
+from lightning_ring.data.shards.index import Place, ShardIndex, key
+from lightning_ring.data.shards.manifest import check_lengths, read_manifest
+from lightning_ring.errors import ShardError
+
+
+class ShardDataset(Dataset[tuple[Any, int]]):
+    """The images that ``lightning-ring pack`` wrote to ``root``: ``dataset[i]`` is an image and its label.
+
+    Any image is found in constant time. The index is mapped, so the processes of a host share it; shards are opened in
+    the process that first reads them. Safe to read from several threads, to fork and to pickle (as its path).
+
+    Args:
+        root: The folder.
+        transform: Called with the uint8 tensor (3 x height x width, RGB) of each image.
+        decode: False gives the encoded bytes instead of a tensor, to ``transform`` too.
+
+    Attributes:
+        labels: Class number of every image: int32, length ``len(dataset)``, mapped read-only.
+        classes: Names of the classes, in the order of their numbers.
+        fingerprint: Equal for two data sets that hold the same images, labels, names and order.
+
+    Raises:
+        ShardError: ``root`` holds no finished packing, or a file is missing or not as long as it was written.
+    """
+
+    labels: npt.NDArray[np.int32]
+    classes: list[str]
+    fingerprint: str
+
+    def __init__(
+        self,
+        root: str | PathLike[str],
+        transform: Callable[[Any], Any] | None = None,
+        *,
+        decode: bool = True,
+    ) -> None:
+        self.root = Path(root).absolute()
+        self.transform = transform
+        self.decode = decode
+        self._open()
+
+    def _open(self) -> None:
+        manifest = read_manifest(self.root)
+        if problems := check_lengths(self.root, manifest.shards):
+            raise ShardError("\n".join([*problems, "Restore what is missing or damaged, or pack the images again."]))
+        self._index = ShardIndex(self.root, manifest)
+        self._files = ShardFiles(self.root, manifest.shards)
+        self.labels = self._index.labels
+        self.classes = manifest.classes
+        self.fingerprint = manifest.fingerprint
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Neither a copy of the index nor descriptors of this process travel to a spawned worker.
+        return {name: value for name, value in self.__dict__.items() if name not in ("_index", "_files", "labels")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._open()
+        if self.fingerprint != state["fingerprint"]:
+            raise ShardError(f"{self.root} was packed anew since this data set was opened. Start the job again.")
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def __getitem__(self, i: SupportsIndex) -> tuple[Any, int]:
+        place = self._index.place(i)
+        return self._sample(i, place, self._files.read(place))
+
+    def __getitems__(self, indices: Sequence[SupportsIndex]) -> list[tuple[Any, int]]:
+        """One sample for each of ``indices``; torch's DataLoader asks for a batch this way."""
+        places = [self._index.place(i) for i in indices]
+        return [self._sample(*sample) for sample in zip(indices, places, self._read(places), strict=True)]
+
+    def read(self, i: SupportsIndex) -> bytes:
+        """Image ``i`` as it lies in its shard: a JPEG, or a PNG or WebP that was small already. Releases the GIL."""
+        return self._files.read(self._index.place(i))
+
+    def read_many(self, indices: Sequence[SupportsIndex]) -> list[bytes]:
+        """`read` for each of ``indices``: the disk is asked for all of them before the first is waited for."""
+        return self._read([self._index.place(i) for i in indices])
+
+    def key(self, i: SupportsIndex) -> str:
+        """What image ``i`` is called in its tar, and by webdataset (``__key__``)."""
+        return key(self._index.position(i))
+
+    def name(self, i: SupportsIndex) -> str:
+        """Where image ``i`` came from: its path in the image folder or in the CSV."""
+        return self._index.name(i)
+
+    def where(self, i: SupportsIndex) -> str:
+        """Image ``i`` for an error message: its file, offset and name."""
+        place = self._index.place(i)
+        path = self._files.path(place.shard)
+        return f"image {self._index.position(i)} ({self.name(i)}), {path} at offset {place.offset}, {place.size} bytes"
+
+    def _read(self, places: Sequence[Place]) -> list[bytes]:
+        self._files.will_need(places)
+        return [self._files.read(place) for place in places]
+
+    def _sample(self, i: SupportsIndex, place: Place, data: bytes) -> tuple[Any, int]:
+        image: Any = data
+        if self.decode:
+            try:
+                image = torch.from_numpy(decode_rgb(data)).permute(2, 0, 1)
+            except (ValueError, OSError) as error:
+                raise ShardError(
+                    f"{self.where(i)}, cannot be decoded: {error}. `lightning-ring pack --verify {self.root}` finds "
+                    "everything that is damaged."
+                ) from error
+        return image if self.transform is None else self.transform(image), int(self.labels[i])

@@ -1,0 +1,131 @@
+"""What a folder of shards is: its classes, its files with their lengths and checksums.
+
+manifest.json          written last, so a folder without it is not a data set yet
+shard-000000.tar ...   WebDataset's layout: 000000012.jpg, then 000000012.cls (the label, as text)
+index/*.npy            one value an image, see `lightning_ring.data.shards.index`
+index/names.txt        where each image came from, one a line
+report.csv             what was left out, and what was changed beyond shrinking
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from lightning_ring.errors import ShardError
+
+MANIFEST = "manifest.json"
+REPORT = "report.csv"
+FORMAT = "lightning_ring shards"
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One tar file: its length in bytes, the images in it, and the SHA-256 of the whole file (as ``sha256sum``)."""
+
+    name: str
+    bytes: int
+    samples: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """``files``: SHA-256 of everything beside the shards. ``counts``: what packing did, for people to read."""
+
+    classes: list[str]
+    shards: list[Shard]
+    files: dict[str, str]
+    source: str
+    settings: dict[str, Any]
+    counts: dict[str, int]
+
+    @property
+    def samples(self) -> int:
+        return sum(shard.samples for shard in self.shards)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """The same for two folders if and only if they hold the same images, labels, names and order."""
+        shards = [[shard.name, shard.bytes, shard.samples, shard.sha256] for shard in self.shards]
+        content = [VERSION, self.classes, shards, self.files]
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+    def to_json(self) -> str:
+        head = {"format": FORMAT, "version": VERSION, "samples": self.samples, "fingerprint": self.fingerprint}
+        return json.dumps(head | asdict(self), indent=1, ensure_ascii=True) + "\n"
+
+
+def read_manifest(root: Path) -> Manifest:
+    """The manifest of the shards in ``root``.
+
+    Raises:
+        ShardError: There is none, or it is not one that this version can read.
+    """
+    path = root / MANIFEST
+    try:
+        fields = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise ShardError(f"{path} is not there. {_instead_of_manifest(root)}") from None
+    except (ValueError, OSError) as error:
+        raise ShardError(f"{path} cannot be read: {error}. Restore it, or pack the images again.") from None
+    if not isinstance(fields, dict) or fields.get("format") != FORMAT:
+        raise ShardError(f'{path} does not say "format": "{FORMAT}": it was written by another program.')
+    if fields["version"] != VERSION:
+        raise ShardError(
+            f"{path} has version {fields['version']}, expected {VERSION}: pack the images again with this version."
+        )
+    try:
+        return _manifest(fields)
+    except (KeyError, TypeError) as error:
+        raise ShardError(f"{path}: {error} is missing or wrong. Restore the file, or pack the images again.") from None
+
+
+def _manifest(fields: dict[str, Any]) -> Manifest:
+    manifest = Manifest(
+        classes=fields["classes"],
+        shards=[Shard(**shard) for shard in fields["shards"]],
+        files=fields["files"],
+        source=fields["source"],
+        settings=fields["settings"],
+        counts=fields["counts"],
+    )
+    if manifest.fingerprint != fields["fingerprint"]:
+        raise KeyError("fingerprint (it does not fit the rest: the file was edited or damaged)")
+    return manifest
+
+
+def _instead_of_manifest(root: Path) -> str:
+    if not root.is_dir():
+        return "There is no such folder; `lightning-ring pack SRC DST` makes one from images."
+    if (root / ".packing").is_dir():
+        return "Packing into this folder has not finished: run the same `lightning-ring pack` again, it goes on."
+    return "This is no folder of packed shards; `lightning-ring pack SRC DST` makes one from images."
+
+
+def file_sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        digest = hashlib.sha256()
+        while chunk := file.read(2**20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def check_lengths(root: Path, shards: list[Shard]) -> list[str]:
+    """One line for every shard that is missing, or not as long as it was packed; reads no shard."""
+    found = {entry.name: entry.stat().st_size for entry in os.scandir(root) if entry.name.endswith(".tar")}
+    problems = []
+    for shard in shards:
+        size = found.get(shard.name)
+        if size is None:
+            problems.append(f"{root / shard.name} is missing")
+        elif size != shard.bytes:
+            what = "cut short" if size < shard.bytes else "longer than packed"
+            problems.append(f"{root / shard.name} is {what}: it has {size} bytes, expected {shard.bytes}")
+    return problems

@@ -1,0 +1,178 @@
+"""Checks of the choice of a topology, and of what was chosen, on 4 ranks of one machine placed on made-up nodes."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import logging
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from functools import cache
+
+import pytest
+import torch
+import torch.distributed as dist
+from mpi4py import MPI
+from torch import nn
+
+from lightning_ring.comm.communicator import Communicator, ReduceOp, shard
+from lightning_ring.comm.hierarchical import HierarchicalCommunicator
+from lightning_ring.comm.job import Job, open_communicator
+from lightning_ring.comm.ranks import RankInfo
+from lightning_ring.comm.shared_memory import SharedMemoryCommunicator
+from lightning_ring.comm.topology import Place
+from lightning_ring.comm.torch_backend import GlooCommunicator
+from lightning_ring.errors import CollectiveError, ConfigurationError
+from lightning_ring.gradients import Reducer
+from tests.checks.world import open_gloo
+
+WORLD = MPI.COMM_WORLD
+CPU = torch.device("cpu")
+TIMEOUT = timedelta(seconds=30)
+ROUND_ROBIN, BLOCKS, UNEVEN, APART = [0, 1, 0, 1], [0, 0, 1, 1], [0, 0, 0, 1], [0, 1, 2, 3]
+
+torch.set_num_threads(1)
+_number = itertools.count()
+
+
+@cache
+def store() -> dist.Store:
+    open_gloo()
+    held = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if WORLD.rank == 0 else None
+    port = WORLD.bcast(held.port if held else None)
+    return held or dist.TCPStore("127.0.0.1", port, is_master=False, timeout=TIMEOUT)
+
+
+@contextlib.contextmanager
+def opened(
+    nodes: Sequence[int], backend: str = "auto", topology: str = "auto", fabric: bool = False
+) -> Iterator[Communicator]:
+    """What a job gets whose rank r is on node ``nodes[r]``."""
+    ours = [rank for rank in range(4) if nodes[rank] == nodes[WORLD.rank]]
+    place = (ours.index(WORLD.rank), len(ours), nodes[WORLD.rank], len(set(nodes)))
+    info = RankInfo(WORLD.rank, 4, *place, source="mpi")
+    places = [Place(node, fabric) for node in nodes] if len(set(nodes)) > 1 else []
+    job = Job(info, None, dist.PrefixStore(f"job {next(_number)}", store()), places)
+    open_communicator(job, backend, CPU, TIMEOUT, TIMEOUT, topology)
+    assert job.communicator is not None
+    yield job.communicator
+    job.communicator.close()
+
+
+def check_auto_nests_what_shares_nodes_evenly() -> None:
+    for nodes in (ROUND_ROBIN, BLOCKS):
+        with opened(nodes) as comm:
+            assert isinstance(comm, HierarchicalCommunicator)
+            assert isinstance(comm._inward, SharedMemoryCommunicator)
+            assert isinstance(comm._across, GlooCommunicator)
+    for nodes, topology in ((ROUND_ROBIN, "flat"), (UNEVEN, "auto"), (APART, "auto")):
+        with opened(nodes, topology=topology) as comm:
+            assert isinstance(comm, GlooCommunicator)
+
+
+def check_a_fabric_is_left_to_mpi() -> None:
+    with opened(ROUND_ROBIN, fabric=True) as comm:
+        assert isinstance(comm, HierarchicalCommunicator)
+        assert type(comm._across).__name__ == "MPICommunicator"
+    with opened(APART, fabric=True) as comm:
+        assert type(comm).__name__ == "MPICommunicator"
+
+
+def check_what_cannot_be_nested_is_one_error_on_every_rank() -> None:
+    for nodes, text in (
+        (UNEVEN, r"different numbers of ranks: 3 \(ranks 0, 1, 2\), 1 \(ranks 3\)"),
+        (APART, "no two ranks share a node"),
+        ([0, 0, 0, 0], "all 4 ranks are on one node"),
+    ):
+        with pytest.raises(ConfigurationError, match=text) as caught, opened(nodes, topology="hierarchical"):
+            pass
+        assert len(set(WORLD.allgather(str(caught.value)))) == 1
+
+
+def check_staying_flat_is_said() -> None:
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logger = logging.getLogger("lightning_ring")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    with opened(UNEVEN):
+        pass
+    logger.removeHandler(handler)
+    logger.setLevel(level)
+    said = [record for record in records if "one flat ring over all ranks: the nodes hold diff" in record.getMessage()]
+    assert len(said) == (WORLD.rank == 0)
+
+
+def check_every_backend_nests() -> None:
+    for backend in ("auto", "mpi", "gloo"):
+        with opened(ROUND_ROBIN, backend, "hierarchical") as comm:
+            # exact in any order of additions; of several pieces; not a multiple of the number of ranks
+            inputs = [torch.arange(3_000_001).remainder(1000).float() + rank for rank in range(4)]
+            total = torch.stack(inputs).sum(0)
+            flat = comm.empty(3_000_001, torch.float32, CPU).copy_(inputs[comm.rank])
+            comm.all_reduce_(flat, op=ReduceOp.AVG, name="whole").wait()
+            assert torch.equal(flat, total / 4)
+            flat.copy_(inputs[comm.rank])
+            comm.reduce_scatter_(flat).wait()
+            own = shard(flat, 4, comm.shard_index).clone()
+            assert torch.equal(own, shard(total, 4, comm.shard_index))
+            shard(flat.zero_(), 4, comm.shard_index).copy_(own)
+            comm.all_gather_(flat).wait()
+            assert torch.equal(flat, total)
+            comm.broadcast_(flat.add_(comm.rank), src=3).wait()
+            assert torch.equal(flat, total + 3)
+
+
+def check_memory_is_asked_for_while_buckets_travel() -> None:
+    """The request is collective in the node as the buckets are, and comes from another thread."""
+    with opened(ROUND_ROBIN) as comm:
+        works, buffers = [], []
+        for index in range(8):
+            buffers.append(comm.empty(300_000 + index, torch.float32, CPU).fill_(comm.rank))
+            works.append(comm.all_reduce_(buffers[-1], name=f"bucket {index}"))
+        for work in works:
+            work.wait()
+        assert all(torch.equal(flat, torch.full_like(flat, 6)) for flat in buffers)
+
+
+def check_in_the_node_tensors_are_reduced_where_they_are() -> None:
+    with opened(ROUND_ROBIN) as comm:
+        assert isinstance(comm, HierarchicalCommunicator)
+        flat = comm.empty(300_000, torch.float32, CPU)
+        for level in (comm._inward, comm._outward):
+            assert isinstance(level, SharedMemoryCommunicator)
+            assert level.regions.place(flat[1000:]) > 0
+            assert level.regions.place(torch.empty(300_000)) == 0
+
+
+def check_diverged_calls_are_one_error_on_every_rank() -> None:
+    with opened(BLOCKS) as comm:
+        with pytest.raises(CollectiveError, match="bucket 5") as caught:
+            comm.all_reduce_(torch.ones(90_000 + comm.rank // 3), name="bucket 5").wait()
+        assert len(set(WORLD.allgather(str(caught.value)))) == 1
+
+
+def check_training_flat_and_nested_agrees() -> None:
+    torch.manual_seed(3)
+    start = nn.Sequential(nn.Linear(64, 300), nn.Tanh(), nn.Linear(300, 10))
+    inputs = torch.randn(4, 5, 16, 64)  # by rank and step
+    trained = []
+    for topology in ("flat", "hierarchical"):
+        model = copy.deepcopy(start)
+        with opened(ROUND_ROBIN, topology=topology) as comm:
+            reducer = Reducer(comm, model.named_parameters(), bucket_cap_mb=0.05)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for batch in inputs[comm.rank]:
+                optimizer.zero_grad()
+                with reducer.backward():
+                    model(batch).square().mean().backward()
+                optimizer.step()
+            reducer.remove()
+        trained.append(torch.cat([param.detach().view(-1) for param in model.parameters()]))
+        mine = trained[-1].numpy().tobytes()
+        assert all(other == mine for other in WORLD.allgather(mine))
+    torch.testing.assert_close(trained[0], trained[1], rtol=1e-6, atol=1e-6)
+    assert not torch.equal(trained[0], torch.cat([param.detach().view(-1) for param in start.parameters()]))

@@ -1,0 +1,263 @@
+"""Node first, then across nodes: thread-ranks on made-up nodes, compared with a plain reduction and with one ring."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_ring.comm.communicator import ReduceOp, shard
+from lightning_ring.comm.hierarchical import HierarchicalCommunicator
+from lightning_ring.comm.patience import Patience
+from lightning_ring.comm.ring_communicator import RingCommunicator
+from lightning_ring.comm.thread_backend import ThreadTransport, ThreadWorld, run_ranks
+from lightning_ring.comm.topology import has_fabric, is_hierarchical
+from lightning_ring.errors import CollectiveError, ConfigurationError
+from tests.battery import check_names
+from tests.comm.test_ring import COMPLEX, FLOATS, INTEGERS, allowed, plain, tolerance, values
+
+# nodes, by the ranks on each: in blocks, round-robin, in no order; two and three nodes; two and three ranks a node
+NODES = [[[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0, 3], [1, 2]], [[0, 2, 4], [1, 3, 5]], [[0, 3], [1, 4], [2, 5]]]
+LENGTHS = [0, 1, 7, 5003, 6000]  # 6,000: equal shards
+SOME = [torch.float32, torch.int32]
+
+
+def run_nested(
+    nodes: list[list[int]],
+    fn: Callable[[HierarchicalCommunicator], Any],
+    *,
+    piece_bytes: int = 4096,
+    timeout: float = 60,
+) -> list[Any]:
+    """`run_ranks` on a `HierarchicalCommunicator` whose every level is a ring of threads."""
+    peers = [sorted(ranks) for ranks in zip(*nodes, strict=True)]
+    inward, outward = ([ThreadWorld(len(ranks)) for ranks in nodes] for _ in range(2))
+    across = [ThreadWorld(len(ranks)) for ranks in peers]
+
+    def rank(comm: RingCommunicator) -> Any:
+        node = next(index for index, ranks in enumerate(nodes) if comm.rank in ranks)
+        local_rank = nodes[node].index(comm.rank)
+        patience = Patience(timedelta(seconds=timeout), comm.check)
+
+        def level(world: ThreadWorld, ranks: list[int]) -> RingCommunicator:
+            return RingCommunicator(ThreadTransport(world, ranks.index(comm.rank)), patience, ranks)
+
+        nested = HierarchicalCommunicator(
+            comm.transport,
+            level(inward[node], nodes[node]),
+            level(outward[node], nodes[node]),
+            level(across[local_rank], peers[local_rank]),
+            peers,
+            patience,
+            piece_bytes=piece_bytes,
+        )
+        try:
+            return fn(nested)
+        finally:
+            nested.close()
+            nested.close()
+
+    return run_ranks(sum(map(len, nodes)), rank)
+
+
+@pytest.mark.parametrize("nodes", NODES, ids=str)
+def test_every_dtype_and_op_equals_a_plain_reduction(nodes):
+    world_size = sum(map(len, nodes))
+    every = nodes is NODES[1]
+    cases = [(dtype, op, n) for dtype, op in allowed() if every or dtype in SOME for n in (LENGTHS, [5003])[every]]
+
+    def rank(comm):
+        outputs = [values(numel, dtype, world_size)[comm.rank] for dtype, op, numel in cases]
+        works = [comm.all_reduce_(out, op=op) for out, (_, op, _) in zip(outputs, cases, strict=True)]
+        for work in reversed(works):  # in any order
+            work.wait()
+        assert all(work.done() for work in works)
+        return outputs
+
+    results = run_nested(nodes, rank)
+    for index, (dtype, op, numel) in enumerate(cases):
+        expected = plain(values(numel, dtype, world_size), op)
+        torch.testing.assert_close(results[0][index], expected, **tolerance(dtype))
+        assert all(torch.equal(result[index], results[0][index]) for result in results)
+
+
+@pytest.mark.parametrize("nodes", NODES, ids=str)
+def test_the_halves_leave_the_shards_that_the_communicator_names(nodes):
+    world_size = sum(map(len, nodes))
+
+    def rank(comm):
+        for dtype in FLOATS + INTEGERS + COMPLEX if nodes is NODES[1] else SOME:
+            for op in (ReduceOp.SUM, ReduceOp.AVG):
+                for numel in LENGTHS if dtype in SOME else [5003]:
+                    inputs = values(numel, dtype, world_size)
+                    expected = plain(inputs, op)
+                    flat = inputs[comm.rank]
+                    comm.reduce_scatter_(flat, op=op).wait()
+                    own = shard(flat, world_size, comm.shard_index).clone()
+                    mine = shard(expected, world_size, comm.shard_index)
+                    torch.testing.assert_close(own, mine, **tolerance(dtype))
+                    flat.fill_(0)  # nothing else of it may be needed
+                    shard(flat, world_size, comm.shard_index).copy_(own)
+                    comm.all_gather_(flat).wait()
+                    torch.testing.assert_close(flat, expected, **tolerance(dtype))
+        return comm.shard_index
+
+    assert sorted(run_nested(nodes, rank)) == list(range(world_size))
+
+
+def test_node_first_and_one_ring_agree():
+    """Bit for bit where no sum is rounded, or none is taken; else the order of additions shows in the last digits."""
+    exact = [torch.randint(-1000, 1000, (5003,)).float() / 8 for _ in range(4)]
+    rounded = [torch.randn(5003) for _ in range(4)]
+
+    def rank(comm):
+        outputs = []
+        for inputs, op in (
+            (exact, ReduceOp.SUM),
+            (exact, ReduceOp.AVG),
+            (rounded, ReduceOp.MAX),
+            (rounded, ReduceOp.AVG),
+        ):
+            outputs.append(inputs[comm.rank].clone())
+            comm.all_reduce_(outputs[-1], op=op).wait()
+        return outputs
+
+    flat, nested = run_ranks(4, rank)[0], run_nested(NODES[0], rank)[0]
+    assert all(torch.equal(one, other) for one, other in zip(flat[:3], nested[:3], strict=True))
+    torch.testing.assert_close(flat[3], nested[3], rtol=1e-6, atol=1e-6)
+    assert not torch.equal(flat[3], nested[3])  # or the two are not two ways
+
+
+@pytest.mark.parametrize("nodes", NODES[1:4], ids=str)
+def test_whatever_else_a_communicator_does(nodes):
+    world_size = sum(map(len, nodes))
+
+    def rank(comm):
+        for src in range(world_size):
+            for numel in (3, 30_000):  # straight to everybody; by node
+                tensor = torch.full((numel,), float(comm.rank))
+                comm.broadcast_(tensor, src=src).wait()
+                assert torch.equal(tensor, torch.full((numel,), float(src)))
+        gathered = comm.all_gather(torch.full((5000,), comm.rank))
+        assert [int(row[-1]) for row in gathered] == list(range(world_size))
+        sent = [torch.full((comm.rank + peer,), comm.rank) for peer in range(world_size)]
+        received = [torch.empty(comm.rank + peer, dtype=torch.int64) for peer in range(world_size)]
+        comm.all_to_all(sent, received).wait()
+        assert [value.tolist() for value in received] == [[peer] * (comm.rank + peer) for peer in range(world_size)]
+        assert comm.all_gather_object(comm.rank) == list(range(world_size))
+        assert comm.broadcast_object(comm.rank, src=1) == 1
+        assert comm.empty(7, torch.float32, torch.device("cpu")).shape == (7,)
+        comm.barrier()
+        with pytest.raises(ConfigurationError):
+            comm.all_reduce_(torch.zeros(100_000, dtype=torch.bool))
+        with pytest.raises(ConfigurationError, match="ranks go from 0"):
+            comm.broadcast_(torch.zeros(100_000), src=world_size)
+
+    run_nested(nodes, rank)
+
+
+def test_a_bucket_is_reduced_in_the_node_while_another_one_is_on_the_wire():
+    first_is_waiting, second_is_reduced = threading.Event(), threading.Event()
+
+    def rank(comm):
+        across, inward = comm._across.all_reduce_, comm._inward.reduce_scatter_
+
+        def slow_wire(tensor, **kwargs):
+            if kwargs["name"] == "bucket 0":
+                first_is_waiting.set()
+                assert second_is_reduced.wait(20), "bucket 1 waits for bucket 0's wire"
+            return across(tensor, **kwargs)
+
+        def watched(tensor, **kwargs):
+            work = inward(tensor, **kwargs)
+            if kwargs["name"] == "bucket 1":
+                work.wait()
+                assert first_is_waiting.wait(20)
+                second_is_reduced.set()
+            return work
+
+        comm._across.all_reduce_, comm._inward.reduce_scatter_ = slow_wire, watched
+        tensors = [torch.full((5000,), float(comm.rank)) for _ in range(2)]
+        works = [comm.all_reduce_(tensor, name=f"bucket {index}") for index, tensor in enumerate(tensors)]
+        for work in works:
+            work.wait()
+        assert all(torch.equal(tensor, torch.full((5000,), 6.0)) for tensor in tensors)
+
+    run_nested(NODES[1], rank)
+
+
+def test_diverged_calls_are_the_same_error_on_every_rank():
+    def rank(comm):
+        texts = []
+        mine = comm.barrier if comm.rank == 3 else comm.all_reduce_(torch.ones(9000), name="bucket 3").wait
+        for call in (mine, comm.barrier, lambda: comm.all_reduce_(torch.ones(9000)).wait()):
+            with pytest.raises(CollectiveError) as caught:
+                call()
+            texts.append(str(caught.value))
+        return texts
+
+    texts = {text for result in run_nested(NODES[1], rank) for text in result}
+    assert len(texts) == 1
+    assert 'ranks 0, 1, 2: all_reduce "bucket 3"' in texts.pop()
+
+
+def test_past_the_timeout_the_missing_rank_is_named_by_its_number_in_the_job():
+    over = threading.Event()
+
+    def agreed_but_gone(comm):
+        """Rank 3 agrees to the call; its part of the node's reduce-scatter never comes."""
+        if comm.rank == 3:
+            comm._inward.reduce_scatter_ = lambda *args, **kwargs: NeverOver()
+        began = time.monotonic()
+        with pytest.raises(CollectiveError) as caught:
+            comm.all_reduce_(torch.ones(90_000), name="bucket 7").wait()
+        assert time.monotonic() - began < 10
+        return str(caught.value)
+
+    class NeverOver:
+        def wait(self):
+            over.wait(1.5)
+            raise CollectiveError("rank 3 is this one")
+
+        def done(self):
+            return False
+
+    texts = run_nested(NODES[1], agreed_but_gone, timeout=0.7)
+    assert "within 0.7 s: still waiting for rank 3." in texts[1]  # on its node
+    assert "bucket 7" in texts[2]
+
+
+def test_after_an_error_closing_is_quick():
+    def rank(comm):
+        comm.all_reduce_(torch.ones(9000)).wait()
+        with pytest.raises(CollectiveError):
+            comm.all_reduce_(torch.ones(9000 + comm.rank)).wait()
+        began = time.monotonic()
+        comm.close()
+        return time.monotonic() - began
+
+    assert max(run_nested(NODES[0], rank)) < 10
+
+
+def test_the_fabric_is_what_the_system_lists(tmp_path):
+    assert not has_fabric(tmp_path / "infiniband")
+    (tmp_path / "infiniband").mkdir()
+    assert not has_fabric(tmp_path / "infiniband")
+    (tmp_path / "infiniband" / "mlx5_0").mkdir()
+    assert has_fabric(tmp_path / "infiniband")
+
+
+def test_gpus_are_left_to_nccl():
+    assert not is_hierarchical("auto", [[0, 1], [2, 3]], "cuda")
+    with pytest.raises(ConfigurationError, match="NCCL itself arranges the ranks by node"):
+        is_hierarchical("hierarchical", [[0, 1], [2, 3]], "cuda")
+
+
+@pytest.mark.parametrize("check", check_names("tests.checks.topology"))
+def test_on_real_ranks(battery, check):
+    battery("tests.checks.topology", 4, check, OMPI_MCA_mpi_yield_when_idle="1")

@@ -1,0 +1,197 @@
+"""What ShardDataset and ``lightning-ring pack --verify`` say of shards that are not what was packed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from lightning_ring.data import ShardDataset
+from lightning_ring.data.packing import run
+from lightning_ring.data.packing.settings import PackSettings
+from lightning_ring.data.shards import verify as verifying
+from lightning_ring.errors import ShardError
+from tests.data.photos import image_folder
+
+SHARD = "shard-000001.tar"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    root = tmp_path_factory.mktemp("shards")
+    source = image_folder(root / "src", classes=2, images=12)
+    run.pack(source, root / "dst", PackSettings(size=40, shard_mb=20 / 1024), 2, lambda *numbers: None)
+    return root / "dst"
+
+
+@pytest.fixture
+def packed(whole, tmp_path):
+    shutil.copytree(whole, tmp_path / "dst")
+    return tmp_path / "dst"
+
+
+def verify(root):
+    return verifying.verify(root, 2, lambda done, total: None)
+
+
+def first_place(packed):
+    """The first image of SHARD, its offset and its length."""
+    dataset = ShardDataset(packed)
+    i = next(i for i in range(len(dataset)) if dataset._index.place(i).shard == 1)
+    return i, *dataset._index.place(i)[1:]
+
+
+def overwrite(path, offset, data):
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        file.write(data)
+
+
+def test_a_whole_packing_has_no_problem(packed):
+    seen = []
+    assert verifying.verify(packed, 3, lambda done, total: seen.append((done, total))) == []
+    size = sum(path.stat().st_size for path in packed.glob("*.tar"))
+    assert seen[-1] == (size, size)
+
+
+@pytest.mark.parametrize("missing", [1, 512, 5000])
+def test_a_shard_cut_short_is_named_when_opened_and_by_verify(packed, missing):
+    path = packed / SHARD
+    size = path.stat().st_size
+    with open(path, "r+b") as file:
+        file.truncate(size - missing)
+    expected = f"{path} is cut short: it has {size - missing} bytes, expected {size}"
+    with pytest.raises(ShardError) as error:
+        ShardDataset(packed)
+    assert expected in str(error.value)
+    problems = verify(packed)
+    assert problems[0] == expected
+    assert problems[-1].startswith(f"{path} has SHA-256")
+    cut_short = [problem for problem in problems if "with its label" in problem]
+    assert len(cut_short) == (missing > 1024)  # the first image that is hit, with its offset, and none after it
+    assert all(f"{path}, offset " in problem for problem in cut_short)
+
+
+def test_missing_longer_and_strange_shards_are_named(packed):
+    (packed / SHARD).rename(packed / "other.tar")
+    with open(packed / "shard-000000.tar", "ab") as file:
+        file.write(b"x")
+    problems = verify(packed)
+    assert f"{packed / SHARD} is missing" in problems
+    assert any(problem.startswith(f"{packed / 'shard-000000.tar'} is longer than packed") for problem in problems)
+    assert f"{packed / 'other.tar'} is not in the manifest; whoever reads *.tar reads it too" in problems
+    with pytest.raises(ShardError, match=r"(?s)longer than packed.*is missing.*Restore what is missing"):
+        ShardDataset(packed)
+
+
+def test_a_changed_byte_is_named_by_image_and_offset(packed):
+    i, offset, size = first_place(packed)
+    data = (packed / SHARD).read_bytes()
+    overwrite(packed / SHARD, offset + size - 20, bytes([data[offset + size - 20] ^ 1]))
+    problems = verify(packed)
+    assert problems[0] == (
+        f"{packed / SHARD}, offset {offset}, {size} bytes, image {i:09d}: "
+        "its bytes are not those that were packed (CRC-32)"
+    )
+    assert len(problems) == 2
+    assert problems[1].startswith(f"{packed / SHARD} has SHA-256")
+
+
+def test_an_image_that_cannot_be_decoded_is_named_by_image_and_offset(packed):
+    i, offset, size = first_place(packed)
+    overwrite(packed / SHARD, offset, bytes(size))
+    dataset = ShardDataset(packed)
+    for read in (lambda: dataset[i], lambda: dataset.__getitems__([0, i])):
+        with pytest.raises(ShardError) as error:
+            read()
+        assert f"image {i} ({dataset.name(i)}), {packed / SHARD} at offset {offset}, {size} bytes" in str(error.value)
+        assert "lightning-ring pack --verify" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("at", "data", "message"),
+    [
+        (-512, b"x", "its tar header is damaged"),
+        ("label", b"7", "the tar has label '7' in"),
+        ("padding", b"x", "all its images are whole, so the difference is between them"),
+    ],
+)
+def test_damage_between_images_is_told_apart(packed, at, data, message):
+    _, offset, size = first_place(packed)
+    after = offset + size + -size % 512
+    places = {"label": after + 512, "padding": after - 1}
+    assert size % 512, "no padding to damage"
+    overwrite(packed / SHARD, places[at] if isinstance(at, str) else offset + at, data)
+    problems = verify(packed)
+    assert any(message in problem for problem in problems)
+    assert all(str(packed / SHARD) in problem for problem in problems)
+
+
+@pytest.mark.parametrize("name", ["labels.npy", "blocks.npy", "sizes.npy", "name_ends.npy", "crc32.npy", "names.txt"])
+def test_a_changed_index_is_named_and_blames_no_shard(packed, name):
+    path = packed / "index" / name
+    overwrite(path, path.stat().st_size - 1, b"\x7f")
+    (problem,) = verify(packed)
+    assert problem.startswith(f"{path} has SHA-256 ")
+
+
+@pytest.mark.parametrize("name", ["labels.npy", "blocks.npy", "sizes.npy", "name_ends.npy", "names.txt"])
+def test_an_index_that_is_missing_or_short_is_named_when_opened(packed, name):
+    path = packed / "index" / name
+    if name.endswith(".npy"):
+        np.save(path, np.load(path)[:-1])
+        with pytest.raises(ShardError, match=rf"{name} holds .* of shape \(23,\), expected .* of shape\s+\(24,\)"):
+            ShardDataset(packed)
+        path.write_bytes(path.read_bytes()[:40])
+        with pytest.raises(ShardError, match=f"{name} cannot be mapped"):
+            ShardDataset(packed)
+    path.unlink()
+    with pytest.raises(ShardError, match=f"{name} cannot be mapped"):
+        ShardDataset(packed)
+    assert verify(packed) == [f"{path} cannot be read: No such file or directory"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda fields: fields["classes"].append("more"), "fingerprint.*edited or damaged"),
+        (lambda fields: fields.update(version=2), "has version 2, expected 1"),
+        (lambda fields: fields.update(format="zip"), "was written by another program"),
+        (lambda fields: fields.pop("shards"), "'shards' is missing or wrong"),
+    ],
+)
+def test_a_changed_manifest_is_named(packed, change, message):
+    path = packed / "manifest.json"
+    fields = json.loads(path.read_text())
+    change(fields)
+    path.write_text(json.dumps(fields))
+    with pytest.raises(ShardError, match=message):
+        ShardDataset(packed)
+
+
+def test_a_folder_without_a_whole_manifest_is_no_data_set(packed):
+    path = packed / "manifest.json"
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(ShardError, match=r"manifest\.json cannot be read"):
+        ShardDataset(packed)
+    path.unlink()
+    with pytest.raises(ShardError, match=r"manifest\.json is not there\. This is no folder of packed shards"):
+        ShardDataset(packed)
+    with pytest.raises(ShardError, match=r"There is no such folder"):
+        ShardDataset(packed / "nowhere")
+
+
+def test_a_shard_that_shrinks_or_goes_after_it_was_opened_is_named(packed):
+    i, offset, size = first_place(packed)
+    dataset = ShardDataset(packed)
+    with open(packed / SHARD, "r+b") as file:
+        file.truncate(offset + 7)
+    with pytest.raises(
+        ShardError, match=rf"{SHARD} is cut short: at offset {offset} it has 7 bytes, expected {size}\."
+    ):
+        dataset.read(i)
+    (packed / "shard-000000.tar").unlink()
+    with pytest.raises(ShardError, match=r"shard-000000\.tar is gone"):
+        dataset.read(0)
