@@ -24,6 +24,9 @@ from lightning_ring.errors import CollectiveError, RingError
 WAKE_SECONDS = 1e-3  # whoever waits at once has begun by then, and the thread leaves it alone
 STUCK_SECONDS = 5.0  # past the timeout: the thread itself hangs
 YIELD_SECONDS = 100e-6  # until then a waiting thread only lets others run
+# A sleep lasts 60 µs at least. Two ranks that slept in turn, each for the other, would go on doing so: a caller,
+# who has nothing else to do, yields for longer than that before it sleeps.
+CALLER_YIELD_SECONDS = 2e-3
 
 Steps = Generator[int, None, None]
 """A collective: it yields the number of a round, and goes on once that is reached."""
@@ -176,8 +179,9 @@ class CollectiveQueue:
         return True
 
     def _wait(self, work: QueuedWork, spin_seconds: float, give_up: Callable[[], bool]) -> None:
-        """Until the first work may go on: spin for a moment, then sleep a tenth of the time waited, 1 ms at most."""
+        """Until the first work may go on: spin, then yield, then sleep a tenth of the time waited, 1 ms at most."""
         number, reached = work.awaits, self._reached
+        yield_seconds = CALLER_YIELD_SECONDS if spin_seconds else YIELD_SECONDS
         began = time.perf_counter()
         next_check = CHECK_SECONDS
         while not reached(number):
@@ -186,7 +190,7 @@ class CollectiveQueue:
                 continue
             if give_up():
                 return
-            if waited < YIELD_SECONDS:
+            if waited < yield_seconds:
                 time.sleep(0)
                 continue
             if waited > next_check:

@@ -193,7 +193,8 @@ def _reduced_pieces(shards: Sequence[Tensor], rank: int, op: ReduceOp) -> Iterat
     """Every piece of ``shards`` (one a rank), reduced: between two ranks in this rank's own, else beside them."""
     numel = PIECE_BYTES // shards[0].element_size()
     scratch = shards[0].new_empty(min(numel, shards[0].numel())) if len(shards) > 2 else None
-    for pieces in zip(*(flat.split(numel) for flat in shards), strict=True):
+    cut = [shards] if shards[0].numel() <= numel else zip(*(flat.split(numel) for flat in shards), strict=True)
+    for pieces in cut:
         result = pieces[rank] if scratch is None else scratch[: pieces[0].numel()]
         reduce_rows(pieces, result, op)
         yield list(pieces), result
