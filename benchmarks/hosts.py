@@ -78,9 +78,13 @@ class Hosts:
         line += ["-x", f"GLOO_SOCKET_IFNAME={INTERFACE}"]
         return self.on(self.names[0], *line, *options, *command)
 
-    def pids(self, host: str) -> list[int]:
-        """What runs on ``host``."""
-        return [int(pid) for pid in _call("ip", "netns", "pids", host).split()]
+    def running(self, host: str) -> list[str]:
+        """The command lines of what runs on ``host``."""
+        found = []
+        for pid in _call("ip", "netns", "pids", host).split():
+            with contextlib.suppress(OSError):  # it ended meanwhile
+                found.append(Path("/proc", pid, "cmdline").read_text().replace("\0", " ").strip())
+        return [line for line in found if line]  # a zombie has none
 
     def cut(self, host: str) -> None:
         """Take ``host``'s link down."""

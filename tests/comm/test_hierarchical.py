@@ -167,11 +167,18 @@ def test_a_bucket_is_reduced_in_the_node_while_another_one_is_on_the_wire():
     def rank(comm):
         across, inward = comm._across.all_reduce_, comm._inward.reduce_scatter_
 
-        def slow_wire(tensor, **kwargs):
-            if kwargs["name"] == "bucket 0":
+        class SlowWire:
+            def __init__(self, work):
+                self.work = work
+
+            def wait(self):
                 first_is_waiting.set()
                 assert second_is_reduced.wait(20), "bucket 1 waits for bucket 0's wire"
-            return across(tensor, **kwargs)
+                self.work.wait()
+
+        def slow_wire(tensor, **kwargs):
+            work = across(tensor, **kwargs)
+            return SlowWire(work) if kwargs["name"] == "bucket 0" else work
 
         def watched(tensor, **kwargs):
             work = inward(tensor, **kwargs)
