@@ -219,12 +219,14 @@ def test_a_source_that_vanishes_stops_the_packing(tmp_path):
 
 def test_a_csv_names_the_files_that_are_not_there(tmp_path):
     (tmp_path / "a.gif").write_bytes(encode(photo(), "GIF"))
-    (tmp_path / "train.csv").write_text("path,label\na.gif,x\nmissing.jpg,x\n.,y\n")
+    (tmp_path / "train.csv").write_text("path,label\na.gif,x\nmissing.jpg,x\n.,y\npipe.jpg,x\n")
+    os.mkfifo(tmp_path / "pipe.jpg")
     manifest = pack(tmp_path / "train.csv", tmp_path / "dst")
-    assert (manifest.samples, manifest.counts["left out"], manifest.counts["empty classes"]) == (1, 2, 1)
+    assert (manifest.samples, manifest.counts["left out"], manifest.counts["empty classes"]) == (1, 3, 1)
     report = (tmp_path / "dst" / "report.csv").read_text()
     assert "left out,missing.jpg,cannot be read: No such file or directory\n" in report
-    assert "left out,.,cannot be read: Is a directory\n" in report
+    assert "left out,.,cannot be read: not a regular file\n" in report
+    assert "left out,pipe.jpg,cannot be read: not a regular file\n" in report
     assert "converted,a.gif,GIF to JPEG; P to RGB\n" in report
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -35,8 +37,10 @@ def prepared_images(
 def _prepare(sources: Sources, position: int, settings: PackSettings) -> PackedImage | str:
     path = sources.path(position)
     try:
+        if not stat.S_ISREG(os.stat(path).st_mode):  # reading a pipe would wait for ever
+            return "cannot be read: not a regular file"
         data = path.read_bytes()
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError) as error:
+    except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
         if not sources.folder.exists():  # or every image would be left out, one by one
             raise ShardError(f"{sources.folder} is gone. Bring it back and run the same command again.") from error
         return f"cannot be read: {error.strerror}"
