@@ -63,7 +63,8 @@ def train(config: DictConfig) -> dict[str, float]:
     trainer.fit(model, data, ckpt_path=config.ckpt_path)
     seconds = time.perf_counter() - start
     best = trainer.checkpoint_callback and trainer.checkpoint_callback.best_model_path
-    metrics = trainer.test(model, data, ckpt_path=best or None, verbose=False)[0]
+    tested = trainer.test(model, data, ckpt_path=best or None, verbose=False)
+    metrics = {name: value for loader in tested for name, value in loader.items()}
     if trainer.is_global_zero:
         report(metrics, trainer, seconds)
     return {name: float(value) for name, value in metrics.items()}
@@ -77,7 +78,18 @@ def log_configuration(trainer: Any, config: DictConfig) -> None:
 def report(metrics: dict[str, Any], trainer: Any, seconds: float) -> None:
     print(f"logs and checkpoints: {HydraConfig.get().runtime.output_dir}")
     print(f"trained {trainer.current_epoch} epochs on {trainer.world_size} ranks in {seconds:.0f} s")
-    print(f"test accuracy {metrics['test/accuracy']:.4f} on {metrics['test/images']:.0f} images", flush=True)
+    print(describe(metrics), flush=True)
+
+
+def describe(metrics: dict[str, Any]) -> str:
+    """The metrics of a test, ``{"test/accuracy": 0.98, ...}``, in a line for each loader."""
+    if "test/images" in metrics:
+        return f"test accuracy {metrics['test/accuracy']:.4f} on {metrics['test/images']:.0f} images"
+    lines: dict[str, list[str]] = {}
+    for name, value in metrics.items():
+        loader, _, metric = name.partition("/")
+        lines.setdefault(loader, []).append(f"{metric} {value:.4f}")
+    return "\n".join(f"{loader.replace('_', ', ')}: {', '.join(values)}" for loader, values in lines.items())
 
 
 def main() -> None:
