@@ -16,8 +16,9 @@ from recipes.train import describe, model_and_data, test
 USAGE = """\
 python recipes/eval.py ckpt_path=FOLDER/checkpoints/best.ckpt [KEY.KEY=VALUE ...]
 
-Builds what the run in FOLDER trained, from the configuration that it saved, and prints the metrics of the checkpoint on
-the test images. Values can be changed, such as trainer.devices=4 or data.folder=OTHER; mpirun and torchrun start it too.
+Builds what the run in FOLDER trained, from the configuration that it saved, and prints the metrics of the checkpoint
+on the test images. Values can be changed, such as trainer.devices=4 or data.folder=OTHER; mpirun and torchrun start it
+too.
 """
 
 

@@ -1,4 +1,4 @@
-"""Repeats an experiment on 1, 2 and 4 devices and tells how much faster it gets: ``python recipes/scaling.py --help``."""
+"""Repeats an experiment on 1, 2 and 4 devices and tells how much faster it gets: `python recipes/scaling.py -h`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Run:
 
 
 def main() -> None:
-    options = parser().parse_args()
+    options = parser().parse_intermixed_args()
     folder = Path(options.folder or f"logs/scaling/{time.strftime('%Y-%m-%d_%H-%M-%S')}")
     runs = [train_on(devices, folder, options) for devices in options.devices]
     text = table(runs) + "\n"
@@ -39,8 +39,8 @@ def main() -> None:
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        description="Repeats an experiment on 1, 2 and 4 devices and prints time, speed-up and efficiency, beside those "
-        "that were published for ResNet-50 on MNIST. The batch of a step over all devices stays the same, so "
+        description="Repeats an experiment on 1, 2 and 4 devices and prints time, speed-up and efficiency, beside "
+        "those that were published for ResNet-50 on MNIST. The batch of a step over all devices stays the same, so "
         "that all runs take the same steps."
     )
     parser.add_argument("overrides", nargs="*", help="for recipes/train.py; experiment=mnist_resnet50 by default")
@@ -75,7 +75,9 @@ def train_on(devices: int, folder: Path, options: argparse.Namespace) -> Run:
         raise SystemExit(f"The run on {devices} device(s) failed with exit code {code}. Its command: {command}")
     result = json.loads((own / RESULT).read_text())
     if result["ranks"] != devices:
-        raise SystemExit(f"The run on {devices} device(s) had {result['ranks']} rank(s): start this without a launcher.")
+        raise SystemExit(
+            f"The run on {devices} device(s) had {result['ranks']} rank(s): start this without a launcher."
+        )
     return Run(devices, result["epochs"], result["steps"], result["seconds"], result["metrics"])
 
 

@@ -41,8 +41,8 @@ class Catalogue:
     """How many classes and photographs, and of what size.
 
     Each family has ``seen`` classes, whose photographs are split into ``train``, ``val`` and ``test``, and ``unseen``
-    classes that are never trained on. Training classes have from ``most`` down to ``fewest`` photographs, in a geometric row
-    that runs through all families alike: the rare ones are what balanced sampling is for.
+    classes that are never trained on. Training classes have from ``most`` down to ``fewest`` photographs, in a
+    geometric row that runs through all families alike: the rare ones are what balanced sampling is for.
 
     Attributes:
         size: Pixels a side of a photograph.

@@ -117,8 +117,8 @@ class Shards(L.LightningDataModule):
         if absent:
             commands = " && ".join(self.packing.format(split=split, folder=self.shards()) for split in absent)
             raise ConfigurationError(
-                f"{self.shards().absolute()} holds no packed images in {' and '.join(absent)}. Name another folder with "
-                f"data.folder=FOLDER, or pack them: {commands}"
+                f"{self.shards().absolute()} holds no packed images in {' and '.join(absent)}. Name another folder "
+                f"with data.folder=FOLDER, or pack them: {commands}"
             )
 
     # -- loaders
@@ -155,8 +155,8 @@ class Shards(L.LightningDataModule):
         if self.sampler == "uniform":
             if len(dataset) < self.batch_size:
                 raise ConfigurationError(
-                    f"data.batch_size={self.batch_size} is more than the {len(dataset)} images of {dataset.root}, so an "
-                    "epoch would have no step. Choose a smaller data.batch_size."
+                    f"data.batch_size={self.batch_size} is more than the {len(dataset)} images of {dataset.root}, so "
+                    "an epoch would have no step. Choose a smaller data.batch_size."
                 )
             return ShuffledSampler(
                 len(dataset), remainder="drop", seed=self.seed, fingerprint=dataset.fingerprint, **place
@@ -218,8 +218,8 @@ def number_as(train: ShardDataset, other: ShardDataset) -> None:
     strange = sorted(set(other.classes) - set(train.classes))
     if strange:
         raise ConfigurationError(
-            f"{other.root} holds {len(strange)} classes that {train.root} has not, such as {strange[0]!r}. Classes that "
-            "are not trained on belong into the folder unseen."
+            f"{other.root} holds {len(strange)} classes that {train.root} has not, such as {strange[0]!r}. Classes "
+            "that are not trained on belong into the folder unseen."
         )
     numbers = np.array([train.classes.index(name) for name in other.classes], dtype=np.int32)
     other.labels = numbers[other.labels]
