@@ -24,6 +24,7 @@ class Classifier(L.LightningModule):
         optimizer: Called with parameter groups, in which biases and normalization layers have no weight decay.
         schedule: Called with ``total``, the number of optimizer steps of the whole run; gives a function from step to
             factor, as those in `lightning_ring.schedules`. None keeps the learning rate constant.
+        label_smoothing: Of the training loss (Szegedy et al. 2015, arXiv:1512.00567, section 7).
     """
 
     def __init__(
@@ -31,11 +32,13 @@ class Classifier(L.LightningModule):
         network: nn.Module,
         optimizer: partial[Optimizer],
         schedule: Callable[..., Callable[[int], float]] | None = None,
+        label_smoothing: float = 0.0,
     ) -> None:
         super().__init__()
         self.network = network
         self.optimizer = optimizer
         self.schedule = schedule
+        self.label_smoothing = label_smoothing
         self.val_loss, self.val_accuracy = MeanMetric(), MeanMetric()
         self.test_loss, self.test_accuracy = MeanMetric(), MeanMetric()
         self.test_images = SumMetric()
@@ -46,7 +49,7 @@ class Classifier(L.LightningModule):
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         images, labels = batch
         logits = self(images)
-        loss = F.cross_entropy(logits, labels)
+        loss = F.cross_entropy(logits, labels, label_smoothing=self.label_smoothing)
         self.log("train/loss", loss.detach())
         self.log("train/accuracy", accuracy(logits, labels))
         return loss

@@ -140,7 +140,7 @@ class Recogniser(L.LightningModule):
             name = stage if dataloader_idx == 0 else f"{stage}_unseen"
             metrics = self.retrieve(embeddings, labels, indices)
             for metric, value in metrics.as_dict().items():
-                self.log(f"{name}/{metric}", value, rank_zero_only=True, prog_bar=metric == "R@1")
+                self.log(f"{name}/{metric}", value, sync_dist=True, prog_bar=metric == "R@1")
             if dataloader_idx == 0 and self.classification_weight:
                 self.report_accuracy(name, embeddings, labels)
         self.seen.clear()
@@ -161,9 +161,9 @@ class Recogniser(L.LightningModule):
         sums = torch.stack([right.sum(), right.new_tensor(len(right)), right[rare].sum(), rare.sum().double()])
         total = self.trainer.strategy.reduce(sums, reduce_op="sum")
         assert isinstance(total, Tensor)
-        self.log(f"{name}/accuracy", total[0] / total[1], rank_zero_only=True)
+        self.log(f"{name}/accuracy", total[0] / total[1], sync_dist=True)
         if total[3] > 0:
-            self.log(f"{name}/accuracy_rare", total[2] / total[3], rank_zero_only=True)
+            self.log(f"{name}/accuracy_rare", total[2] / total[3], sync_dist=True)
 
     def rare_classes(self) -> Tensor:
         """The third of the classes with the fewest training images; none where the data module counts none."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import shutil
 import sys
@@ -21,6 +22,7 @@ if not __package__:  # run as a script: make `recipes` importable, instead of th
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "RANK", "SLURM_PROCID")
+RESULT = "result.json"
 
 
 def launcher_rank() -> int:
@@ -50,8 +52,7 @@ def train(config: DictConfig) -> dict[str, float]:
     from lightning.pytorch.callbacks import LambdaCallback
 
     L.seed_everything(config.seed, workers=True, verbose=False)
-    model = instantiate(config.model, optimizer=instantiate(config.optimizer), schedule=instantiate(config.schedule))
-    data = instantiate(config.data)
+    model, data = model_and_data(config)
     callbacks = [instantiate(callback) for callback in config.callbacks.values() if callback]
     logger = instantiate(config.logger) or False
     strategy = instantiate(config.strategy)
@@ -62,11 +63,32 @@ def train(config: DictConfig) -> dict[str, float]:
     start = time.perf_counter()
     trainer.fit(model, data, ckpt_path=config.ckpt_path)
     seconds = time.perf_counter() - start
-    best = trainer.checkpoint_callback and trainer.checkpoint_callback.best_model_path
-    metrics = trainer.test(model, data, ckpt_path=best or None, verbose=False)[0]
+    metrics: dict[str, float] = {}
+    epochs, steps = trainer.current_epoch, trainer.global_step
+    if config.test:
+        best = trainer.checkpoint_callback and trainer.checkpoint_callback.best_model_path
+        metrics = test(trainer, model, data, best or None)
     if trainer.is_global_zero:
-        report(metrics, trainer, seconds)
-    return {name: float(value) for name, value in metrics.items()}
+        folder = Path(HydraConfig.get().runtime.output_dir)
+        result = {"ranks": trainer.world_size, "epochs": epochs, "steps": steps, "seconds": seconds}
+        (folder / RESULT).write_text(json.dumps(result | {"metrics": metrics}))
+        print(f"logs and checkpoints: {folder}")
+        print(f"trained {epochs} epochs on {trainer.world_size} ranks in {seconds:.0f} s")
+        if metrics:
+            print(describe(metrics), flush=True)
+    return metrics
+
+
+def model_and_data(config: DictConfig) -> tuple[Any, Any]:
+    """What is trained, on what."""
+    model = instantiate(config.model, optimizer=instantiate(config.optimizer), schedule=instantiate(config.schedule))
+    return model, instantiate(config.data)
+
+
+def test(trainer: Any, model: Any, data: Any, ckpt_path: str | None) -> dict[str, float]:
+    """The metrics of all loaders of the test."""
+    tested = trainer.test(model, data, ckpt_path=ckpt_path, verbose=False)
+    return {name: float(value) for loader in tested for name, value in loader.items()}
 
 
 def log_configuration(trainer: Any, config: DictConfig) -> None:
@@ -74,10 +96,15 @@ def log_configuration(trainer: Any, config: DictConfig) -> None:
         logger.log_hyperparams(OmegaConf.to_container(config, resolve=True))
 
 
-def report(metrics: dict[str, Any], trainer: Any, seconds: float) -> None:
-    print(f"logs and checkpoints: {HydraConfig.get().runtime.output_dir}")
-    print(f"trained {trainer.current_epoch} epochs on {trainer.world_size} ranks in {seconds:.0f} s")
-    print(f"test accuracy {metrics['test/accuracy']:.4f} on {metrics['test/images']:.0f} images", flush=True)
+def describe(metrics: dict[str, float]) -> str:
+    """The metrics of a test, ``{"test/accuracy": 0.98, ...}``, in a line for each loader."""
+    if "test/images" in metrics:
+        return f"test accuracy {metrics['test/accuracy']:.4f} on {metrics['test/images']:.0f} images"
+    lines: dict[str, list[str]] = {}
+    for name, value in metrics.items():
+        loader, _, metric = name.partition("/")
+        lines.setdefault(loader, []).append(f"{metric} {value:.4f}")
+    return "\n".join(f"{loader.replace('_', ', ')}: {', '.join(values)}" for loader, values in lines.items())
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.random import Generator
 from PIL import Image
 
+from lightning_ring.errors import ConfigurationError
 from recipes.catalogue.animals import draw_animal
 from recipes.catalogue.landmarks import draw_landmark
 from recipes.catalogue.pen import Pen
@@ -30,7 +31,7 @@ FAMILIES: dict[str, Callable[[Pen, Generator, Generator], None]] = {
     "vehicle": draw_vehicle,
     "landmark": draw_landmark,
 }
-SPLITS = ("train", "val", "unseen")
+SPLITS = ("train", "val", "test", "unseen")
 SUPERSAMPLING = 2
 RECORD = "catalogue.json"
 
@@ -39,9 +40,9 @@ RECORD = "catalogue.json"
 class Catalogue:
     """How many classes and photographs, and of what size.
 
-    Each family has ``seen`` classes, whose photographs are split into ``train`` and ``val``, and ``unseen`` classes
-    that are never trained on. Training classes have from ``most`` down to ``fewest`` photographs, in a geometric row
-    that runs through all families alike: the rare ones are what balanced sampling is for.
+    Each family has ``seen`` classes, whose photographs are split into ``train``, ``val`` and ``test``, and ``unseen``
+    classes that are never trained on. Training classes have from ``most`` down to ``fewest`` photographs, in a
+    geometric row that runs through all families alike: the rare ones are what balanced sampling is for.
 
     Attributes:
         size: Pixels a side of a photograph.
@@ -54,16 +55,18 @@ class Catalogue:
     most: int = 100
     fewest: int = 5
     val_photographs: int = 10
+    test_photographs: int = 10
     unseen_photographs: int = 20
     size: int = 96
     quality: tuple[int, int] = (60, 95)
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if min(self.seen, self.unseen, self.fewest, self.val_photographs, self.unseen_photographs) < 1:
-            raise ValueError(f"a catalogue needs at least one class and photograph of each kind, got {self}.")
+        photographs = self.fewest, self.val_photographs, self.test_photographs, self.unseen_photographs
+        if min(self.seen, self.unseen, *photographs) < 1:
+            raise ConfigurationError(f"a catalogue needs at least one class and photograph of each kind, got {self}.")
         if self.most < self.fewest or self.size < 16:
-            raise ValueError(f"a catalogue needs most >= fewest and a size of at least 16 pixels, got {self}.")
+            raise ConfigurationError(f"a catalogue needs most >= fewest and a size of at least 16 pixels, got {self}.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,14 +94,14 @@ def make_catalogue(folder: Path, catalogue: Catalogue, num_workers: int | None =
         num_workers: Processes; all cores that this process may use by default.
 
     Raises:
-        ValueError: ``folder`` holds another catalogue, or something else.
+        ConfigurationError: ``folder`` holds another catalogue, or something else.
     """
     record = json.loads(json.dumps(asdict(catalogue)))
     if folder.exists():
         found = json.loads((folder / RECORD).read_text()) if (folder / RECORD).is_file() else None
         if found != record:
             what = "another catalogue" if found else "something that is not a catalogue"
-            raise ValueError(
+            raise ConfigurationError(
                 f"{folder} holds {what}. Move it away, or name another folder. Found {found}, want {record}"
             )
         return folder
@@ -112,7 +115,11 @@ def make_catalogue(folder: Path, catalogue: Catalogue, num_workers: int | None =
         with multiprocessing.get_context("spawn").Pool(workers) as pool:
             pool.map(_take_all, batches, chunksize=1)
         (unfinished / RECORD).write_text(json.dumps(record))
-        unfinished.rename(folder)
+        try:
+            unfinished.rename(folder)
+        except OSError:
+            if not (folder / RECORD).is_file():  # else another process made it meanwhile
+                raise
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return folder
@@ -125,8 +132,10 @@ def photographs(catalogue: Catalogue) -> Iterator[Photograph]:
     for position, (family, number) in enumerate(classes):
         for view in range(round(catalogue.most * shrink**position)):
             yield Photograph("train", family, number, view)
-        for view in range(catalogue.val_photographs):
-            yield Photograph("val", family, number, 10_000 + view)  # views of its own: no photograph is in two splits
+        for view in range(catalogue.val_photographs):  # views of its own: no photograph is in two splits
+            yield Photograph("val", family, number, 10_000 + view)
+        for view in range(catalogue.test_photographs):
+            yield Photograph("test", family, number, 20_000 + view)
     for number in range(catalogue.seen, catalogue.seen + catalogue.unseen):
         for family in FAMILIES:
             for view in range(catalogue.unseen_photographs):

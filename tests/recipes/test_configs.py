@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import lightning as L
@@ -12,6 +13,7 @@ from hydra.utils import instantiate
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import recipes.train
+from lightning_ring.errors import ConfigurationError
 from tests.launch import ROOT
 
 
@@ -19,21 +21,55 @@ def options(group: str) -> list[str]:
     return sorted(file.stem for file in (ROOT / "configs" / group).glob("*.yaml"))
 
 
+TINY_CATALOGUE = (
+    "strategy=auto",
+    "trainer.devices=1",
+    "data.batch_size=8",
+    "data.num_classes=5",
+    "data.num_threads=1",
+    "data.image_size=32",
+    "data.resize=32",
+    "data.drawing={seen: 1, unseen: 1, most: 6, fewest: 4, val_photographs: 2, test_photographs: 2,"
+    " unseen_photographs: 2, size: 32}",
+    "schedule.warmup=0",
+    "+trainer.limit_train_batches=2",
+    "trainer.max_epochs=1",
+    "trainer.check_val_every_n_epoch=1",
+    "trainer.log_every_n_steps=1",
+)
+"""For what trains on the catalogue: five classes of small photographs, and two steps."""
+
+
+@pytest.fixture(scope="module")
+def catalogue(tmp_path_factory):
+    """Where the first test that needs it draws the tiny catalogue."""
+    return f"data.folder={tmp_path_factory.mktemp('data') / 'catalogue'}"
+
+
 @pytest.mark.parametrize("experiment", options("experiment"))
 def test_every_experiment_can_be_built(experiment, composed):
-    config = composed(f"experiment={experiment}")
+    config = composed(f"experiment={experiment}", "trainer.accelerator=cpu", "trainer.precision=32-true")
     assert config.name == experiment
-    model = instantiate(config.model, optimizer=instantiate(config.optimizer), schedule=instantiate(config.schedule))
+    model, data = recipes.train.model_and_data(config)
     trainer = instantiate(
         config.trainer,
         strategy=instantiate(config.strategy),
         logger=instantiate(config.logger),
-        callbacks=[instantiate(callback) for callback in config.callbacks.values()],
+        callbacks=[instantiate(callback) for callback in config.callbacks.values() if callback],
     )
-    data = instantiate(config.data)
     assert isinstance(model, L.LightningModule)
     assert isinstance(trainer, L.Trainer)
     assert isinstance(data, L.LightningDataModule)
+    optimizer = instantiate(config.optimizer)(model.parameters())
+    assert optimizer.param_groups[0]["lr"] == config.optimizer.lr
+    factor = instantiate(config.schedule)(total=40 * config.trainer.max_epochs)
+    assert max(factor(step) for step in range(40 * config.trainer.max_epochs)) == pytest.approx(1.0, abs=0.01)
+    assert factor(40 * config.trainer.max_epochs) < 0.01
+
+
+def test_digits_fill_a_batch_of_the_model(composed):
+    config = composed("experiment=digits")
+    model, data = recipes.train.model_and_data(config)
     data.setup("fit")
     images, labels = next(iter(data.train_dataloader()))
     assert len(images) == config.data.batch_size
@@ -41,8 +77,83 @@ def test_every_experiment_can_be_built(experiment, composed):
 
 
 @pytest.mark.parametrize(
+    ("row", "values"),
+    [
+        ("4k", (4096, 10, 5, 0.9, 2e-4, 40)),
+        ("8k", (8192, 17, 5, 0.9, 2e-4, 42)),
+        ("32k", (32768, 21.2, 16, 0.94, 2.5e-5, 56)),
+    ],
+)
+def test_lars_has_the_reference_rows_of_mlperf(row, values, composed):
+    config = composed("experiment=imagenet_resnet50_lars", f"lars_batch={row}")
+    optimizer, warmup, epochs = config.optimizer, config.schedule.schedule.warmup, config.trainer.max_epochs
+    rates = (optimizer.lr, warmup, optimizer.momentum, optimizer.weight_decay)
+    assert (config.data.batch_size, *rates, epochs) == values
+    assert config.model.label_smoothing == 0.1
+
+
+def test_goyals_schedule_warms_up_from_the_unscaled_rate_and_steps_by_epochs(composed):
+    config = composed("experiment=imagenet_resnet50")
+    rate = [config.optimizer.lr * instantiate(config.schedule)(total=900)(10 * epoch) for epoch in range(90)]
+    assert rate[0] == pytest.approx(0.1)
+    assert rate[5] == rate[29] == pytest.approx(0.1 * config.data.batch_size / 256)
+    assert [rate[30], rate[60], rate[80]] == pytest.approx([0.32, 0.032, 0.0032])
+
+
+def test_residual_blocks_start_as_the_identity(composed):
+    model, _ = recipes.train.model_and_data(composed("experiment=mnist_resnet50"))
+    assert model.network.conv1.in_channels == 1
+    assert model.network.layer3[2].bn3.weight.abs().max() == 0
+    assert model(torch.randn(2, 1, 28, 28)).shape == (2, 10)
+
+
+@pytest.mark.parametrize("sampler", ["pxk", "balanced", "uniform"])
+def test_scan_to_identify_takes_two_steps_and_retrieves(sampler, composed, catalogue, tmp_path, capsys):
+    config = composed("experiment=scan_to_identify", *TINY_CATALOGUE, catalogue, f"data.sampler={sampler}")
+    metrics = recipes.train.train(config)
+    assert {"test/R@1", "test/MAP@R", "test/accuracy", "test/accuracy_rare", "test_unseen/R@1"} <= set(metrics)
+    assert all(0 <= value <= 1 for value in metrics.values())
+    assert "test, unseen: R@1 " in capsys.readouterr().out
+    assert torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=False)["global_step"] == 2
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert (result["ranks"], result["steps"], result["metrics"]) == (1, 2, metrics)
+
+
+def test_bottleneck_measures_and_trains_nothing(composed, catalogue, tmp_path, capsys):
+    config = composed("experiment=bottleneck", *TINY_CATALOGUE, catalogue, "callbacks.gap_meter.steps=4")
+    config.trainer.limit_train_batches = 1.0
+    assert recipes.train.train(config) == {}
+    output = capsys.readouterr().out
+    assert "gap between synthetic and real" in output
+    assert "bottleneck" in output
+
+
+def test_packed_images_that_are_not_there_are_told_with_the_command(composed, tmp_path):
+    _, data = recipes.train.model_and_data(composed("experiment=imagenet_resnet50", f"data.folder={tmp_path}"))
+    with pytest.raises(
+        ConfigurationError, match=f"{tmp_path} holds no .* lightning-ring pack IMAGES/train {tmp_path}/train"
+    ):
+        data.setup("fit")
+
+
+def test_another_number_of_classes_is_told(composed, catalogue):
+    config = composed("experiment=scan_to_identify", *TINY_CATALOGUE, catalogue, "data.num_classes=7")
+    _, data = recipes.train.model_and_data(config)
+    data.prepare_data()
+    with pytest.raises(ConfigurationError, match=r"holds 5 classes.*Set data.num_classes=5"):
+        data.setup("fit")
+
+
+def test_mnist_that_cannot_be_had_is_told_with_the_command(composed, tmp_path, monkeypatch):
+    monkeypatch.setattr("torchvision.datasets.MNIST.mirrors", ["http://127.0.0.1:9/"])  # nothing listens there
+    _, data = recipes.train.model_and_data(composed("experiment=mnist_resnet50", f"data.folder={tmp_path}"))
+    with pytest.raises(ConfigurationError, match=rf"not in {tmp_path}/MNIST/raw .* run python -c .*download=True"):
+        data.prepare_data()
+
+
+@pytest.mark.parametrize(
     ("optimizer", "schedule"),
-    sorted({(name, "cosine") for name in options("optimizer")} | {("sgd", name) for name in options("schedule")}),
+    sorted({(name, "cosine") for name in options("optimizer")} | {("sgd", name) for name in ("cosine", "poly")}),
 )
 def test_every_optimizer_and_every_schedule_learns(optimizer, schedule, composed):
     """From the learning rate of its file at the peak down to almost none; biases and BatchNorm do not decay."""

@@ -80,7 +80,8 @@ class ImageBatches:
         if not self._free or len(self._free[0].buffer) < len(samples):
             self._free.clear()  # of smaller batches
             shape = (len(samples), self.crop.size, self.crop.size, 3)
-            buffer = torch.empty(shape, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+            with torch.inference_mode(False):  # an evaluation's; the threads that fill the buffer are outside it
+                buffer = torch.empty(shape, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
             return _Room(buffer.permute(0, 3, 1, 2), samples)
         room = self._free.popleft()
         if room.copied is not None:

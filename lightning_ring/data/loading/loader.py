@@ -47,6 +47,8 @@ class Loader:
         times: Where the time went, so far.
     """
 
+    batch_sampler = None  # Lightning asks the loaders of an evaluation for it
+
     def __init__(
         self,
         maker: BatchMaker,

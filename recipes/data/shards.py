@@ -1,0 +1,226 @@
+"""Images that ``lightning-ring pack`` packed, by the loader of `lightning_ring.data`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import lightning as L
+import numpy as np
+from torch import device as Device
+
+from lightning_ring.data import (
+    BalancedSampler,
+    CenterCrop,
+    DeviceTransform,
+    Loader,
+    PKSampler,
+    RandomResizedCrop,
+    ShardDataset,
+    ShuffledSampler,
+    image_loader,
+)
+from lightning_ring.data.sampling import OrderedSampler
+from lightning_ring.errors import ConfigurationError
+from recipes.data.exact import even_batch_size, per_rank_batch_size
+
+MANIFEST = "manifest.json"
+EVALUATED = ("val", "test", "unseen")
+
+
+class Shards(L.LightningDataModule):
+    """A folder of packed images: ``train``, ``val``, and if there are such ``test`` and ``unseen``, a folder each.
+
+    Batches are ``(images, labels)``, with ``indices`` also each image's position in its folder of shards. Without
+    ``test`` the test uses ``val``. The images in ``unseen`` are of classes that are not trained on: a second loader of
+    the test, for retrieval. Evaluation counts every image once, on any number of ranks.
+
+    Args:
+        folder: That holds those folders.
+        batch_size: Images of one step over all ranks.
+        num_classes: In ``train``; said here, because the model is built before the images are looked at.
+        image_size: Pixels a side that the model gets.
+        sampler: ``"uniform"``: each image once an epoch; ``"balanced"``: each class equally often; ``"pxk"``: for
+            triplets, ``images_per_class`` images of each class that a rank's batch holds.
+        images_per_class: K of P x K.
+        scale: Smallest and largest share of an image's area that a training crop takes.
+        flip: Probability that a training image is mirrored.
+        jitter: How far brightness, contrast and saturation of training images are changed.
+        resize: For evaluation, the shorter side before the centre is cut out.
+        seed: Of the order and of the crops.
+        indices: Give the third part of a batch.
+        num_threads: That decode, on each rank; its share of the cores by default.
+        packing: How the folders are packed, for the error that says that they are not there.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        batch_size: int,
+        num_classes: int,
+        image_size: int = 224,
+        sampler: Literal["uniform", "balanced", "pxk"] = "uniform",
+        images_per_class: int = 4,
+        scale: tuple[float, float] = (0.08, 1.0),
+        flip: float = 0.5,
+        jitter: tuple[float, float, float] = (0.0, 0.0, 0.0),
+        resize: int = 256,
+        seed: int = 0,
+        indices: bool = False,
+        num_threads: int | None = None,
+        packing: str = "lightning-ring pack IMAGES/{split} {folder}/{split}",
+    ) -> None:
+        super().__init__()
+        if sampler not in ("uniform", "balanced", "pxk"):
+            raise ConfigurationError(f"data.sampler={sampler}, expected uniform, balanced or pxk.")
+        self.folder = Path(folder)
+        self.batch_size = batch_size
+        self.num_classes = num_classes
+        self.sampler = sampler
+        self.images_per_class = images_per_class
+        self.train_crop = RandomResizedCrop(image_size, scale=(scale[0], scale[1]), flip=flip)
+        self.val_crop = CenterCrop(image_size, resize=resize)
+        self.jitter = jitter
+        self.seed = seed
+        self.indices = indices
+        self.num_threads = num_threads
+        self.packing = packing
+
+    def shards(self) -> Path:
+        """The folder that holds the folders of shards."""
+        return self.folder
+
+    def setup(self, stage: str) -> None:
+        """Open the shards.
+
+        Raises:
+            ConfigurationError: They are not there, or do not have the classes that are expected.
+        """
+        self._require("train", "val")
+        self.datasets = {"train": ShardDataset(self.shards() / "train")}
+        train = self.datasets["train"]
+        if len(train.classes) != self.num_classes:
+            raise ConfigurationError(
+                f"{train.root} holds {len(train.classes)} classes, but data.num_classes={self.num_classes}. "
+                f"Set data.num_classes={len(train.classes)}."
+            )
+        for split in EVALUATED:
+            if (self.shards() / split / MANIFEST).is_file():
+                self.datasets[split] = ShardDataset(self.shards() / split)
+        for split in ("val", "test"):
+            if split in self.datasets:
+                number_as(train, self.datasets[split])
+        self.class_counts = np.bincount(train.labels, minlength=self.num_classes)
+
+    def _require(self, *splits: str) -> None:
+        absent = [split for split in splits if not (self.shards() / split / MANIFEST).is_file()]
+        if absent:
+            commands = " && ".join(self.packing.format(split=split, folder=self.shards()) for split in absent)
+            raise ConfigurationError(
+                f"{self.shards().absolute()} holds no packed images in {' and '.join(absent)}. Name another folder "
+                f"with data.folder=FOLDER, or pack them: {commands}"
+            )
+
+    # -- loaders
+
+    def train_dataloader(self) -> Loader:
+        sampler = self._train_sampler(self.rank_batch_size())
+        transform = DeviceTransform(brightness=self.jitter[0], contrast=self.jitter[1], saturation=self.jitter[2])
+        batch_size = None if isinstance(sampler, PKSampler) else self.rank_batch_size()
+        return self._loader("train", sampler, batch_size, self.train_crop, transform, drop_last=True)
+
+    def val_dataloader(self) -> Loader:
+        return self._evaluation_loader("val")
+
+    def test_dataloader(self) -> list[Loader]:
+        splits = ["test" if "test" in self.datasets else "val", *(["unseen"] if "unseen" in self.datasets else [])]
+        return [self._evaluation_loader(split) for split in splits]
+
+    def _evaluation_loader(self, split: str) -> Loader:
+        dataset = self.datasets[split]
+        sampler = ShuffledSampler(
+            len(dataset),
+            shuffle=False,
+            remainder="keep",
+            rank=self.rank(),
+            world_size=self.world_size(),
+            fingerprint=dataset.fingerprint,
+        )
+        batch_size = even_batch_size(len(dataset), self.world_size(), self.rank_batch_size())
+        return self._loader(split, sampler, batch_size, self.val_crop, DeviceTransform(), drop_last=False)
+
+    def _train_sampler(self, rank_batch_size: int) -> OrderedSampler:
+        dataset = self.datasets["train"]
+        place = {"rank": self.rank(), "world_size": self.world_size()}
+        if self.sampler == "uniform":
+            if len(dataset) < self.batch_size:
+                raise ConfigurationError(
+                    f"data.batch_size={self.batch_size} is more than the {len(dataset)} images of {dataset.root}, so "
+                    "an epoch would have no step. Choose a smaller data.batch_size."
+                )
+            return ShuffledSampler(
+                len(dataset), remainder="drop", seed=self.seed, fingerprint=dataset.fingerprint, **place
+            )
+        if self.sampler == "balanced":
+            return BalancedSampler(dataset.labels, seed=self.seed, fingerprint=dataset.fingerprint, **place)
+        if rank_batch_size % self.images_per_class:
+            raise ConfigurationError(
+                f"data.batch_size={self.batch_size} gives each rank {rank_batch_size} images, which are not a multiple "
+                f"of data.images_per_class={self.images_per_class}. Change one of them."
+            )
+        p = rank_batch_size // self.images_per_class
+        return PKSampler(
+            dataset.labels, p, self.images_per_class, seed=self.seed, fingerprint=dataset.fingerprint, **place
+        )
+
+    def _loader(
+        self,
+        split: str,
+        sampler: OrderedSampler,
+        batch_size: int | None,
+        crop: RandomResizedCrop | CenterCrop,
+        transform: DeviceTransform,
+        drop_last: bool,
+    ) -> Loader:
+        return image_loader(
+            self.datasets[split],
+            sampler,
+            batch_size,
+            crop=crop,
+            transform=transform,
+            device=self.trainer.strategy.root_device if self.trainer else Device("cpu"),
+            with_indices=self.indices,
+            drop_last=drop_last,
+            num_threads=self.num_threads,
+            ranks_per_node=self.trainer.num_devices if self.trainer else 1,
+        )
+
+    # -- ranks
+
+    def rank(self) -> int:
+        return self.trainer.global_rank if self.trainer else 0
+
+    def world_size(self) -> int:
+        return self.trainer.world_size if self.trainer else 1
+
+    def rank_batch_size(self) -> int:
+        return per_rank_batch_size(self.batch_size, self.world_size())
+
+
+def number_as(train: ShardDataset, other: ShardDataset) -> None:
+    """Give the classes of ``other`` the numbers that they have in ``train``, changing its ``labels`` in place.
+
+    Packing numbers the classes that a folder has, and a class of few images may be missing in one of them.
+
+    Raises:
+        ConfigurationError: ``other`` holds a class that ``train`` has not.
+    """
+    strange = sorted(set(other.classes) - set(train.classes))
+    if strange:
+        raise ConfigurationError(
+            f"{other.root} holds {len(strange)} classes that {train.root} has not, such as {strange[0]!r}. Classes "
+            "that are not trained on belong into the folder unseen."
+        )
+    numbers = np.array([train.classes.index(name) for name in other.classes], dtype=np.int32)
+    other.labels = numbers[other.labels]
+    other.classes = train.classes

@@ -1,0 +1,151 @@
+"""What a run looks like, in TensorBoard: batches, confusions, what is found for what, and the embeddings themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import TensorBoardLogger
+from torch import Tensor
+from torchvision.utils import make_grid
+
+from lightning_ring.retrieval import nearest
+
+
+class Pictures(Callback):
+    """Rank 0 writes pictures of the images that it sees; on several ranks they are its part of all.
+
+    In training: the first batch of each epoch in ``every``, as the model gets it, augmented. After each evaluation,
+    from its first ``most`` images a loader:
+
+    - of a model that classifies: the confusion matrix, and precision and recall of the ``curves`` worst classes;
+    - of one that embeds: ``strips`` queries, each beside the five images nearest to it (green: its class; red:
+      another), and, in the test, all embeddings for TensorBoard's projector.
+
+    Args:
+        images: Of a training batch.
+        every: Epochs between two pictures of a training batch.
+        most: Images of an evaluation to keep.
+        strips: Queries shown with what they find.
+        curves: Classes with a precision-recall curve.
+    """
+
+    def __init__(self, images: int = 32, every: int = 5, most: int = 1000, strips: int = 12, curves: int = 5) -> None:
+        self.images, self.every, self.most, self.strips, self.curves = images, every, most, strips, curves
+        self.seen: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = {}
+
+    # -- training
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        writer = _writer(trainer)
+        if writer is not None and batch_idx == 0 and trainer.current_epoch % self.every == 0:
+            grid = make_grid(shown(batch[0][: self.images]), nrow=8)
+            writer.add_image("train/batch", grid, trainer.global_step)
+
+    # -- evaluation
+
+    def on_validation_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, *position: int
+    ) -> None:
+        self._keep(trainer, pl_module, batch, position[1] if len(position) > 1 else 0)
+
+    def on_test_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, *position: int
+    ) -> None:
+        self._keep(trainer, pl_module, batch, position[1] if len(position) > 1 else 0)
+
+    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._draw(trainer, pl_module, "val")
+
+    def on_test_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._draw(trainer, pl_module, "test")
+
+    def _keep(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, loader: int) -> None:
+        kept = self.seen.setdefault(loader, [])
+        if _writer(trainer) is None or sum(len(part[1]) for part in kept) >= self.most:
+            return
+        images, labels = batch[:2]
+        with torch.no_grad():
+            outputs = module.embedder(images) if hasattr(module, "embedder") else module(images)
+        kept.append((shown(images), labels.cpu(), outputs.float().cpu()))
+
+    def _draw(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
+        writer, step = _writer(trainer), trainer.global_step
+        for loader, parts in self.seen.items():
+            if writer is None or not parts:
+                continue
+            images, labels, outputs = (torch.cat(column) for column in zip(*parts, strict=True))
+            name = stage if loader == 0 else f"{stage}_unseen"
+            if not hasattr(module, "embedder"):
+                self._classified(writer, name, labels, outputs, step)
+                continue
+            if loader == 0 and module.classification_weight:
+                with torch.no_grad():
+                    logits = module.logits(outputs.to(module.device)).float().cpu()
+                self._classified(writer, name, labels, logits, step)
+            embeddings = F.normalize(outputs)
+            writer.add_image(f"{name}/nearest", strips(images, labels, embeddings, self.strips), step)
+            if stage == "test":
+                thumbnails = F.interpolate(images, size=(32, 32), mode="bilinear", antialias=True)
+                writer.add_embedding(embeddings, labels.tolist(), thumbnails, step, tag=name)
+        self.seen.clear()
+
+    def _classified(self, writer: Any, name: str, labels: Tensor, logits: Tensor, step: int) -> None:
+        writer.add_image(f"{name}/confusion", confusion(logits.argmax(1), labels, logits.shape[1]), step)
+        for label in worst_classes(logits.argmax(1), labels)[: self.curves]:
+            share = logits.softmax(1)[:, label]
+            writer.add_pr_curve(f"{name}/class {label}", (labels == label).numpy(), share.numpy(), step)
+
+
+def shown(images: Tensor) -> Tensor:
+    """Normalised images ``[batch, channels, height, width]`` stretched to [0, 1], each by its own range, on the CPU."""
+    images = images.detach().float().cpu()
+    low, high = images.amin((1, 2, 3), keepdim=True), images.amax((1, 2, 3), keepdim=True)
+    return (images - low) / (high - low).clamp_min(1e-6)
+
+
+def confusion(predicted: Tensor, labels: Tensor, num_classes: int, smallest: int = 400) -> Tensor:
+    """``[1, side, side]``: row: the class; column: what it was taken for; white: all of the row's images."""
+    counts = torch.bincount(labels * num_classes + predicted, minlength=num_classes**2).view(num_classes, num_classes)
+    share = counts / counts.sum(1, keepdim=True).clamp_min(1)
+    pixels = max(1, smallest // num_classes)
+    return share.repeat_interleave(pixels, 0).repeat_interleave(pixels, 1)[None]
+
+
+def worst_classes(predicted: Tensor, labels: Tensor) -> list[int]:
+    """Classes by the share of their images that was recognised, lowest first."""
+    found = {int(label): float((predicted[labels == label] == label).float().mean()) for label in labels.unique()}
+    return sorted(found, key=lambda label: found[label])
+
+
+def strips(images: Tensor, labels: Tensor, embeddings: Tensor, num: int, k: int = 5) -> Tensor:
+    """``[3, height, width]``: a row a query and the ``k`` images nearest to it, framed by whether they are right."""
+    queries = torch.linspace(0, len(labels) - 1, min(num, len(labels))).long()
+    found = nearest(embeddings[queries], embeddings, min(k, len(labels) - 1), exclude=queries)
+    rows: list[Tensor] = []
+    for query, others in zip(queries.tolist(), found.tolist(), strict=True):
+        rows.append(framed(images[query], (1.0, 1.0, 1.0)))
+        for other in others:
+            rows.append(framed(images[other], (0.0, 0.8, 0.0) if labels[other] == labels[query] else (0.9, 0.0, 0.0)))
+    return make_grid(torch.stack(rows), nrow=1 + found.shape[1], padding=3)
+
+
+def framed(image: Tensor, colour: Sequence[float], width: int = 3) -> Tensor:
+    """``image`` as ``[3, height, width]`` with a frame around it."""
+    side = torch.tensor(colour).view(3, 1, 1).expand(3, image.shape[1] + 2 * width, image.shape[2] + 2 * width).clone()
+    side[:, width:-width, width:-width] = image
+    return side
+
+
+def _writer(trainer: L.Trainer) -> Any:
+    """TensorBoard's writer on rank 0, where there is one."""
+    if not trainer.is_global_zero:
+        return None
+    loggers = [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
+    return loggers[0].experiment if loggers else None

@@ -1,0 +1,49 @@
+"""The pictures in TensorBoard, and that they show what is so."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import recipes.train
+from recipes.pictures import confusion, framed, shown, strips, worst_classes
+
+
+def test_run_writes_batches_confusions_and_curves(composed, tmp_path):
+    recipes.train.train(composed("experiment=debug"))
+    logs = EventAccumulator(str(tmp_path), size_guidance={"tensors": 0})
+    logs.Reload()
+    assert set(logs.Tags()["images"]) == {"train/batch", "val/confusion", "test/confusion"}
+    assert len([tag for tag in logs.Tags()["tensors"] if tag.startswith("test/class ")]) == 5
+
+
+def test_images_are_stretched_to_what_a_screen_shows():
+    images = torch.randn(4, 3, 8, 8) * torch.tensor([1.0, 5.0, 0.1, 0.0]).view(4, 1, 1, 1)
+    stretched = shown(images)
+    assert (stretched.amin((1, 2, 3))[:3] == 0).all()
+    assert (stretched.amax((1, 2, 3))[:3] == 1).all()
+    assert torch.isfinite(stretched).all()
+
+
+def test_confusion_has_a_row_for_each_class():
+    labels, predicted = torch.tensor([0, 0, 1, 1]), torch.tensor([0, 1, 1, 1])
+    picture = confusion(predicted, labels, num_classes=3, smallest=3)
+    assert picture.tolist() == [[[0.5, 0.5, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 0.0]]]
+    assert confusion(predicted, labels, 3).shape == (1, 399, 399)
+    assert worst_classes(predicted, labels) == [0, 1]
+
+
+def test_strips_frame_right_ones_green_and_others_red():
+    embeddings = torch.tensor([[1.0, 0.0], [0.99, 0.1], [0.0, 1.0], [0.1, 0.99]])
+    labels = torch.tensor([7, 7, 7, 8])
+    picture = strips(torch.zeros(4, 3, 4, 4), labels, embeddings, num=4, k=1)
+    cell = 4 + 6 + 3  # image, frames, padding
+    frames = [[tuple(picture[:, 4 + row * cell, 4 + column * cell].tolist()) for column in (0, 1)] for row in range(4)]
+    assert [row[0] for row in frames] == [(1.0, 1.0, 1.0)] * 4
+    green, red = pytest.approx((0, 0.8, 0)), pytest.approx((0.9, 0, 0))
+    assert [row[1] for row in frames] == [green, green, red, red]  # 2 and 3 are nearest to each other, of two classes
+
+
+def test_grey_images_get_frames_too():
+    assert framed(torch.zeros(1, 4, 4), (0, 1, 0)).shape == (3, 10, 10)
