@@ -66,7 +66,7 @@ class Pictures(Callback):
     def on_test_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._draw(trainer, pl_module, "test")
 
-    def _keep(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, loader: int) -> None:
+    def _keep(self, trainer: L.Trainer, module: Any, batch: Any, loader: int) -> None:
         kept = self.seen.setdefault(loader, [])
         if _writer(trainer) is None or sum(len(part[1]) for part in kept) >= self.most:
             return
@@ -75,7 +75,7 @@ class Pictures(Callback):
             outputs = module.embedder(images) if hasattr(module, "embedder") else module(images)
         kept.append((shown(images), labels.cpu(), outputs.float().cpu()))
 
-    def _draw(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
+    def _draw(self, trainer: L.Trainer, module: Any, stage: str) -> None:
         writer, step = _writer(trainer), trainer.global_step
         for loader, parts in self.seen.items():
             if writer is None or not parts:

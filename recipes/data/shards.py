@@ -151,7 +151,7 @@ class Shards(L.LightningDataModule):
 
     def _train_sampler(self, rank_batch_size: int) -> OrderedSampler:
         dataset = self.datasets["train"]
-        place = {"rank": self.rank(), "world_size": self.world_size()}
+        rank, world_size, fingerprint = self.rank(), self.world_size(), dataset.fingerprint
         if self.sampler == "uniform":
             if len(dataset) < self.batch_size:
                 raise ConfigurationError(
@@ -159,10 +159,17 @@ class Shards(L.LightningDataModule):
                     "an epoch would have no step. Choose a smaller data.batch_size."
                 )
             return ShuffledSampler(
-                len(dataset), remainder="drop", seed=self.seed, fingerprint=dataset.fingerprint, **place
+                len(dataset),
+                remainder="drop",
+                seed=self.seed,
+                rank=rank,
+                world_size=world_size,
+                fingerprint=fingerprint,
             )
         if self.sampler == "balanced":
-            return BalancedSampler(dataset.labels, seed=self.seed, fingerprint=dataset.fingerprint, **place)
+            return BalancedSampler(
+                dataset.labels, seed=self.seed, rank=rank, world_size=world_size, fingerprint=fingerprint
+            )
         if rank_batch_size % self.images_per_class:
             raise ConfigurationError(
                 f"data.batch_size={self.batch_size} gives each rank {rank_batch_size} images, which are not a multiple "
@@ -170,7 +177,13 @@ class Shards(L.LightningDataModule):
             )
         p = rank_batch_size // self.images_per_class
         return PKSampler(
-            dataset.labels, p, self.images_per_class, seed=self.seed, fingerprint=dataset.fingerprint, **place
+            dataset.labels,
+            p,
+            self.images_per_class,
+            seed=self.seed,
+            rank=rank,
+            world_size=world_size,
+            fingerprint=fingerprint,
         )
 
     def _loader(

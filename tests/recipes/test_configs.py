@@ -119,6 +119,15 @@ def test_scan_to_identify_takes_two_steps_and_retrieves(sampler, composed, catal
     assert (result["ranks"], result["steps"], result["metrics"]) == (1, 2, metrics)
 
 
+def test_own_packed_images_take_the_catalogues_place(composed, catalogue):
+    own = [option for option in TINY_CATALOGUE if "drawing" not in option]
+    _, data = recipes.train.model_and_data(composed("experiment=scan_to_identify", *TINY_CATALOGUE, catalogue))
+    data.prepare_data()
+    config = composed("experiment=scan_to_identify", "data=shards", *own, f"{catalogue}/shards", "data.indices=true")
+    metrics = recipes.train.train(config)
+    assert {"test/R@1", "test_unseen/R@1"} <= set(metrics)
+
+
 def test_bottleneck_measures_and_trains_nothing(composed, catalogue, tmp_path, capsys):
     config = composed("experiment=bottleneck", *TINY_CATALOGUE, catalogue, "callbacks.gap_meter.steps=4")
     config.trainer.limit_train_batches = 1.0
