@@ -35,13 +35,14 @@ Steps = Generator[int, None, None]
 class QueuedWork:
     """A `Work` of a `CollectiveQueue`."""
 
-    __slots__ = ("_queue", "awaits", "description", "error", "over", "started", "steps", "warned")
+    __slots__ = ("_queue", "awaits", "description", "error", "over", "started", "steps", "submitted", "warned")
 
     def __init__(self, queue: CollectiveQueue, description: str, steps: Steps) -> None:
         self._queue = queue
         self.description = description
         self.steps: Steps | None = steps
         self.awaits = 0
+        self.submitted = time.monotonic()
         self.started = 0.0
         self.warned = False
         self.over = False
@@ -152,7 +153,7 @@ class CollectiveQueue:
         while not work.over:
             head = self._open[0]
             if not self._move(head):
-                self._wait(head, self.spin_seconds, lambda: False)
+                self._wait(head)
 
     def _move(self, work: QueuedWork) -> bool:
         """Take one step of the first work, if it has not to wait; whether it was taken."""
@@ -178,29 +179,32 @@ class CollectiveQueue:
                 raise
         return True
 
-    def _wait(self, work: QueuedWork, spin_seconds: float, give_up: Callable[[], bool]) -> None:
+    def _wait(self, work: QueuedWork) -> None:
         """Until the first work may go on: spin, then yield, then sleep a tenth of the time waited, 1 ms at most."""
         number, reached = work.awaits, self._reached
-        yield_seconds = CALLER_YIELD_SECONDS if spin_seconds else YIELD_SECONDS
         began = time.perf_counter()
         next_check = CHECK_SECONDS
         while not reached(number):
             waited = time.perf_counter() - began
-            if waited < spin_seconds:
+            if waited < self.spin_seconds:
                 continue
-            if give_up():
-                return
-            if waited < yield_seconds:
+            if waited < CALLER_YIELD_SECONDS:
                 time.sleep(0)
                 continue
             if waited > next_check:
                 next_check = waited + CHECK_SECONDS
-                try:
-                    self._while_waiting(work)
-                except RingError as error:
-                    self._end_all(self.patience.fail(error))
+                if not self._may_wait_on(work):
                     return
             time.sleep(min(waited * SLEEP_SHARE, LONGEST_SLEEP_SECONDS))
+
+    def _may_wait_on(self, work: QueuedWork) -> bool:
+        """Every 20 ms of a wait; False once everything has ended with an error."""
+        try:
+            self._while_waiting(work)
+        except RingError as error:
+            self._end_all(self.patience.fail(error))
+            return False
+        return True
 
     def _while_waiting(self, work: QueuedWork) -> None:
         self.patience.raise_if_broken()
@@ -241,9 +245,32 @@ class CollectiveQueue:
             self._alarm_set = False  # before it looks: what is queued from now on sets it again
             if self._closed:
                 return
-            while self._open and not self._waiters:  # one who waits runs the queue, and sets the alarm afterwards
-                with self._moving:
-                    head = self._open[0] if self._open else None
-                    if head is not None and not self._move(head):
-                        # no spinning: it would keep the interpreter's lock from backward's hooks
-                        self._wait(head, 0.0, lambda: bool(self._waiters))
+            self._run_behind()
+
+    def _run_behind(self) -> None:
+        """Run the queue while nobody waits for it; one who does runs it, and sets the alarm afterwards.
+
+        The lock is not held during a sleep, so that whoever comes to wait goes on at once. There is no spinning, which
+        would keep the interpreter's lock from backward's hooks.
+        """
+        waiting_since = next_check = 0.0
+        while self._open and not self._waiters:
+            with self._moving:
+                work = self._open[0] if self._open else None
+                if work is None:
+                    return
+                if time.monotonic() - work.submitted < WAKE_SECONDS / 2:  # its caller may be about to wait for it
+                    self._wake_thread()
+                    return
+                now = time.perf_counter()
+                if self._move(work):
+                    waiting_since = 0.0
+                    continue
+                if not waiting_since:
+                    waiting_since, next_check = now, CHECK_SECONDS
+                waited = now - waiting_since
+                if waited > next_check:
+                    next_check = waited + CHECK_SECONDS
+                    if not self._may_wait_on(work):
+                        return
+            time.sleep(0 if waited < YIELD_SECONDS else min(waited * SLEEP_SHARE, LONGEST_SLEEP_SECONDS))
