@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import math
 from dataclasses import dataclass
@@ -71,9 +72,9 @@ class RingOptions:
             )
 
     def new_compressor(self) -> Compressor | None:
-        """The user's own, or one without a past."""
+        """One without a past: what a fit leaves out of its last step is no part of the next fit."""
         chosen = self.compression
-        return COMPRESSORS[chosen]() if isinstance(chosen, str) else chosen
+        return COMPRESSORS[chosen]() if isinstance(chosen, str) else copy.deepcopy(chosen)
 
 
 def _one_of(name: str, value: Any, allowed: tuple[Any, ...], other: str = "") -> None:

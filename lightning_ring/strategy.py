@@ -19,6 +19,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from lightning_ring.comm.replicate import (
     broadcast_buffers,
@@ -133,6 +134,7 @@ class RingStrategy(ShardedSteps):
             precision_plugin=precision_plugin,
         )
         explain_foreign_modules()
+        self._step_hooks: list[RemovableHandle] = []
         self._reducer: Reducer | None = None
         self._stand_in: Tensor | None = None
         self._repeated_loss: Tensor | None = None
@@ -163,7 +165,7 @@ class RingStrategy(ShardedSteps):
         if fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
             for optimizer in self.optimizers if self._reducer else ():
-                optimizer.register_step_pre_hook(self._before_step)
+                self._step_hooks.append(optimizer.register_step_pre_hook(self._before_step))
             if isinstance(self._reducer, ShardReducer):
                 self._shard_optimizers(trainer, self._reducer)
 
@@ -193,6 +195,9 @@ class RingStrategy(ShardedSteps):
 
     def teardown(self) -> None:
         super().teardown()
+        for hook in self._step_hooks:  # an optimizer may be stepped by hand afterwards
+            hook.remove()
+        self._step_hooks.clear()
         if self._reducer is not None:
             self._reducer.remove()
             self._reducer = None

@@ -5,10 +5,14 @@ A short collective then costs no change of threads, and one that nobody waits fo
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
+
+import torch
 
 from lightning_ring.comm.alarm import Alarm
 from lightning_ring.comm.patience import (
@@ -22,6 +26,7 @@ from lightning_ring.comm.patience import (
 from lightning_ring.errors import CollectiveError, RingError
 
 WAKE_SECONDS = 1e-3  # whoever waits at once has begun by then, and the thread leaves it alone
+EXIT_SECONDS = 1.0
 STUCK_SECONDS = 5.0  # past the timeout: the thread itself hangs
 YIELD_SECONDS = 100e-6  # until then a waiting thread only lets others run
 # A sleep lasts 60 µs at least. Two ranks that slept in turn, each for the other, would go on doing so: a caller,
@@ -35,7 +40,18 @@ Steps = Generator[int, None, None]
 class QueuedWork:
     """A `Work` of a `CollectiveQueue`."""
 
-    __slots__ = ("_queue", "awaits", "description", "error", "over", "started", "steps", "submitted", "warned")
+    __slots__ = (
+        "_queue",
+        "awaits",
+        "description",
+        "error",
+        "inference",
+        "over",
+        "started",
+        "steps",
+        "submitted",
+        "warned",
+    )
 
     def __init__(self, queue: CollectiveQueue, description: str, steps: Steps) -> None:
         self._queue = queue
@@ -43,6 +59,7 @@ class QueuedWork:
         self.steps: Steps | None = steps
         self.awaits = 0
         self.submitted = time.monotonic()
+        self.inference = torch.is_inference_mode_enabled()  # a mode of the caller's thread, not of the one behind it
         self.started = 0.0
         self.warned = False
         self.over = False
@@ -82,6 +99,11 @@ class CollectiveQueue:
         self._alarm_set = False
         self._thread: threading.Thread | None = None
         self._closed = False
+        _queues.add(self)
+
+    @property
+    def idle(self) -> bool:
+        return not self._open
 
     def submit(self, description: str, steps: Steps, *, background: bool) -> QueuedWork:
         """Queue ``steps`` and take those that need no waiting; a thread takes the rest if it is for the ``background``.
@@ -166,7 +188,11 @@ class CollectiveQueue:
         if not work.started:
             work.started = time.monotonic()
         try:
-            work.awaits = next(work.steps)
+            if work.inference:
+                with torch.inference_mode():
+                    work.awaits = next(work.steps)
+            else:
+                work.awaits = next(work.steps)
         except StopIteration:
             self._open.popleft()
             work.steps = None  # lets go of the tensors
@@ -274,3 +300,14 @@ class CollectiveQueue:
                     if not self._may_wait_on(work):
                         return
             time.sleep(0 if waited < YIELD_SECONDS else min(waited * SLEEP_SHARE, LONGEST_SLEEP_SECONDS))
+
+
+_queues: weakref.WeakSet[CollectiveQueue] = weakref.WeakSet()
+
+
+@atexit.register
+def _stop_threads() -> None:
+    """A thread that is inside torch when the interpreter ends would abort the process."""
+    for queue in list(_queues):
+        queue._closed = True
+        queue._moving.acquire(timeout=EXIT_SECONDS)  # and kept

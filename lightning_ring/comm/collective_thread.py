@@ -25,6 +25,10 @@ class CollectiveThread:
         self._thread: threading.Thread | None = None
         self._closed = False
 
+    @property
+    def idle(self) -> bool:
+        return self.running is None and self._jobs.empty()
+
     def submit(self, description: str, run: Callable[[], None]) -> ThreadWork:
         """Queue ``run``; ``description`` stands in errors.
 

@@ -106,6 +106,10 @@ class Communicator(Protocol):
         """Block until every rank is here."""
         ...
 
+    def abandon(self) -> None:
+        """Close without waiting: what is under way ends with an error, where its peers may never take part in it."""
+        ...
+
     def close(self) -> None:
         """Wait for what is under way, then release threads and groups. Not collective; calling it twice is fine."""
         ...

@@ -76,7 +76,9 @@ def connect(info: RankInfo, device: torch.device, timeout: timedelta) -> Job:
         if _job.watch is not None:
             _job.watch.reset()
         if not dist.is_initialized():  # the script destroyed the group, as scripts do before a test on one device
-            _job.communicator = None  # its groups went with it
+            if _job.communicator is not None:
+                _job.communicator.abandon()
+                _job.communicator = None
             _job.num_groups += 1
             _open_default_group(_job, device, timeout)
         return _job
@@ -121,7 +123,7 @@ def open_communicator(
         ConfigurationError: The backend cannot serve ``device``, MPI did not start the ranks, or the topology cannot be.
     """
     if job.communicator is not None:
-        job.communicator.close()
+        job.communicator.abandon()  # not close: an earlier fit may have left a bucket that a failed peer never sent
         job.communicator = None
     job.num_opened += 1
     nodes = nodes_of(job.places) or [list(range(job.info.world_size))]

@@ -150,6 +150,9 @@ class NCCLCommunicator:
     def barrier(self) -> None:
         self._host.barrier()
 
+    def abandon(self) -> None:
+        self.close()  # NCCL itself ends what does not finish
+
     def close(self) -> None:
         if not self._closed:
             self._closed = True

@@ -168,6 +168,11 @@ class RingCommunicator:
         assert self._checked, "the exchange of headers is the barrier"
         self._start(describe("barrier"), _nothing).wait()
 
+    def abandon(self) -> None:
+        if not self._thread.idle:
+            self._patience.fail(CollectiveError("this communicator was replaced by a new one."))
+        self.close()
+
     def close(self) -> None:
         if not self._closed:
             self._closed = True

@@ -30,6 +30,7 @@ from lightning_ring.comm.shared_regions import Regions
 from lightning_ring.comm.shared_rounds import SEGMENT_BYTES, Rounds
 from lightning_ring.comm.shared_segment import Bootstrap, NoSharedMemory, share
 from lightning_ring.comm.threads import bound_cores
+from lightning_ring.errors import CollectiveError
 
 T = TypeVar("T")
 SHORT_BYTES = 64 * 1024  # a tensor up to this goes through the slots in one round, wherever it is
@@ -193,6 +194,11 @@ class SharedMemoryCommunicator:
 
     def barrier(self) -> None:
         self._run(describe("barrier"), ways.meet(self._rounds))
+
+    def abandon(self) -> None:
+        if not self._queue.idle:
+            self._patience.fail(CollectiveError("this communicator was replaced by a new one."))
+        self.close()
 
     def close(self) -> None:
         self._queue.close()

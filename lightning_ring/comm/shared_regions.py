@@ -37,11 +37,18 @@ class Regions:
         memory = [nothing if theirs is own else torch.frombuffer(theirs, dtype=torch.uint8) for theirs in maps]
         start = tensor.data_ptr()
         self._by_start[start] = Region(self._num_added, memory)
-        weakref.finalize(own, self._by_start.pop, start).atexit = False
+        weakref.finalize(own, self._forget, start, self._num_added).atexit = False
         return tensor
+
+    def _forget(self, start: int, number: int) -> None:
+        region = self._by_start.get(start)
+        if region is not None and region.number == number:  # the address may have been given out anew
+            del self._by_start[start]
 
     def place(self, flat: Tensor) -> int:
         """Region and offset of ``flat`` in one number, equal on ranks that mean the same place; 0 if it is in none."""
+        if flat.is_conj() or flat.is_neg():  # its bytes are not its values
+            return 0
         start = flat.untyped_storage().data_ptr()
         region = self._by_start.get(start)
         return 0 if region is None else (region.number << _OFFSET_BITS) + flat.data_ptr() - start

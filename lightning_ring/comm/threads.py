@@ -67,7 +67,16 @@ def is_chosen(threads: int, num_cores: int, environ: dict[str, str]) -> bool:
     """Whether torch's ``threads`` are somebody's choice: its own are as many as the cores, or half with two a core."""
     if "OMP_NUM_THREADS" in environ or "MKL_NUM_THREADS" in environ:
         return True
-    return threads not in (num_cores, num_cores // 2, os.cpu_count(), (os.cpu_count() or 1) // 2)
+    processors = (num_cores, os.cpu_count() or 1)
+    return threads not in (processors + tuple(number // 2 for number in processors) if two_a_core() else processors)
+
+
+def two_a_core() -> bool:
+    """Whether cores run two hardware threads each; torch then takes half as many threads as there are."""
+    try:
+        return Path("/sys/devices/system/cpu/smt/active").read_text().strip() == "1"
+    except OSError:
+        return False
 
 
 def report(node: Sequence[Cores], threads: int, chosen: bool, *, say_fit: bool) -> None:

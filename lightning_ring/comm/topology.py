@@ -18,7 +18,7 @@ from lightning_ring.comm.ring_communicator import Transport
 from lightning_ring.comm.shared_memory import SharedMemoryCommunicator, open_shared_memory
 from lightning_ring.comm.store_bootstrap import StoreBootstrap
 from lightning_ring.comm.torch_backend import open_gloo_part, open_gloo_transport
-from lightning_ring.errors import CollectiveError, ConfigurationError
+from lightning_ring.errors import ConfigurationError
 
 _FABRIC = Path("/sys/class/infiniband")
 
@@ -136,13 +136,11 @@ def _through_memory(
     number, members = next((number, ranks) for number, ranks in enumerate(nodes) if rank in ranks)
     bootstrap = StoreBootstrap(PrefixStore(f"node/{number}", store), members, rank, patience)
     first = open_shared_memory(bootstrap, patience, members=members)
+    second = open_shared_memory(first, patience, members=members, beside=first) if first is not None else None
     everybody = range(sum(map(len, nodes)))
-    if not all(
-        StoreBootstrap(PrefixStore("all", store), everybody, rank, patience).all_gather_object(first is not None)
-    ):
+    exchange = StoreBootstrap(PrefixStore("all", store), everybody, rank, patience)
+    if not all(exchange.all_gather_object(second is not None)):
         return []
     assert first is not None
-    second = open_shared_memory(first, patience, members=members, beside=first)
-    if second is None:
-        raise CollectiveError("shared memory ran out between two requests for 1 MiB; use topology='flat'.")
+    assert second is not None
     return [first, second]

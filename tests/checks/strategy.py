@@ -426,6 +426,20 @@ def check_powersgd_resumes_where_it_stopped_and_says_where_it_cannot(tmp_path: P
     assert_all_ranks_equal(parameters(module))
 
 
+def check_a_fit_leaves_nothing_to_the_next_one_nor_to_its_optimizer() -> None:
+    start, weights = Classifier(), []
+    compressor = PowerSGD(rank=1, start_iter=0)
+    for _ in range(2):
+        module = copy.deepcopy(start)
+        run = fit(RingStrategy(compression=compressor), module, max_epochs=1)
+        weights.append(parameters(module))
+        optimizer = run.optimizers[0]
+        for param in module.parameters():
+            param.grad = torch.ones_like(param)
+        optimizer.step()  # by hand, after the fit
+    assert torch.equal(*weights)
+
+
 def check_compressed_training_comes_close_to_uncompressed() -> None:
     plain, others = Classifier(), {}
     start = copy.deepcopy(plain)

@@ -41,8 +41,11 @@ def test_a_rank_takes_its_share(node, threads):
 
 def test_what_the_user_chose_is_left_alone(monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 64)
+    monkeypatch.setattr("lightning_ring.comm.threads.two_a_core", lambda: False)
+    assert is_chosen(4, 8, {})
+    monkeypatch.setattr("lightning_ring.comm.threads.two_a_core", lambda: True)
     assert not is_chosen(8, 8, {})
-    assert not is_chosen(4, 8, {})  # two hardware threads a core
+    assert not is_chosen(4, 8, {})
     assert not is_chosen(64, 8, {})
     assert is_chosen(3, 8, {})
     assert is_chosen(8, 8, {"OMP_NUM_THREADS": "8"})
