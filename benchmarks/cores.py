@@ -3,8 +3,8 @@
     python -m benchmarks.cores
 
 Two processes share memory. Between the timed parts each writes its whole buffer, as backward does, so that the lines
-lie in its core's cache. An all-reduce has to fetch half of the other's buffer from there and to put half of its own there;
-nothing else is timed: no agreement, no waiting, no interpreter around it. Needs Linux or macOS.
+lie in its core's cache. An all-reduce has to fetch half of the other's buffer from there and to put half of its own
+there; nothing else is timed: no agreement, no waiting, no interpreter around it. Needs Linux or macOS.
 """
 
 from __future__ import annotations
