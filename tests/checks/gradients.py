@@ -439,11 +439,11 @@ def check_automatic_buckets_are_the_same_on_all_ranks_and_change_no_number() -> 
     for auto in (None, AutoBuckets(comm, said.append, default_cap_mb=0.0006)):
         torch.manual_seed(0)
         net = Net()
-        net.register_parameter("half", nn.Parameter(torch.ones(3)))  # a dtype of its own
+        net.register_parameter("other", nn.Parameter(torch.ones(3)))  # a dtype of its own
         reducer = Reducer(comm, net.named_parameters(), bucket_cap_mb=0.0006, auto=auto)
         for step in range(7):
             with fresh_gradients(net), reducer.backward():
-                (net(mine(batches(step))) * net.half.sum()).backward()
+                (net(mine(batches(step))) * net.other.sum()).backward()
             results.append(torch.cat([param.grad.reshape(-1).double() for param in net.parameters()]))
         names = [bucket.names for bucket in reducer.buckets]
         assert sorted(name for bucket in names for name in bucket) == sorted(name for name, _ in net.named_parameters())
