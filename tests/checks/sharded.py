@@ -579,3 +579,31 @@ def check_a_checkpoint_goes_on_in_one_process(tmp_path: Path) -> None:
         assert run.world_size == 1
         assert relative_difference(parameters(alone), parameters(together)) < 1e-12
     MPI.COMM_WORLD.Barrier()
+
+
+def check_reading_the_state_of_a_parameter_does_not_restart_the_optimizer() -> None:
+    class Curious(With):
+        def on_train_batch_end(self, *_: Any) -> None:
+            optimizer = self.trainer.optimizers[0]
+            for param in self.parameters():
+                optimizer.state[param].get("exp_avg")
+
+    make = functools.partial(Curious, lambda m: AdamW(m.parameters(), lr=0.01))
+    assert_same(*both(make, max_epochs=1))
+
+
+def check_sizes_chosen_later_go_on_with_the_state_of_a_checkpoint(tmp_path: Path) -> None:
+    def make() -> Any:
+        return With(lambda m: AdamW(m.parameters(), lr=0.01))
+
+    L.seed_everything(7, verbose=False)
+    fit(sharded(), make(), max_epochs=1).save_checkpoint(tmp_path / "half.ckpt")
+    results = []
+    for shard_optimizer in (True, False):
+        results.append(make())
+        strategy = RingStrategy(shard_optimizer=shard_optimizer, bucket_cap_mb="auto")
+        run = trainer(strategy, max_epochs=2)
+        run.fit(results[-1], loader(), ckpt_path=tmp_path / "half.ckpt")
+        if shard_optimizer:
+            assert strategy._sharding._parameters.buckets  # parts were stepped in the end
+    assert_same(*results)
