@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, OnExceptionCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from mpi4py import MPI
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ from torch.optim import SGD, AdamW
 from torch.utils.data import DistributedSampler
 
 from lightning_ring import RingStrategy
-from lightning_ring.errors import ConfigurationError, RingError
+from lightning_ring.errors import CollectiveError, ConfigurationError, RingError
 from lightning_ring.optim import LAMB, LARS, exclude_bias_and_norm
 from tests.checks.models import (
     RANK,
@@ -607,3 +608,68 @@ def check_sizes_chosen_later_go_on_with_the_state_of_a_checkpoint(tmp_path: Path
         if shard_optimizer:
             assert strategy._sharding._parameters.buckets  # parts were stepped in the end
     assert_same(*results)
+
+
+def check_a_checkpoint_after_an_exception_holds_whole_weights_and_resumes(tmp_path: Path) -> None:
+    class Corrupt(With):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 3:
+                raise OSError("corrupt photo")
+
+    def make(kind: Any = With) -> Any:
+        L.seed_everything(7, verbose=False)
+        return kind(lambda m: AdamW(m.parameters(), lr=0.01))
+
+    saves = OnExceptionCheckpoint(tmp_path, "late")
+    strategy = LateRing(shard_optimizer=True, bucket_cap_mb=CAP)
+    with pytest.raises(OSError, match="corrupt photo"):
+        fit(strategy, make(Corrupt), callbacks=[saves], enable_checkpointing=True, max_epochs=1)
+    MPI.COMM_WORLD.Barrier()
+    expected = make()
+    fit(RingStrategy(bucket_cap_mb=CAP), expected, max_epochs=1, limit_train_batches=3)
+    saved = make()
+    saved.load_state_dict(torch.load(tmp_path / "late.ckpt", weights_only=True)["state_dict"])
+    assert_same(saved, expected)
+    for strategy in (sharded(), RingStrategy(bucket_cap_mb=CAP)):
+        with pytest.warns(UserWarning, match="no state for some") if RANK == 0 else contextlib.nullcontext():
+            trainer(strategy, max_epochs=2).fit(make(), loader(), ckpt_path=tmp_path / "late.ckpt")
+
+
+def check_weights_that_do_not_arrive_after_an_exception_are_a_warning(tmp_path: Path) -> None:
+    class LostWork(LateWork):
+        def wait(self) -> None:
+            if lost:
+                raise CollectiveError("lost")
+            super().wait()
+
+    class Losing(Late):
+        def all_gather_(self, flat: Tensor, *, name: str = "") -> Any:
+            buffer = flat.clone()
+            return LostWork(self._comm.all_gather_(buffer, name=name), buffer, flat)
+
+    class LosingRing(LateRing):
+        def setup_distributed(self) -> None:
+            super().setup_distributed()
+            self._job.communicator = self.late = Losing(self.late._comm)
+
+    class Raising(Classifier):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 1:
+                lost.append(True)
+                raise OSError("corrupt photo")
+
+    lost: list[bool] = []
+    saves = OnExceptionCheckpoint(tmp_path, "torn")
+    warned = pytest.warns(UserWarning, match="weights.*mix") if RANK == 0 else contextlib.nullcontext()
+    with warned, pytest.raises(OSError, match="corrupt photo"):
+        strategy = LosingRing(shard_optimizer=True, bucket_cap_mb=CAP)
+        fit(strategy, Raising(), callbacks=[saves], enable_checkpointing=True, max_epochs=1)
+
+
+def check_weights_loaded_after_training_stay(tmp_path: Path) -> None:
+    module = Classifier()
+    before = copy.deepcopy(module.state_dict())
+    run = trainer(LateRing(shard_optimizer=True, bucket_cap_mb=CAP), max_epochs=1, default_root_dir=tmp_path)
+    Tuner(run).lr_find(module, loader(), num_training=4)
+    for name, value in module.state_dict().items():
+        assert torch.equal(value, before[name]), name
