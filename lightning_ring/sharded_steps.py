@@ -107,7 +107,7 @@ class ShardedSteps(RankedStrategy):
         if self._sharding is not None and self._trainer is not None:
             self._sharding.overlaps = True
             self._stop_watching_hooks()
-            self._stop_watching_hooks = watch_hooks(self._trainer, self._sharding.reading)
+            self._stop_watching_hooks = watch_hooks(self._trainer, self._sharding.reading, self._make_whole)
         super().on_train_start()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

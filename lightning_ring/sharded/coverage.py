@@ -63,7 +63,7 @@ class Coverage:
         for module in self._module.modules():
             scripted = isinstance(module, torch.jit.ScriptModule)  # takes no hooks
             if module not in self._hooks and not scripted and next(_own_parameters(module), None) is not None:
-                self._hooks[module] = module.register_forward_pre_hook(self._before_forward, prepend=True)
+                self._hooks[module] = module.register_forward_pre_hook(_BeforeForward(self), prepend=True)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -102,7 +102,7 @@ class Coverage:
     def knows(self, param_id: int) -> bool:
         return param_id in self._ids
 
-    def _before_forward(self, module: nn.Module, _: Any) -> None:
+    def before_forward(self, module: nn.Module) -> None:
         if torch.compiler.is_compiling():
             return  # nothing of this would be left in the compiled code
         if self.trusted or not self._parameters.whole:
@@ -127,6 +127,20 @@ class Coverage:
             f"{how}. From now on all parameters are waited for after each step, instead of arriving while the next "
             "forward goes on."
         )
+
+
+class _BeforeForward:
+    """The hook on each module. A copy of the module, or a pickled one, belongs to nobody: there it does nothing."""
+
+    def __init__(self, coverage: Coverage | None = None) -> None:
+        self._coverage = coverage
+
+    def __call__(self, module: nn.Module, _: Any) -> None:
+        if self._coverage is not None:
+            self._coverage.before_forward(module)
+
+    def __reduce__(self) -> Any:
+        return _BeforeForward, ()
 
 
 def _own_parameters(module: nn.Module) -> Iterator[Parameter]:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.gradients.shards import ShardReducer
 from lightning_ring.sharded import norms
+from lightning_ring.sharded.aliases import check_nothing_aliases
 from lightning_ring.sharded.coverage import Coverage
 from lightning_ring.sharded.elementwise import check_can_be_sharded
 from lightning_ring.sharded.optimizer import SlicedOptimizer
@@ -29,7 +30,7 @@ class Sharding:
         warn: Called with a message for the user.
 
     Raises:
-        ConfigurationError: An optimizer looks at whole tensors.
+        ConfigurationError: An optimizer looks at whole tensors, or two tensors of ``module`` share memory.
     """
 
     def __init__(
@@ -44,7 +45,9 @@ class Sharding:
         optimizers = list(optimizers)
         for optimizer in optimizers:
             check_can_be_sharded(optimizer)
+        check_nothing_aliases(module)
         self._comm = comm
+        self._module = module
         self._parameters = ShardedParameters(comm, reducer)
         self._coverage = Coverage(self._parameters, module, warn)
         self._optimizers = {id(opt): SlicedOptimizer(opt, self._parameters, self._stepped) for opt in optimizers}
@@ -64,6 +67,7 @@ class Sharding:
 
     def follow_module(self) -> None:
         """Modules or parameters were added."""
+        check_nothing_aliases(self._module)
         self._coverage.follow()
 
     def make_whole(self) -> None:

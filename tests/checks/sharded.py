@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import io
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning as L
 import pytest
@@ -425,7 +426,18 @@ def check_hooks_and_callbacks_see_whole_parameters() -> None:
             self.read()
 
         def on_validation_model_eval(self) -> None:
+            self.read()
             super().on_validation_model_eval()
+
+        def on_validation_model_zero_grad(self) -> None:
+            self.read()
+            super().on_validation_model_zero_grad()
+
+        def val_dataloader(self) -> Any:
+            if self.trainer.global_step:
+                self.read()
+                reloaded.append(self.trainer.global_step)
+            return loader(8)
 
         def on_validation_start(self) -> None:
             self.read()
@@ -446,8 +458,12 @@ def check_hooks_and_callbacks_see_whole_parameters() -> None:
 
     module = Reading()
     strategy = LateRing(shard_optimizer=True, bucket_cap_mb=CAP)
-    run = trainer(strategy, callbacks=[Ends()], max_epochs=1, val_check_interval=2)
-    run.fit(module, loader(24), loader(8))
+    reloaded: list[int] = []
+    run = trainer(
+        strategy, callbacks=[Ends()], max_epochs=2, val_check_interval=2, reload_dataloaders_every_n_epochs=1
+    )
+    run.fit(module, loader(24))
+    assert reloaded
     assert strategy._sharding.overlaps
     assert module.seen["eval"]
     assert [type(callback) for callback in run.callbacks if isinstance(callback, Ends)] == [Ends]
@@ -673,3 +689,50 @@ def check_weights_loaded_after_training_stay(tmp_path: Path) -> None:
     Tuner(run).lr_find(module, loader(), num_training=4)
     for name, value in module.state_dict().items():
         assert torch.equal(value, before[name]), name
+
+
+def check_tensors_in_the_same_memory_are_refused() -> None:
+    class Alias(Classifier):
+        def __init__(self, kind: str) -> None:
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4))
+            if kind == "parameter":
+                self.net[1].weight.data = self.net[0].weight.data
+            else:
+                self.register_buffer("bias", self.net[0].bias.detach()[2:])
+
+    for kind, names in (("parameter", "net.0.weight and net.1.weight"), ("buffer", "net.0.bias and bias")):
+        with pytest.raises(ConfigurationError, match=f"{names} are two tensors in the same memory.*strategy='ring'"):
+            fit(sharded(), Alias(kind), max_epochs=1)
+
+
+class Copied(With):
+    """A class that pickle finds, copied and saved in the middle of training."""
+
+    copies: ClassVar[list[Any]] = []
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            file = io.BytesIO()
+            torch.save(self, file)
+            file.seek(0)
+            self.copies += [copy.deepcopy(self), torch.load(file, weights_only=False)]
+            self.copies += [copy.deepcopy(self.net), [p.detach().clone() for p in self.parameters()]]
+
+
+def make_sgd(module: nn.Module) -> Any:
+    return SGD(module.parameters(), lr=0.1)
+
+
+def check_modules_can_be_copied_and_saved_during_training() -> None:
+    Copied.copies.clear()
+    module = Copied(make_sgd)
+    run_late(module)
+    copied, saved, net, values = Copied.copies
+    for other in (copied, saved, net):
+        assert all(torch.equal(a, b) for a, b in zip(other.parameters(), values, strict=True))
+    for other in (copied, saved):
+        other.loss([part[:4] for part in data()[:4]]).backward()
+        assert other.on_train_batch_end.__self__ is other
+        fit(RingStrategy(bucket_cap_mb=CAP), other, max_epochs=1)
+    assert not torch.equal(parameters(copied), parameters(module))
