@@ -14,7 +14,11 @@ _EACH_BATCH = ("on_train_batch_start", "on_train_batch_end")
 _ALONE = ("on_exception", "on_load_checkpoint")  # here ranks may be alone, or have nothing to wait for
 _TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _MODULE_HOOKS = (*_EACH_BATCH, *_TRANSFERS, "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step")
-_BEFORE_VALIDATION = ("val_dataloader", "on_validation_model_zero_grad", "on_validation_model_eval")  # before callbacks'
+_BEFORE_VALIDATION = (
+    "val_dataloader",
+    "on_validation_model_zero_grad",
+    "on_validation_model_eval",
+)  # before callbacks'
 
 
 class WholeParameters(pl.Callback):

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_ring.errors import RingError
 from lightning_ring.sharded.parameters import ShardedParameters
+from lightning_ring.sharded.unseen import find_unseen_reader
 
 _DESCRIBES = ("shape", "grad", "requires_grad", "device", "dtype", "is_leaf", "grad_fn", "ndim", "layout", "is_sparse")
 _DESCRIPTORS = [
@@ -32,15 +33,17 @@ class Coverage:
     Two things see a read coming: a forward pre-hook on each module that has parameters of its own, and inside
     `watching` a `TorchFunctionMode`, which is shown every call of torch from Python (tied weights,
     ``F.linear(x, emb.weight)``, methods other than ``forward``). Neither sees scripted or compiled code outside its
-    module's call.
+    module's call. Where `find_unseen_reader` finds such code, all parameters are waited for after each step.
 
-    A parameter's values change only after it got a gradient, and the first gradient comes from a forward in which
-    they were whole. So each gradient of a parameter that nobody saw being read is found before a stale value can
-    do harm: the model then waits for all parameters after each step, and says so once. The exception is a parameter
-    whose reads were seen at first and later are not, while new values were on their way: that is an error.
+    What it did not find may show later. A parameter's values change only after it got a gradient, and the first
+    gradient comes from a forward in which they were whole. So a parameter that got a gradient, and that nobody saw being
+    read in that forward, is found before a stale value can do harm: the model then waits for all parameters after each
+    step, and says so once. A parameter whose reads were seen at first and later are not, while new values were on their
+    way, is an error. What stays unnoticed is code that `find_unseen_reader` does not find, and that reads a parameter
+    before code that is seen reads the same one in the same forward: there `wait_parameters` is the caller's to call.
 
     Attributes:
-        trusted: False once a read went unseen: whoever steps must wait for all parameters then.
+        trusted: False where, or once, a read may go unseen: whoever steps must wait for all parameters then.
     """
 
     def __init__(self, parameters: ShardedParameters, module: nn.Module, warn: Callable[[str], None]) -> None:
@@ -56,6 +59,12 @@ class Coverage:
         self._hooks: dict[nn.Module, Any] = {}
         parameters.reducer.on_gradient = self._on_gradient
         self.follow()
+        if unseen := find_unseen_reader(module):
+            self.trusted = False
+            warn(
+                f"{unseen} is scripted or compiled, and may read parameters where lightning_ring cannot see it. All "
+                "parameters are waited for after each step, instead of arriving while the next forward goes on."
+            )
 
     def follow(self) -> None:
         """Take in modules and parameters that are new."""

@@ -368,28 +368,24 @@ def check_parameters_travel_in_the_order_of_use_while_forward_goes_on() -> None:
     assert first[0] == "0"
 
 
+@torch.jit.script
+def doubled(x: Tensor, weight: Tensor) -> Tensor:
+    return 2 * torch.mm(x, weight)
+
+
+OUT_OF_SIGHT = {"doubled": doubled}  # in a dict it is not found before training
+
+
 def check_reads_that_nobody_sees_switch_to_waiting_and_say_so() -> None:
-    class Hidden(nn.Module):
+    class Hidden(Classifier):
         def __init__(self) -> None:
             super().__init__()
-            self.weight = nn.Parameter(torch.randn(8, 8))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.mm(x, self.weight)
-
-        @torch.jit.export
-        def double(self, x: Tensor) -> Tensor:
-            return 2 * torch.mm(x, self.weight)
-
-    class WithScript(Classifier):
-        def __init__(self) -> None:
-            super().__init__()
-            self.hidden = torch.jit.script(Hidden())
+            self.hidden = nn.Linear(8, 8)
 
         def loss(self, batch: Any) -> Tensor:
-            return F.cross_entropy(self.net(self.hidden.double(batch[0])), batch[1])
+            return F.cross_entropy(self.net(OUT_OF_SIGHT["doubled"](batch[0], self.hidden.weight)), batch[1])
 
-    late, plain = WithScript(), WithScript()
+    late, plain = Hidden(), Hidden()
     plain.load_state_dict(late.state_dict())
     with pytest.warns(UserWarning, match=r"hidden.weight got a gradient") if RANK == 0 else contextlib.nullcontext():
         strategy = run_late(late)
@@ -397,10 +393,11 @@ def check_reads_that_nobody_sees_switch_to_waiting_and_say_so() -> None:
     fit(RingStrategy(bucket_cap_mb=CAP), plain, loader(24), max_epochs=1)
     assert_same(late, plain)
 
-    class Later(WithScript):
+    class Later(Hidden):
         def loss(self, batch: Any) -> Tensor:
-            x = batch[0] @ self.hidden.weight if len(self.seen["loss"]) < 2 else self.hidden.double(batch[0])
-            return F.cross_entropy(self.net(x), batch[1])
+            if len(self.seen["loss"]) < 2:
+                return F.cross_entropy(self.net(batch[0] @ self.hidden.weight), batch[1])
+            return super().loss(batch)
 
     with pytest.raises(RingError, match=r"hidden.weight got a gradient.*wait_parameters"):
         run_late(Later())
@@ -410,11 +407,47 @@ def check_reads_that_nobody_sees_switch_to_waiting_and_say_so() -> None:
             self.trainer.strategy.wait_parameters()
             return super().training_step(batch, batch_idx)
 
-    told, plain = Told(), Told()  # (a scripted module cannot be deep-copied)
+    told, plain = Told(), Told()
     plain.load_state_dict(told.state_dict())
     run_late(told)
     fit(RingStrategy(bucket_cap_mb=CAP), plain, loader(24), max_epochs=1)
     assert_same(told, plain)
+
+
+def check_scripted_and_compiled_code_is_found_before_it_reads() -> None:
+    class Scripted(Classifier):
+        """Reads a weight unseen before it is read seen."""
+
+        def loss(self, batch: Any) -> Tensor:
+            x = batch[0]
+            return F.cross_entropy(self.net(doubled(x, self.square.weight) + self.square(x)), batch[1])
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.square = nn.Linear(8, 8)
+
+    class Compiled(Scripted):
+        def loss(self, batch: Any) -> Tensor:
+            x = batch[0]
+            return F.cross_entropy(self.net(compiled(x, self.square.weight) + self.square(x)), batch[1])
+
+    class Within(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.also = torch.jit.script(nn.Linear(8, 8))
+
+        def loss(self, batch: Any) -> Tensor:
+            return F.cross_entropy(self.net(self.also(batch[0])), batch[1])
+
+    compiled = torch.compile(lambda x, weight: torch.mm(x, weight), backend="eager")
+    for make, name in ((Scripted, "doubled"), (Compiled, "compiled"), (Within, "also")):
+        late, plain = make(), make()
+        plain.load_state_dict(late.state_dict())
+        expected = pytest.warns(UserWarning, match=f"{name} is scripted or compiled")
+        with expected if RANK == 0 else contextlib.nullcontext():
+            run_late(late)
+        fit(RingStrategy(bucket_cap_mb=CAP), plain, loader(24), max_epochs=1)
+        assert_same(late, plain)
 
 
 def check_hooks_and_callbacks_see_whole_parameters() -> None:
@@ -459,9 +492,7 @@ def check_hooks_and_callbacks_see_whole_parameters() -> None:
     module = Reading()
     strategy = LateRing(shard_optimizer=True, bucket_cap_mb=CAP)
     reloaded: list[int] = []
-    run = trainer(
-        strategy, callbacks=[Ends()], max_epochs=2, val_check_interval=2, reload_dataloaders_every_n_epochs=1
-    )
+    run = trainer(strategy, callbacks=[Ends()], max_epochs=2, val_check_interval=2, reload_dataloaders_every_n_epochs=1)
     run.fit(module, loader(24))
     assert reloaded
     assert strategy._sharding.overlaps
