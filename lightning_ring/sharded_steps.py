@@ -161,8 +161,8 @@ class ShardedSteps(RankedStrategy):
         held = [pair for pair in zip(self.optimizers, checkpoint["optimizer_states"], strict=False) if pair[1]]
         if len(held) < min(len(self.optimizers), len(checkpoint["optimizer_states"])):
             rank_zero_warn(
-                "lightning_ring: the checkpoint holds no state for some of the optimizers (ring_sharded leaves it out of "
-                "what is saved after an exception): those start anew."
+                "lightning_ring: the checkpoint holds no state for some of the optimizers (ring_sharded leaves it out "
+                "of what is saved after an exception): those start anew."
             )
         for optimizer, state in held:
             if self._sharding is not None:

@@ -36,11 +36,11 @@ class Coverage:
     module's call. Where `find_unseen_reader` finds such code, all parameters are waited for after each step.
 
     What it did not find may show later. A parameter's values change only after it got a gradient, and the first
-    gradient comes from a forward in which they were whole. So a parameter that got a gradient, and that nobody saw being
-    read in that forward, is found before a stale value can do harm: the model then waits for all parameters after each
-    step, and says so once. A parameter whose reads were seen at first and later are not, while new values were on their
-    way, is an error. What stays unnoticed is code that `find_unseen_reader` does not find, and that reads a parameter
-    before code that is seen reads the same one in the same forward: there `wait_parameters` is the caller's to call.
+    gradient comes from a forward in which they were whole. So a parameter that got a gradient, and that nobody saw
+    being read in that forward, is found before a stale value can do harm: the model then waits for all parameters
+    after each step, and says so once. A parameter whose reads were seen at first and later are not, while new values
+    were on their way, is an error. What stays unnoticed is code that `find_unseen_reader` does not find, and that reads
+    a parameter before code that is seen reads the same one in the same forward: `wait_parameters` is for that.
 
     Attributes:
         trusted: False where, or once, a read may go unseen: whoever steps must wait for all parameters then.

@@ -16,9 +16,9 @@ _LIBRARIES = ("torch", "lightning", "pytorch_lightning", "lightning_ring")
 def find_unseen_reader(module: nn.Module) -> str | None:
     """Name of something scripted or compiled that the steps of ``module`` may hand any parameter to, if there is one.
 
-    Looked at are the modules within, their attributes, and what the methods of the class of ``module`` can name: globals
-    and closures. Not a list or dict of such functions, nor one that another Python module calls. A ``torch.compile``\\ d
-    module of its own is none: its parameters are waited for before its forward.
+    Looked at are the modules within, their attributes, and what the methods of the class of ``module`` can name:
+    globals and closures. Not a list or dict of such functions, nor what another Python module calls. A module that
+    ``torch.compile(module)`` returned is none: its parameters are waited for before its forward.
     """
     for path, child in module.named_modules():
         if isinstance(child, torch.jit.ScriptModule):

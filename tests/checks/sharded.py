@@ -708,8 +708,8 @@ def check_weights_that_do_not_arrive_after_an_exception_are_a_warning(tmp_path: 
     lost: list[bool] = []
     saves = OnExceptionCheckpoint(tmp_path, "torn")
     warned = pytest.warns(UserWarning, match="weights.*mix") if RANK == 0 else contextlib.nullcontext()
+    strategy = LosingRing(shard_optimizer=True, bucket_cap_mb=CAP)
     with warned, pytest.raises(OSError, match="corrupt photo"):
-        strategy = LosingRing(shard_optimizer=True, bucket_cap_mb=CAP)
         fit(strategy, Raising(), callbacks=[saves], enable_checkpointing=True, max_epochs=1)
 
 
