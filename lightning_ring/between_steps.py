@@ -14,11 +14,8 @@ _EACH_BATCH = ("on_train_batch_start", "on_train_batch_end")
 _ALONE = ("on_exception", "on_load_checkpoint")  # here ranks may be alone, or have nothing to wait for
 _TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _MODULE_HOOKS = (*_EACH_BATCH, *_TRANSFERS, "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step")
-_BEFORE_VALIDATION = (
-    "val_dataloader",
-    "on_validation_model_zero_grad",
-    "on_validation_model_eval",
-)  # before callbacks'
+_BEFORE_VALIDATION = ("val_dataloader", "on_validation_model_zero_grad", "on_validation_model_eval")
+_AFTER_BACKWARD = ("on_after_backward", "on_before_optimizer_step")  # watched for norms of gradients
 
 
 class WholeParameters(pl.Callback):
@@ -67,11 +64,12 @@ def watch_hooks(
 
 
 def _overridden(trainer: pl.Trainer) -> Iterator[tuple[Any, str]]:
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        for name in _EACH_BATCH:
+    others = [one for one in trainer.callbacks if not isinstance(one, WholeParameters)]  # type: ignore[attr-defined]
+    for callback in others:
+        for name in (*_EACH_BATCH, *_AFTER_BACKWARD):
             if getattr(type(callback), name) is not getattr(pl.Callback, name) or name in vars(callback):
                 yield callback, name
-    for name in (*_MODULE_HOOKS, *_BEFORE_VALIDATION):
+    for name in (*_MODULE_HOOKS, *_AFTER_BACKWARD, *_BEFORE_VALIDATION):
         if is_overridden(name, trainer.lightning_module):
             yield trainer.lightning_module, name
     datamodule = getattr(trainer, "datamodule", None)

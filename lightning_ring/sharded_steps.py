@@ -35,8 +35,8 @@ class ShardedSteps(RankedStrategy):
 
         In every module's forward its own are whole. Inside ``training_step`` and the hooks that run between two
         training steps a call of torch from Python waits for those that it is given; in all other hooks all are whole.
-        What is left is scripted and compiled code outside its module's call, tensors that share a parameter's memory,
-        and threads. Nothing to do for ``strategy="ring"``.
+        What is left is scripted and compiled code that a module's own attributes and methods do not name, and threads.
+        Nothing to do for ``strategy="ring"``.
         """
         if self._sharding is not None:
             self._sharding.wait()

@@ -12,6 +12,7 @@ from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
 from lightning_ring.errors import RingError
+from lightning_ring.sharded.norms import NORMS
 from lightning_ring.sharded.parameters import ShardedParameters
 from lightning_ring.sharded.unseen import find_unseen_reader
 
@@ -42,12 +43,22 @@ class Coverage:
     were on their way, is an error. What stays unnoticed is code that `find_unseen_reader` does not find, and that reads
     a parameter before code that is seen reads the same one in the same forward: `wait_parameters` is for that.
 
+    Args:
+        on_norm: Called with the arguments of each norm that is taken inside `watching`.
+
     Attributes:
         trusted: False where, or once, a read may go unseen: whoever steps must wait for all parameters then.
     """
 
-    def __init__(self, parameters: ShardedParameters, module: nn.Module, warn: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        parameters: ShardedParameters,
+        module: nn.Module,
+        warn: Callable[[str], None],
+        on_norm: Callable[[Iterable[Any]], None],
+    ) -> None:
         self.trusted = True
+        self.on_norm = on_norm
         self._parameters = parameters
         self._module = module
         self._warn = warn
@@ -75,9 +86,9 @@ class Coverage:
                 self._hooks[module] = module.register_forward_pre_hook(_BeforeForward(self), prepend=True)
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Around code that may read parameters."""
-        if not self.trusted:
+    def watching(self, *, norms: bool) -> Iterator[None]:
+        """Around code that may read parameters, or, where ``norms`` is True, take norms of gradients."""
+        if not self.trusted and not norms:
             yield
             return
         self._watched = True
@@ -165,6 +176,8 @@ class _Watch(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not torch.compiler.is_compiling() and func not in _READS_NO_VALUES:
+            if func in NORMS:
+                self._coverage.on_norm(args)
             self._look_at(args)
             if kwargs:
                 self._look_at(kwargs.values())

@@ -44,6 +44,10 @@ class SlicedOptimizer:
             optimizer.register_state_dict_pre_hook(self._refuse_parts),
         ]
 
+    @property
+    def holds_pieces(self) -> bool:
+        return self._whole_params is not None
+
     def put_pieces_in(self) -> None:
         """Have ``param_groups`` hold this rank's pieces, with their gradients; parameters are whole by then."""
         self.take_pieces_out()

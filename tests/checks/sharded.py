@@ -7,6 +7,7 @@ import copy
 import functools
 import io
 import time
+import warnings
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, OnExceptionCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.tuner import Tuner
+from lightning.pytorch.utilities import grad_norm
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from mpi4py import MPI
 from torch import Tensor, nn
@@ -137,6 +139,41 @@ def check_clipping_by_norm_is_global() -> None:
     assert norms[:half] == pytest.approx(norms[half:], rel=1e-6)
     assert max(norms) > 0.05  # something was clipped
     assert_all_ranks_equal(parameters(by_hand))
+
+
+def check_norms_of_shards_are_a_warning() -> None:
+    class Manual(Classifier):
+        def __init__(self, clip: Any) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+            self.clip = clip
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            self.clip(self)
+            optimizer.step()
+
+    class Logging(Classifier):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            grad_norm(self, 2)
+
+    def wrong(module: Any) -> None:
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 0.1)
+
+    def right(module: Any) -> None:
+        before = float(module.trainer.strategy.clip_grad_norm_(module.parameters(), float("inf")))
+        module.clip_gradients(module.optimizers(), gradient_clip_val=0.1)
+        after = float(module.trainer.strategy.clip_grad_norm_(module.parameters(), float("inf")))
+        assert after == pytest.approx(min(before, 0.1), rel=1e-4)
+
+    for module, warns in ((Manual(wrong), True), (Logging(), True), (Manual(right), False)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            fit(sharded(), module, max_epochs=1)
+        told = [one for one in caught if "a norm of gradients was taken" in str(one.message)]
+        assert len(told) == (warns and RANK == 0)
 
 
 def check_loss_scaling_skips_the_same_steps() -> None:
