@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.fabric.utilities.optimizer import _optimizer_to_device
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -15,6 +16,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_ring.between_steps import WholeParameters, watch_hooks
+from lightning_ring.errors import RingError
 from lightning_ring.gradients.shards import ShardReducer
 from lightning_ring.ranked import RankedStrategy
 from lightning_ring.sharded import Sharding
@@ -33,8 +35,8 @@ class ShardedSteps(RankedStrategy):
 
         In every module's forward its own are whole. Inside ``training_step`` and the hooks that run between two
         training steps a call of torch from Python waits for those that it is given; in all other hooks all are whole.
-        What is left is scripted and compiled code outside its module's call, tensors that share a parameter's memory,
-        and threads. Nothing to do for ``strategy="ring"``.
+        What is left is scripted and compiled code that a module's own attributes and methods do not name, and threads.
+        Nothing to do for ``strategy="ring"``.
         """
         if self._sharding is not None:
             self._sharding.wait()
@@ -105,7 +107,7 @@ class ShardedSteps(RankedStrategy):
         if self._sharding is not None and self._trainer is not None:
             self._sharding.overlaps = True
             self._stop_watching_hooks()
-            self._stop_watching_hooks = watch_hooks(self._trainer, self._sharding.reading)
+            self._stop_watching_hooks = watch_hooks(self._trainer, self._sharding.reading, self._make_whole)
         super().on_train_start()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -115,15 +117,33 @@ class ShardedSteps(RankedStrategy):
         with self._sharding.forward(wait=self.lightning_module.automatic_optimization):
             return super().training_step(*args, **kwargs)
 
+    def on_train_end(self) -> None:
+        self._make_whole()
+        super().on_train_end()
+
     def _make_whole(self) -> None:
-        if self._sharding is not None and not self._alone:
+        if self._sharding is None:
+            return
+        try:
             self._sharding.make_whole()
+        except RingError as error:
+            if not self._alone:
+                raise
+            rank_zero_warn(
+                "lightning_ring: after the exception some parameters did not arrive from the ranks that stepped them "
+                f"({type(error).__name__}). On this rank the weights, and a checkpoint of them, mix those before and "
+                "after the last step: go on from an earlier checkpoint."
+            )
 
     # -- checkpoints
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         self._make_whole()
         return super().lightning_module_state_dict()
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        self._make_whole()  # what is still on its way would land on what is loaded
+        super().load_model_state_dict(checkpoint, strict=strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The ordinary state dict of the whole optimizer; under ``ring_sharded`` on rank 0, and empty elsewhere."""
@@ -138,11 +158,18 @@ class ShardedSteps(RankedStrategy):
         return self._sharding.of(optimizer).state_dict(is_rank_zero=self.is_global_zero)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        if self._sharding is None:
-            super().load_optimizer_state_dict(checkpoint)
-            return
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
-            self._sharding.of(optimizer).load_state_dict(state)
+        held = [pair for pair in zip(self.optimizers, checkpoint["optimizer_states"], strict=False) if pair[1]]
+        if len(held) < min(len(self.optimizers), len(checkpoint["optimizer_states"])):
+            rank_zero_warn(
+                "lightning_ring: the checkpoint holds no state for some of the optimizers (ring_sharded leaves it out "
+                "of what is saved after an exception): those start anew."
+            )
+        for optimizer, state in held:
+            if self._sharding is not None:
+                self._sharding.of(optimizer).load_state_dict(state)
+            else:
+                optimizer.load_state_dict(state)
+                _optimizer_to_device(optimizer, self.root_device)
 
 
 def _clip_by_norm(plugin: Precision, sharding: Sharding, optimizer: Optimizer, clip_val: float) -> None:

@@ -12,7 +12,9 @@ from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
 from lightning_ring.errors import RingError
+from lightning_ring.sharded.norms import NORMS
 from lightning_ring.sharded.parameters import ShardedParameters
+from lightning_ring.sharded.unseen import find_unseen_reader
 
 _DESCRIBES = ("shape", "grad", "requires_grad", "device", "dtype", "is_leaf", "grad_fn", "ndim", "layout", "is_sparse")
 _DESCRIPTORS = [
@@ -32,19 +34,31 @@ class Coverage:
     Two things see a read coming: a forward pre-hook on each module that has parameters of its own, and inside
     `watching` a `TorchFunctionMode`, which is shown every call of torch from Python (tied weights,
     ``F.linear(x, emb.weight)``, methods other than ``forward``). Neither sees scripted or compiled code outside its
-    module's call.
+    module's call. Where `find_unseen_reader` finds such code, all parameters are waited for after each step.
 
-    A parameter's values change only after it got a gradient, and the first gradient comes from a forward in which
-    they were whole. So each gradient of a parameter that nobody saw being read is found before a stale value can
-    do harm: the model then waits for all parameters after each step, and says so once. The exception is a parameter
-    whose reads were seen at first and later are not, while new values were on their way: that is an error.
+    What it did not find may show later. A parameter's values change only after it got a gradient, and the first
+    gradient comes from a forward in which they were whole. So a parameter that got a gradient, and that nobody saw
+    being read in that forward, is found before a stale value can do harm: the model then waits for all parameters
+    after each step, and says so once. A parameter whose reads were seen at first and later are not, while new values
+    were on their way, is an error. What stays unnoticed is code that `find_unseen_reader` does not find, and that reads
+    a parameter before code that is seen reads the same one in the same forward: `wait_parameters` is for that.
+
+    Args:
+        on_norm: Called with the arguments of each norm that is taken inside `watching`.
 
     Attributes:
-        trusted: False once a read went unseen: whoever steps must wait for all parameters then.
+        trusted: False where, or once, a read may go unseen: whoever steps must wait for all parameters then.
     """
 
-    def __init__(self, parameters: ShardedParameters, module: nn.Module, warn: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        parameters: ShardedParameters,
+        module: nn.Module,
+        warn: Callable[[str], None],
+        on_norm: Callable[[Iterable[Any]], None],
+    ) -> None:
         self.trusted = True
+        self.on_norm = on_norm
         self._parameters = parameters
         self._module = module
         self._warn = warn
@@ -56,6 +70,12 @@ class Coverage:
         self._hooks: dict[nn.Module, Any] = {}
         parameters.reducer.on_gradient = self._on_gradient
         self.follow()
+        if unseen := find_unseen_reader(module):
+            self.trusted = False
+            warn(
+                f"{unseen} is scripted or compiled, and may read parameters where lightning_ring cannot see it. All "
+                "parameters are waited for after each step, instead of arriving while the next forward goes on."
+            )
 
     def follow(self) -> None:
         """Take in modules and parameters that are new."""
@@ -63,12 +83,12 @@ class Coverage:
         for module in self._module.modules():
             scripted = isinstance(module, torch.jit.ScriptModule)  # takes no hooks
             if module not in self._hooks and not scripted and next(_own_parameters(module), None) is not None:
-                self._hooks[module] = module.register_forward_pre_hook(self._before_forward, prepend=True)
+                self._hooks[module] = module.register_forward_pre_hook(_BeforeForward(self), prepend=True)
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Around code that may read parameters."""
-        if not self.trusted:
+    def watching(self, *, norms: bool) -> Iterator[None]:
+        """Around code that may read parameters, or, where ``norms`` is True, take norms of gradients."""
+        if not self.trusted and not norms:
             yield
             return
         self._watched = True
@@ -102,7 +122,7 @@ class Coverage:
     def knows(self, param_id: int) -> bool:
         return param_id in self._ids
 
-    def _before_forward(self, module: nn.Module, _: Any) -> None:
+    def before_forward(self, module: nn.Module) -> None:
         if torch.compiler.is_compiling():
             return  # nothing of this would be left in the compiled code
         if self.trusted or not self._parameters.whole:
@@ -129,6 +149,20 @@ class Coverage:
         )
 
 
+class _BeforeForward:
+    """The hook on each module. A copy of the module, or a pickled one, belongs to nobody: there it does nothing."""
+
+    def __init__(self, coverage: Coverage | None = None) -> None:
+        self._coverage = coverage
+
+    def __call__(self, module: nn.Module, _: Any) -> None:
+        if self._coverage is not None:
+            self._coverage.before_forward(module)
+
+    def __reduce__(self) -> Any:
+        return _BeforeForward, ()
+
+
 def _own_parameters(module: nn.Module) -> Iterator[Parameter]:
     compiled = getattr(module, "_orig_mod", None) is not None  # by torch.compile(module): its inside is not seen
     return module.parameters(recurse=compiled)
@@ -142,6 +176,8 @@ class _Watch(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not torch.compiler.is_compiling() and func not in _READS_NO_VALUES:
+            if func in NORMS:
+                self._coverage.on_norm(args)
             self._look_at(args)
             if kwargs:
                 self._look_at(kwargs.values())

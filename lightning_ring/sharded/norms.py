@@ -14,6 +14,17 @@ from lightning_ring.comm.communicator import ReduceOp
 from lightning_ring.sharded.optimizer import SlicedOptimizer
 from lightning_ring.sharded.parameters import ShardedParameters
 
+NORMS = {torch._foreach_norm, torch.norm, torch.linalg.norm, torch.linalg.vector_norm, Tensor.norm}
+
+
+def names_a_gradient(values: Iterable[Any], parameters: ShardedParameters) -> bool:
+    """Whether a gradient that lies in a bucket, of which this rank has a part only, is among tensors and lists."""
+    tensors = [one for value in values for one in (value if isinstance(value, (list, tuple)) else [value])]
+    places = {one.data_ptr() for one in tensors if isinstance(one, Tensor) and one.layout == torch.strided}
+    return any(
+        piece.param.grad is not None and piece.param.grad.data_ptr() in places for piece in parameters.by_param.values()
+    )
+
 
 @torch.no_grad()
 def clip_grad_norm_(

@@ -44,6 +44,10 @@ class SlicedOptimizer:
             optimizer.register_state_dict_pre_hook(self._refuse_parts),
         ]
 
+    @property
+    def holds_pieces(self) -> bool:
+        return self._whole_params is not None
+
     def put_pieces_in(self) -> None:
         """Have ``param_groups`` hold this rank's pieces, with their gradients; parameters are whole by then."""
         self.take_pieces_out()
@@ -82,6 +86,7 @@ class SlicedOptimizer:
     def state_dict(self, *, is_rank_zero: bool) -> dict[str, Any]:
         """The ordinary state dict of the whole optimizer, on the CPU, on rank 0; empty on the others. Collective."""
         self.take_pieces_out()
+        self._forget_empty()
         state = gather_state(self.optimizer.state, self._parameters, keep=is_rank_zero)
         if not is_rank_zero:
             return {}
@@ -134,6 +139,10 @@ class SlicedOptimizer:
 
     def _cut(self) -> None:
         """Keep this rank's part of all state that is there for whole parameters which have a piece by now."""
+        self._forget_empty()
+        if not self._parameters.reducer.settled:
+            self._load_uncut()
+            return
         pieces = self._parameters.by_param
         made = {p: s for p, s in self.optimizer.state.items() if p in pieces}  # by its constructor, say
         loaded = {p: s for p, s in self._uncut.items() if p in pieces or not isinstance(p, torch.Tensor)}
@@ -143,11 +152,22 @@ class SlicedOptimizer:
         for param in made:
             del self.optimizer.state[param]
         for param, state in cut_state(made, pieces).items():
-            self.optimizer.state[param] = state
+            self.optimizer.state[param] = state | self.optimizer.state.get(param, {})
         if loaded:
-            self._load_parts(cut_state(loaded, pieces))
+            self._load(cut_state(loaded, pieces))
 
-    def _load_parts(self, loaded: State) -> None:
+    def _forget_empty(self) -> None:
+        """Drop what reading ``optimizer.state[param]`` leaves behind there: a `defaultdict` of empty dicts."""
+        for param in [p for p, state in self.optimizer.state.items() if not state]:
+            del self.optimizer.state[param]
+
+    def _load_uncut(self) -> None:
+        """While "auto" has yet to choose buckets every rank steps whole parameters, with the whole of their state."""
+        loaded, self._uncut = self._uncut, {}
+        if loaded:
+            self._load(loaded)
+
+    def _load(self, loaded: State) -> None:
         # through the optimizer's own loading, which knows the dtype and the device that each value belongs on
         params = [param for group in self.optimizer.param_groups for param in group["params"]]
         index = {param: i for i, param in enumerate(params)}

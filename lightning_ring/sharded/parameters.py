@@ -148,7 +148,9 @@ class ShardedParameters:
     def wait(self) -> None:
         """Return when all parameters are whole."""
         while self._coming:
-            self._coming.pop(next(iter(self._coming))).wait()
+            bucket = next(iter(self._coming))
+            self._coming[bucket].wait()
+            self._coming.pop(bucket, None)  # now, and not before: whoever is interrupted while waiting asks again
 
     def release(self) -> None:
         """Give parameters memory of their own, and drop the buckets' flat memory."""

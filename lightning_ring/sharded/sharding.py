@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.gradients.shards import ShardReducer
 from lightning_ring.sharded import norms
+from lightning_ring.sharded.aliases import check_nothing_aliases
 from lightning_ring.sharded.coverage import Coverage
 from lightning_ring.sharded.elementwise import check_can_be_sharded
 from lightning_ring.sharded.optimizer import SlicedOptimizer
@@ -29,7 +30,7 @@ class Sharding:
         warn: Called with a message for the user.
 
     Raises:
-        ConfigurationError: An optimizer looks at whole tensors.
+        ConfigurationError: An optimizer looks at whole tensors, or two tensors of ``module`` share memory.
     """
 
     def __init__(
@@ -44,26 +45,31 @@ class Sharding:
         optimizers = list(optimizers)
         for optimizer in optimizers:
             check_can_be_sharded(optimizer)
+        check_nothing_aliases(module)
         self._comm = comm
+        self._module = module
+        self._warn = warn
+        self._quiet_about_norms = False  # lightning_ring takes one itself, or the user was told
         self._parameters = ShardedParameters(comm, reducer)
-        self._coverage = Coverage(self._parameters, module, warn)
+        self._coverage = Coverage(self._parameters, module, warn, self._on_norm)
         self._optimizers = {id(opt): SlicedOptimizer(opt, self._parameters, self._stepped) for opt in optimizers}
 
     def reading(self) -> AbstractContextManager[None]:
-        """Around code that may read parameters."""
-        return self._coverage.watching() if self.overlaps else nullcontext()
+        """Around code that may read parameters, or take norms of gradients."""
+        return self._coverage.watching(norms=True) if self.overlaps else nullcontext()
 
     @contextmanager
     def forward(self, *, wait: bool) -> Iterator[None]:
         """Around code that computes a loss; ``wait`` on leaving it for what it did not read."""
         self._coverage.begin_forward()
-        with self.reading():
+        with self._coverage.watching(norms=not wait) if self.overlaps else nullcontext():
             yield
         if wait:
             self._parameters.wait()
 
     def follow_module(self) -> None:
         """Modules or parameters were added."""
+        check_nothing_aliases(self._module)
         self._coverage.follow()
 
     def make_whole(self) -> None:
@@ -80,7 +86,11 @@ class Sharding:
 
     def clip_grad_norm_(self, params: Iterable[Parameter], max_norm: float, norm_type: float = 2.0) -> Tensor:
         self._parameters.follow()
-        return norms.clip_grad_norm_(params, max_norm, self._parameters, norm_type)
+        before, self._quiet_about_norms = self._quiet_about_norms, True
+        try:
+            return norms.clip_grad_norm_(params, max_norm, self._parameters, norm_type)
+        finally:
+            self._quiet_about_norms = before
 
     def unscale_parts_only(self, unscale: Callable[..., Any]) -> Callable[..., Any]:
         return norms.look_at_parts_only(unscale, self.of, self._comm)
@@ -93,6 +103,18 @@ class Sharding:
             optimizer.release()
         self._coverage.remove()
         self._parameters.release()
+
+    def _on_norm(self, values: Iterable[Any]) -> None:
+        if self._quiet_about_norms or any(optimizer.holds_pieces for optimizer in self._optimizers.values()):
+            return
+        if norms.names_a_gradient(values, self._parameters):
+            self._quiet_about_norms = True
+            self._warn(
+                "a norm of gradients was taken (torch.nn.utils.clip_grad_norm_ or the like). Under ring_sharded a "
+                "gradient is valid in this rank's shard only: the norm is wrong, and differs from rank to rank. Clip "
+                "with self.clip_gradients(...) or self.trainer.strategy.clip_grad_norm_(parameters, max_norm), which "
+                "returns the norm over all ranks' shards (with max_norm=float('inf') it only measures)."
+            )
 
     def _stepped(self, changed: list[Parameter]) -> None:
         self._parameters.gather(changed)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import io
 import time
+import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning as L
 import pytest
@@ -15,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, OnExceptionCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.tuner import Tuner
+from lightning.pytorch.utilities import grad_norm
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from mpi4py import MPI
 from torch import Tensor, nn
@@ -22,7 +26,7 @@ from torch.optim import SGD, AdamW
 from torch.utils.data import DistributedSampler
 
 from lightning_ring import RingStrategy
-from lightning_ring.errors import ConfigurationError, RingError
+from lightning_ring.errors import CollectiveError, ConfigurationError, RingError
 from lightning_ring.optim import LAMB, LARS, exclude_bias_and_norm
 from tests.checks.models import (
     RANK,
@@ -135,6 +139,41 @@ def check_clipping_by_norm_is_global() -> None:
     assert norms[:half] == pytest.approx(norms[half:], rel=1e-6)
     assert max(norms) > 0.05  # something was clipped
     assert_all_ranks_equal(parameters(by_hand))
+
+
+def check_norms_of_shards_are_a_warning() -> None:
+    class Manual(Classifier):
+        def __init__(self, clip: Any) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+            self.clip = clip
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            self.clip(self)
+            optimizer.step()
+
+    class Logging(Classifier):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            grad_norm(self, 2)
+
+    def wrong(module: Any) -> None:
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 0.1)
+
+    def right(module: Any) -> None:
+        before = float(module.trainer.strategy.clip_grad_norm_(module.parameters(), float("inf")))
+        module.clip_gradients(module.optimizers(), gradient_clip_val=0.1)
+        after = float(module.trainer.strategy.clip_grad_norm_(module.parameters(), float("inf")))
+        assert after == pytest.approx(min(before, 0.1), rel=1e-4)
+
+    for module, warns in ((Manual(wrong), True), (Logging(), True), (Manual(right), False)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            fit(sharded(), module, max_epochs=1)
+        told = [one for one in caught if "a norm of gradients was taken" in str(one.message)]
+        assert len(told) == (warns and RANK == 0)
 
 
 def check_loss_scaling_skips_the_same_steps() -> None:
@@ -366,28 +405,24 @@ def check_parameters_travel_in_the_order_of_use_while_forward_goes_on() -> None:
     assert first[0] == "0"
 
 
+@torch.jit.script
+def doubled(x: Tensor, weight: Tensor) -> Tensor:
+    return 2 * torch.mm(x, weight)
+
+
+OUT_OF_SIGHT = {"doubled": doubled}  # in a dict it is not found before training
+
+
 def check_reads_that_nobody_sees_switch_to_waiting_and_say_so() -> None:
-    class Hidden(nn.Module):
+    class Hidden(Classifier):
         def __init__(self) -> None:
             super().__init__()
-            self.weight = nn.Parameter(torch.randn(8, 8))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.mm(x, self.weight)
-
-        @torch.jit.export
-        def double(self, x: Tensor) -> Tensor:
-            return 2 * torch.mm(x, self.weight)
-
-    class WithScript(Classifier):
-        def __init__(self) -> None:
-            super().__init__()
-            self.hidden = torch.jit.script(Hidden())
+            self.hidden = nn.Linear(8, 8)
 
         def loss(self, batch: Any) -> Tensor:
-            return F.cross_entropy(self.net(self.hidden.double(batch[0])), batch[1])
+            return F.cross_entropy(self.net(OUT_OF_SIGHT["doubled"](batch[0], self.hidden.weight)), batch[1])
 
-    late, plain = WithScript(), WithScript()
+    late, plain = Hidden(), Hidden()
     plain.load_state_dict(late.state_dict())
     with pytest.warns(UserWarning, match=r"hidden.weight got a gradient") if RANK == 0 else contextlib.nullcontext():
         strategy = run_late(late)
@@ -395,10 +430,11 @@ def check_reads_that_nobody_sees_switch_to_waiting_and_say_so() -> None:
     fit(RingStrategy(bucket_cap_mb=CAP), plain, loader(24), max_epochs=1)
     assert_same(late, plain)
 
-    class Later(WithScript):
+    class Later(Hidden):
         def loss(self, batch: Any) -> Tensor:
-            x = batch[0] @ self.hidden.weight if len(self.seen["loss"]) < 2 else self.hidden.double(batch[0])
-            return F.cross_entropy(self.net(x), batch[1])
+            if len(self.seen["loss"]) < 2:
+                return F.cross_entropy(self.net(batch[0] @ self.hidden.weight), batch[1])
+            return super().loss(batch)
 
     with pytest.raises(RingError, match=r"hidden.weight got a gradient.*wait_parameters"):
         run_late(Later())
@@ -408,11 +444,47 @@ def check_reads_that_nobody_sees_switch_to_waiting_and_say_so() -> None:
             self.trainer.strategy.wait_parameters()
             return super().training_step(batch, batch_idx)
 
-    told, plain = Told(), Told()  # (a scripted module cannot be deep-copied)
+    told, plain = Told(), Told()
     plain.load_state_dict(told.state_dict())
     run_late(told)
     fit(RingStrategy(bucket_cap_mb=CAP), plain, loader(24), max_epochs=1)
     assert_same(told, plain)
+
+
+def check_scripted_and_compiled_code_is_found_before_it_reads() -> None:
+    class Scripted(Classifier):
+        """Reads a weight unseen before it is read seen."""
+
+        def loss(self, batch: Any) -> Tensor:
+            x = batch[0]
+            return F.cross_entropy(self.net(doubled(x, self.square.weight) + self.square(x)), batch[1])
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.square = nn.Linear(8, 8)
+
+    class Compiled(Scripted):
+        def loss(self, batch: Any) -> Tensor:
+            x = batch[0]
+            return F.cross_entropy(self.net(compiled(x, self.square.weight) + self.square(x)), batch[1])
+
+    class Within(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.also = torch.jit.script(nn.Linear(8, 8))
+
+        def loss(self, batch: Any) -> Tensor:
+            return F.cross_entropy(self.net(self.also(batch[0])), batch[1])
+
+    compiled = torch.compile(lambda x, weight: torch.mm(x, weight), backend="eager")
+    for make, name in ((Scripted, "doubled"), (Compiled, "compiled"), (Within, "also")):
+        late, plain = make(), make()
+        plain.load_state_dict(late.state_dict())
+        expected = pytest.warns(UserWarning, match=f"{name} is scripted or compiled")
+        with expected if RANK == 0 else contextlib.nullcontext():
+            run_late(late)
+        fit(RingStrategy(bucket_cap_mb=CAP), plain, loader(24), max_epochs=1)
+        assert_same(late, plain)
 
 
 def check_hooks_and_callbacks_see_whole_parameters() -> None:
@@ -424,7 +496,18 @@ def check_hooks_and_callbacks_see_whole_parameters() -> None:
             self.read()
 
         def on_validation_model_eval(self) -> None:
+            self.read()
             super().on_validation_model_eval()
+
+        def on_validation_model_zero_grad(self) -> None:
+            self.read()
+            super().on_validation_model_zero_grad()
+
+        def val_dataloader(self) -> Any:
+            if self.trainer.global_step:
+                self.read()
+                reloaded.append(self.trainer.global_step)
+            return loader(8)
 
         def on_validation_start(self) -> None:
             self.read()
@@ -445,8 +528,10 @@ def check_hooks_and_callbacks_see_whole_parameters() -> None:
 
     module = Reading()
     strategy = LateRing(shard_optimizer=True, bucket_cap_mb=CAP)
-    run = trainer(strategy, callbacks=[Ends()], max_epochs=1, val_check_interval=2)
-    run.fit(module, loader(24), loader(8))
+    reloaded: list[int] = []
+    run = trainer(strategy, callbacks=[Ends()], max_epochs=2, val_check_interval=2, reload_dataloaders_every_n_epochs=1)
+    run.fit(module, loader(24))
+    assert reloaded
     assert strategy._sharding.overlaps
     assert module.seen["eval"]
     assert [type(callback) for callback in run.callbacks if isinstance(callback, Ends)] == [Ends]
@@ -579,3 +664,143 @@ def check_a_checkpoint_goes_on_in_one_process(tmp_path: Path) -> None:
         assert run.world_size == 1
         assert relative_difference(parameters(alone), parameters(together)) < 1e-12
     MPI.COMM_WORLD.Barrier()
+
+
+def check_reading_the_state_of_a_parameter_does_not_restart_the_optimizer() -> None:
+    class Curious(With):
+        def on_train_batch_end(self, *_: Any) -> None:
+            optimizer = self.trainer.optimizers[0]
+            for param in self.parameters():
+                optimizer.state[param].get("exp_avg")
+
+    make = functools.partial(Curious, lambda m: AdamW(m.parameters(), lr=0.01))
+    assert_same(*both(make, max_epochs=1))
+
+
+def check_sizes_chosen_later_go_on_with_the_state_of_a_checkpoint(tmp_path: Path) -> None:
+    def make() -> Any:
+        return With(lambda m: AdamW(m.parameters(), lr=0.01))
+
+    L.seed_everything(7, verbose=False)
+    fit(sharded(), make(), max_epochs=1).save_checkpoint(tmp_path / "half.ckpt")
+    results = []
+    for shard_optimizer in (True, False):
+        results.append(make())
+        strategy = RingStrategy(shard_optimizer=shard_optimizer, bucket_cap_mb="auto")
+        run = trainer(strategy, max_epochs=2)
+        run.fit(results[-1], loader(), ckpt_path=tmp_path / "half.ckpt")
+        if shard_optimizer:
+            assert strategy._sharding._parameters.buckets  # parts were stepped in the end
+    assert_same(*results)
+
+
+def check_a_checkpoint_after_an_exception_holds_whole_weights_and_resumes(tmp_path: Path) -> None:
+    class Corrupt(With):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 3:
+                raise OSError("corrupt photo")
+
+    def make(kind: Any = With) -> Any:
+        L.seed_everything(7, verbose=False)
+        return kind(lambda m: AdamW(m.parameters(), lr=0.01))
+
+    saves = OnExceptionCheckpoint(tmp_path, "late")
+    strategy = LateRing(shard_optimizer=True, bucket_cap_mb=CAP)
+    with pytest.raises(OSError, match="corrupt photo"):
+        fit(strategy, make(Corrupt), callbacks=[saves], enable_checkpointing=True, max_epochs=1)
+    MPI.COMM_WORLD.Barrier()
+    expected = make()
+    fit(RingStrategy(bucket_cap_mb=CAP), expected, max_epochs=1, limit_train_batches=3)
+    saved = make()
+    saved.load_state_dict(torch.load(tmp_path / "late.ckpt", weights_only=True)["state_dict"])
+    assert_same(saved, expected)
+    for strategy in (sharded(), RingStrategy(bucket_cap_mb=CAP)):
+        with pytest.warns(UserWarning, match="no state for some") if RANK == 0 else contextlib.nullcontext():
+            trainer(strategy, max_epochs=2).fit(make(), loader(), ckpt_path=tmp_path / "late.ckpt")
+
+
+def check_weights_that_do_not_arrive_after_an_exception_are_a_warning(tmp_path: Path) -> None:
+    class LostWork(LateWork):
+        def wait(self) -> None:
+            if lost:
+                raise CollectiveError("lost")
+            super().wait()
+
+    class Losing(Late):
+        def all_gather_(self, flat: Tensor, *, name: str = "") -> Any:
+            buffer = flat.clone()
+            return LostWork(self._comm.all_gather_(buffer, name=name), buffer, flat)
+
+    class LosingRing(LateRing):
+        def setup_distributed(self) -> None:
+            super().setup_distributed()
+            self._job.communicator = self.late = Losing(self.late._comm)
+
+    class Raising(Classifier):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 1:
+                lost.append(True)
+                raise OSError("corrupt photo")
+
+    lost: list[bool] = []
+    saves = OnExceptionCheckpoint(tmp_path, "torn")
+    warned = pytest.warns(UserWarning, match="weights.*mix") if RANK == 0 else contextlib.nullcontext()
+    strategy = LosingRing(shard_optimizer=True, bucket_cap_mb=CAP)
+    with warned, pytest.raises(OSError, match="corrupt photo"):
+        fit(strategy, Raising(), callbacks=[saves], enable_checkpointing=True, max_epochs=1)
+
+
+def check_weights_loaded_after_training_stay(tmp_path: Path) -> None:
+    module = Classifier()
+    before = copy.deepcopy(module.state_dict())
+    run = trainer(LateRing(shard_optimizer=True, bucket_cap_mb=CAP), max_epochs=1, default_root_dir=tmp_path)
+    Tuner(run).lr_find(module, loader(), num_training=4)
+    for name, value in module.state_dict().items():
+        assert torch.equal(value, before[name]), name
+
+
+def check_tensors_in_the_same_memory_are_refused() -> None:
+    class Alias(Classifier):
+        def __init__(self, kind: str) -> None:
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4))
+            if kind == "parameter":
+                self.net[1].weight.data = self.net[0].weight.data
+            else:
+                self.register_buffer("bias", self.net[0].bias.detach()[2:])
+
+    for kind, names in (("parameter", "net.0.weight and net.1.weight"), ("buffer", "net.0.bias and bias")):
+        with pytest.raises(ConfigurationError, match=f"{names} are two tensors in the same memory.*strategy='ring'"):
+            fit(sharded(), Alias(kind), max_epochs=1)
+
+
+class Copied(With):
+    """A class that pickle finds, copied and saved in the middle of training."""
+
+    copies: ClassVar[list[Any]] = []
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            file = io.BytesIO()
+            torch.save(self, file)
+            file.seek(0)
+            self.copies += [copy.deepcopy(self), torch.load(file, weights_only=False)]
+            self.copies += [copy.deepcopy(self.net), [p.detach().clone() for p in self.parameters()]]
+
+
+def make_sgd(module: nn.Module) -> Any:
+    return SGD(module.parameters(), lr=0.1)
+
+
+def check_modules_can_be_copied_and_saved_during_training() -> None:
+    Copied.copies.clear()
+    module = Copied(make_sgd)
+    run_late(module)
+    copied, saved, net, values = Copied.copies
+    for other in (copied, saved, net):
+        assert all(torch.equal(a, b) for a, b in zip(other.parameters(), values, strict=True))
+    for other in (copied, saved):
+        other.loss([part[:4] for part in data()[:4]]).backward()
+        assert other.on_train_batch_end.__self__ is other
+        fit(RingStrategy(bucket_cap_mb=CAP), other, max_epochs=1)
+    assert not torch.equal(parameters(copied), parameters(module))

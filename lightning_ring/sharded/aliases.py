@@ -1,0 +1,41 @@
+"""Tensors of a module that share memory without being the same Parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from lightning_ring.errors import ConfigurationError
+
+
+def check_nothing_aliases(module: nn.Module) -> None:
+    """Raise if a trainable parameter of ``module`` overlaps another parameter, or a buffer, in memory.
+
+    A parameter moves into the memory of its bucket, and the other tensor would keep the old values from then on.
+
+    Raises:
+        ConfigurationError: It names both.
+    """
+    end, before, moves = (torch.device("cpu"), 0), "", False
+    for device, start, stop, name, trainable in sorted(_places(module), key=lambda place: (str(place[0]), place[1])):
+        if device == end[0] and start < end[1] and (trainable or moves):
+            raise ConfigurationError(
+                f"{before} and {name} are two tensors in the same memory. Under strategy='ring_sharded' parameters "
+                "move into buckets, which would untie them. Make them one Parameter (decoder.weight = "
+                "encoder.weight), or use strategy='ring'."
+            )
+        if device != end[0] or stop > end[1]:
+            end, before, moves = (device, stop), name, trainable
+
+
+def _places(module: nn.Module) -> Iterator[tuple[torch.device, int, int, str, bool]]:
+    """Device, first byte, byte after the last, name, whether it is trained, of everything in ``module``."""
+    named: list[tuple[str, Tensor]] = [*module.named_parameters(), *module.named_buffers()]
+    for name, tensor in named:
+        if tensor.layout == torch.strided and tensor.numel() and not tensor.is_meta:
+            extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+            start = tensor.data_ptr()
+            trainable = isinstance(tensor, nn.Parameter) and tensor.requires_grad
+            yield tensor.device, start, start + extent * tensor.element_size(), name, trainable

@@ -1,0 +1,61 @@
+"""Code that reads parameters without a call of torch from Python: scripted, or compiled."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from types import CellType, CodeType, FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+
+_LIBRARIES = ("torch", "lightning", "pytorch_lightning", "lightning_ring")
+
+
+def find_unseen_reader(module: nn.Module) -> str | None:
+    """Name of something scripted or compiled that the steps of ``module`` may hand any parameter to, if there is one.
+
+    Looked at are the modules within, their attributes, and what the methods of the class of ``module`` can name:
+    globals and closures. Not a list or dict of such functions, nor what another Python module calls. A module that
+    ``torch.compile(module)`` returned is none: its parameters are waited for before its forward.
+    """
+    for path, child in module.named_modules():
+        if isinstance(child, torch.jit.ScriptModule):
+            return path or type(child).__name__
+        if (
+            getattr(child, "_compiled_call_impl", None) is not None
+        ):  # by `module.compile()`: its hooks are compiled away
+            return path or type(child).__name__
+        for name, value in vars(child).items():
+            if _is_unseen(value):
+                return f"{path}.{name}" if path else name
+    return next((name for name, value in _named_by_methods(type(module)) if _is_unseen(value)), None)
+
+
+def _is_unseen(value: Any) -> bool:
+    if isinstance(value, (torch.jit.ScriptModule, torch.jit.ScriptFunction)):
+        return True
+    compiled = inspect.isroutine(value) and hasattr(value, "_torchdynamo_orig_callable")  # by torch.compile(function)
+    return compiled and not getattr(value, "_torchdynamo_disable", False)
+
+
+def _named_by_methods(kind: type) -> Iterator[tuple[str, Any]]:
+    for owner in kind.__mro__:
+        if owner is object or owner.__module__.partition(".")[0] in _LIBRARIES:
+            continue
+        for name, value in vars(owner).items():
+            yield name, value
+            function = inspect.unwrap(getattr(value, "__func__", value)) if callable(value) else None
+            if isinstance(function, FunctionType):
+                yield from _named_by(function)
+
+
+def _named_by(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    yield from ((name, cell.cell_contents) for name, cell in cells if cell != CellType())
+    codes = [function.__code__]
+    while codes:
+        code = codes.pop()
+        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]  # lambdas within
+        yield from ((name, function.__globals__[name]) for name in code.co_names if name in function.__globals__)
