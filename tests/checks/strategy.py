@@ -411,7 +411,9 @@ def check_powersgd_resumes_where_it_stopped_and_says_where_it_cannot(tmp_path: P
     run(2, None, "half")
     half = str(tmp_path / "half" / "epoch=1.ckpt")
     assert torch.equal(parameters(run(4, half, "rest")), parameters(whole))
-    assert SIZE == 1 or not torch.equal(parameters(run(4, None, "exact", 1000)), parameters(whole))  # it did compress
+    if SIZE == 1:  # nothing travels
+        return
+    assert not torch.equal(parameters(run(4, None, "exact", 1000)), parameters(whole))  # it did compress
     if RANK == 0:  # as another number of ranks would have left it
         checkpoint = torch.load(half, weights_only=True)
         checkpoint["lightning_ring_compression"]["state"]["errors"].append({})
@@ -421,7 +423,7 @@ def check_powersgd_resumes_where_it_stopped_and_says_where_it_cannot(tmp_path: P
         warnings.simplefilter("always")
         module = run(4, str(tmp_path / "other.ckpt"), "reset")
     said = [str(warning.message) for warning in caught if "PowerSGD" in str(warning.message)]
-    assert len(said) == (RANK == 0 and SIZE > 1), said
+    assert len(said) == (RANK == 0), said
     assert all(f"errors of {SIZE + 1} ranks" in text for text in said)
     assert_all_ranks_equal(parameters(module))
 
