@@ -23,9 +23,9 @@ def find_unseen_reader(module: nn.Module) -> str | None:
     for path, child in module.named_modules():
         if isinstance(child, torch.jit.ScriptModule):
             return path or type(child).__name__
-        if (
-            getattr(child, "_compiled_call_impl", None) is not None
-        ):  # by `module.compile()`: its hooks are compiled away
+        if getattr(child, "_orig_mod", None) is not None:  # by `torch.compile(module)`
+            continue
+        if getattr(child, "_compiled_call_impl", None) is not None:  # by `module.compile()`, its hooks too
             return path or type(child).__name__
         for name, value in vars(child).items():
             if _is_unseen(value):
