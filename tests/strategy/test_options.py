@@ -53,9 +53,12 @@ def test_automatic_buckets_need_messages_in_proportion_to_gradients() -> None:
         RingStrategy(bucket_cap_mb="auto", compression="powersgd")
 
 
-def test_a_compressor_of_the_users_own_is_taken_as_it_is() -> None:
+def test_a_compressor_of_the_users_own_is_copied_so_that_no_fit_leaves_it_a_past() -> None:
     own = PowerSGD(rank=4, start_iter=100)
-    assert RingStrategy(compression=own).options.new_compressor() is own
+    used = RingStrategy(compression=own).options.new_compressor()
+    assert isinstance(used, PowerSGD)
+    assert used is not own
+    assert (used.rank, used.start_iter) == (4, 100)
     assert RingStrategy(compression="powersgd").options.new_compressor() is not None
 
 
