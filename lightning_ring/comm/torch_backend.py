@@ -17,7 +17,7 @@ from lightning_ring.comm.ring import check_reducible
 from lightning_ring.comm.ring_communicator import DIRECT_BYTES, RingCommunicator, contiguous_flat
 from lightning_ring.errors import ConfigurationError
 
-SLICE = timedelta(milliseconds=20)
+SLICE = timedelta(milliseconds=200)  # each ends in an exception, at backward's cost: 20 ms made a step 6 % longer
 
 _NATIVE = (torch.float32, torch.float64)
 _OPS = {
@@ -133,7 +133,7 @@ class GlooCommunicator(RingCommunicator):
 
 
 def wait_in_slices(work: dist.Work, while_waiting: Callable[[Sequence[int]], float]) -> None:
-    """Wait for a Gloo collective and see every 20 ms whether the wait must end (a message's wait cannot be resumed)."""
+    """Wait for a Gloo collective and see every 200 ms whether the wait must end (a message's cannot be resumed)."""
     while True:
         try:
             work.wait(SLICE)
