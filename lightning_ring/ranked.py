@@ -21,6 +21,7 @@ from torch import Tensor
 from lightning_ring.collectives import reduce_, reduce_op_of
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.job import Job, connect, open_communicator
+from lightning_ring.comm.recording import Listener, RecordedCommunicator
 from lightning_ring.environment import RingEnvironment
 from lightning_ring.monitor.terminal import widen_terminal
 from lightning_ring.options import RingOptions
@@ -35,6 +36,9 @@ class RankedStrategy(DDPStrategy):
 
     A subclass of `DDPStrategy` because Lightning decides by class who is distributed, gets a sampler, may be compiled;
     nothing of DistributedDataParallel is left in it.
+
+    Attributes:
+        listeners: Called with a `CollectiveRecord` of each collective that carries gradients or sharded parameters.
     """
 
     def __init__(
@@ -56,6 +60,8 @@ class RankedStrategy(DDPStrategy):
             start_method=options.start_method,
         )
         self.options = options
+        self.listeners: list[Listener] = []
+        self._recorded: RecordedCommunicator | None = None
         self._job: Job | None = None
         self._turns = Turns()
 

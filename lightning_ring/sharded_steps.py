@@ -56,11 +56,11 @@ class ShardedSteps(RankedStrategy):
     # -- set-up and tear-down
 
     def _shard_optimizers(self, trainer: pl.Trainer, reducer: ShardReducer) -> None:
-        assert self._comm is not None
+        assert self._recorded is not None
         assert self.model is not None
         self._stopping_together = False
         self._sharding = Sharding(
-            self._comm,
+            self._recorded,
             reducer,
             self.model,
             self.optimizers,

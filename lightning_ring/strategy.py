@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from lightning_ring.comm.recording import RecordedCommunicator
 from lightning_ring.comm.replicate import (
     broadcast_buffers,
     broadcast_module,
@@ -179,8 +180,9 @@ class RingStrategy(ShardedSteps):
         if cap == "auto":
             cap = DEFAULT_CAP_MB
             auto = AutoBuckets(self._comm, _say, default_cap_mb=cap, compressor=self._compressor)
+        self._recorded = RecordedCommunicator(self._comm, self.listeners)
         self._reducer = (ShardReducer if self.options.shard_optimizer else Reducer)(
-            self._comm,
+            self._recorded,
             self.model.named_parameters(),
             bucket_cap_mb=cap,
             auto=auto,

@@ -44,6 +44,7 @@ class QueuedWork:
         "_queue",
         "awaits",
         "description",
+        "ended",
         "error",
         "inference",
         "over",
@@ -63,6 +64,7 @@ class QueuedWork:
         self.started = 0.0
         self.warned = False
         self.over = False
+        self.ended: float | None = None
         self.error: RingError | None = None
 
     def wait(self) -> None:
@@ -196,6 +198,7 @@ class CollectiveQueue:
         except StopIteration:
             self._open.popleft()
             work.steps = None  # lets go of the tensors
+            work.ended = time.perf_counter()
             work.over = True
         except RingError as error:
             self._end_all(self.patience.fail(error))

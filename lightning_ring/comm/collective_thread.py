@@ -118,7 +118,7 @@ class CollectiveThread:
 class ThreadWork:
     """A `Work` of a `CollectiveThread`."""
 
-    __slots__ = ("_thread", "description", "error", "finished", "run", "started", "waits_for", "warned")
+    __slots__ = ("_thread", "description", "ended", "error", "finished", "run", "started", "waits_for", "warned")
 
     def __init__(self, thread: CollectiveThread, description: str, run: Callable[[], None]) -> None:
         self._thread = thread
@@ -127,6 +127,7 @@ class ThreadWork:
         self.started = 0.0
         self.waits_for: Sequence[int] = ()
         self.warned = False
+        self.ended: float | None = None
         self.error: RingError | None = None
         self.finished = threading.Event()
 
@@ -139,6 +140,7 @@ class ThreadWork:
     def finish(self, error: RingError | None) -> None:
         self.error = error
         self.run = _nothing  # lets go of the tensors
+        self.ended = time.perf_counter()
         self.finished.set()
 
 

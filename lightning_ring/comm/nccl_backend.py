@@ -208,11 +208,15 @@ class StreamWork:
         self._work = work
         self._finish: Callable[[], None] | None = finish
 
-    def wait(self) -> None:
+    def order_current_stream(self) -> None:
+        """Have the current stream go on after the collective; unlike `wait` this queues nothing behind it."""
         try:
             self._work.wait()
         except RuntimeError as error:
             raise transport_error(self._description, error) from error
+
+    def wait(self) -> None:
+        self.order_current_stream()
         if self._finish is not None:
             self._finish()
             self._finish = None

@@ -45,6 +45,11 @@ class Journey:
         self._outward = outward
         self._leaving.set()
 
+    @property
+    def ended(self) -> float | None:
+        """As `CollectiveRecord.ended`."""
+        return getattr(self._outward, "ended", None) if self._leaving.is_set() else None
+
     def wait(self) -> None:
         self.agreed.wait()
         while not self._leaving.wait(CHECK_SECONDS):

@@ -60,6 +60,9 @@ class StepTimer(Profiler):
         device: Where the model is.
         window: Steps kept.
         clock: Seconds, monotonic.
+
+    Attributes:
+        listeners: Called with each step's record when the step ends.
     """
 
     def __init__(
@@ -74,9 +77,10 @@ class StepTimer(Profiler):
         self._clock = clock
         self._on_cuda = device.type == "cuda"
         self._phase_of: dict[str, str | None] = {}
-        self._records: deque[_Record] = deque(maxlen=window)
-        self._record = _Record()
+        self._records: deque[StepRecord] = deque(maxlen=window)
+        self._record = StepRecord()
         self._began: float | None = None
+        self.listeners: list[Callable[[StepRecord], None]] = []
 
     @classmethod
     def attach(cls, trainer: Trainer, **arguments: Any) -> StepTimer:
@@ -106,16 +110,19 @@ class StepTimer(Profiler):
             self._record.end(phase, self._mark(phase))
         elif action_name == _STEP and self._began is not None:
             now = self._clock()
-            self._record.total = now - self._began
-            self._records.append(self._record)
-            self._record, self._began = _Record(), now
+            record, began = self._record, self._began
+            record.began, record.total = began, now - began
+            self._records.append(record)
+            self._record, self._began = StepRecord(), now
+            for listener in self.listeners:
+                listener(record)
         elif action_name.endswith(_INTERRUPTIONS):
-            self._record, self._began = _Record(), None
+            self._record, self._began = StepRecord(), None
         self.inner.stop(action_name)
 
     def restart(self) -> None:
         """The next step begins with its own first action: what happens until then is no part of training."""
-        self._record, self._began = _Record(), None
+        self._record, self._began = StepRecord(), None
 
     def steps(self) -> list[StepTimes]:
         """The steps of the window that the device has finished, oldest first."""
@@ -162,12 +169,18 @@ class StepTimer(Profiler):
         return getattr(self.inner, name)
 
 
-class _Record:
-    """Marks of one step: for each phase the pairs of begin and end."""
+class StepRecord:
+    """Marks of one step: for each phase the pairs of begin and end, clock readings or CUDA events.
 
-    __slots__ = ("_open", "marks", "total")
+    Attributes:
+        began: When the step began, by the timer's clock.
+        total: Seconds until it ended.
+    """
+
+    __slots__ = ("_open", "began", "marks", "total")
 
     def __init__(self) -> None:
+        self.began = 0.0
         self.marks: dict[str, list[tuple[Any, Any]]] = {}
         self.total = 0.0
         self._open: dict[str, Any] = {}

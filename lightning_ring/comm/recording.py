@@ -1,0 +1,166 @@
+"""When collectives are called, run and waited for: a `Communicator` that tells listeners."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from lightning_ring.comm.communicator import Communicator, ReduceOp, Work
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class CollectiveRecord:
+    """One collective, as its caller saw it. Times are those of `time.perf_counter`, in seconds.
+
+    The caller loses ``returned - called`` and ``waited_until - waited_from``; the rest of the time until ``ended`` is
+    hidden under what it computes. Collectives of one communicator run in the order of their calls, so that one began
+    when it was called or when the one before it had ended, whichever came later.
+
+    Attributes:
+        name: What the caller named it, such as ``"bucket 3 (...)"``.
+        kind: ``"all_reduce"``, ``"reduce_scatter"``, ``"all_gather"``, ``"all_to_all"`` or ``"broadcast"``.
+        nbytes: Size of this rank's tensor, as it travels.
+        ended: When it was over, where the work has an attribute of that name; else when its caller had waited. On CUDA
+            `None`, and ``events`` tell.
+        events: On CUDA, when the stream that called it came to it, and when it was over.
+    """
+
+    name: str
+    kind: str
+    nbytes: int
+    called: float
+    returned: float = 0.0
+    waited_from: float = 0.0
+    waited_until: float = 0.0
+    ended: float | None = None
+    events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+
+
+Listener = Callable[[CollectiveRecord], None]
+
+
+class RecordedCommunicator:
+    """``comm``, whose collectives are told to ``listeners`` once they were waited for, in the thread that waited.
+
+    Costs two clock reads a collective, on CUDA two events; without listeners nothing. Collectives that block are not
+    recorded. The list may change while training goes on.
+    """
+
+    def __init__(self, comm: Communicator, listeners: list[Listener]) -> None:
+        self._comm = comm
+        self._listeners = listeners
+        self._side: torch.cuda.Stream | None = None
+
+    @property
+    def rank(self) -> int:
+        return self._comm.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._comm.world_size
+
+    @property
+    def shard_index(self) -> int:
+        return self._comm.shard_index
+
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self._comm.empty(numel, dtype, device)
+
+    def all_reduce_(self, tensor: Tensor, *, op: ReduceOp = ReduceOp.SUM, name: str = "") -> Work:
+        record = self._called("all_reduce", tensor, name)
+        return self._returned(record, self._comm.all_reduce_(tensor, op=op, name=name))
+
+    def reduce_scatter_(self, flat: Tensor, *, op: ReduceOp = ReduceOp.SUM, name: str = "") -> Work:
+        record = self._called("reduce_scatter", flat, name)
+        return self._returned(record, self._comm.reduce_scatter_(flat, op=op, name=name))
+
+    def all_gather_(self, flat: Tensor, *, name: str = "") -> Work:
+        record = self._called("all_gather", flat, name)
+        return self._returned(record, self._comm.all_gather_(flat, name=name))
+
+    def all_gather(self, tensor: Tensor, *, name: str = "") -> list[Tensor]:
+        return self._comm.all_gather(tensor, name=name)
+
+    def all_to_all(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], *, name: str = "") -> Work:
+        record = self._called("all_to_all", outputs[0], name) if outputs else None
+        if record is not None:
+            record.nbytes = sum(tensor.nbytes for tensor in outputs)
+        return self._returned(record, self._comm.all_to_all(inputs, outputs, name=name))
+
+    def broadcast_(self, tensor: Tensor, *, src: int = 0, name: str = "") -> Work:
+        record = self._called("broadcast", tensor, name)
+        return self._returned(record, self._comm.broadcast_(tensor, src=src, name=name))
+
+    def broadcast_object(self, obj: T, *, src: int = 0) -> T:
+        return self._comm.broadcast_object(obj, src=src)
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        return self._comm.all_gather_object(obj)
+
+    def barrier(self) -> None:
+        self._comm.barrier()
+
+    def abandon(self) -> None:
+        self._comm.abandon()
+
+    def close(self) -> None:
+        self._comm.close()
+
+    def _called(self, kind: str, tensor: Tensor, name: str) -> CollectiveRecord | None:
+        if not self._listeners:
+            return None
+        record = CollectiveRecord(name, kind, tensor.nbytes, time.perf_counter())
+        if tensor.is_cuda:
+            self._side = self._side or torch.cuda.Stream(tensor.device)
+            record.events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            record.events[0].record()
+        return record
+
+    def _returned(self, record: CollectiveRecord | None, work: Work) -> Work:
+        if record is None:
+            return work
+        record.returned = time.perf_counter()
+        if record.events is not None and self._side is not None:
+            with torch.cuda.stream(self._side):  # ordered after the collective, and after nothing else
+                _wait_on_stream(work)
+                record.events[1].record()
+        return _RecordedWork(work, record, self._listeners)
+
+
+class _RecordedWork:
+    __slots__ = ("_listeners", "_record", "_work")
+
+    def __init__(self, work: Work, record: CollectiveRecord, listeners: list[Listener]) -> None:
+        self._work = work
+        self._record: CollectiveRecord | None = record
+        self._listeners = listeners
+
+    def wait(self) -> None:
+        record, self._record = self._record, None
+        if record is None:
+            self._work.wait()
+            return
+        record.waited_from = time.perf_counter()
+        self._work.wait()
+        record.waited_until = time.perf_counter()
+        if record.events is None:
+            record.ended = getattr(self._work, "ended", None) or record.waited_until
+        for listener in self._listeners:
+            listener(record)
+
+    def done(self) -> bool:
+        return self._work.done()
+
+
+def _wait_on_stream(work: Work) -> None:
+    """Order the current stream after ``work`` without what `Work.wait` queues behind it once."""
+    order = getattr(work, "order_current_stream", None)
+    if order is not None:
+        order()
