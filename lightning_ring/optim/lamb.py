@@ -57,6 +57,7 @@ class LAMB(TrustRatioOptimizer):
 
     state_names = ("exp_avg", "exp_avg_sq")
     counts_steps = True
+    keeps_directions = True
 
     def __init__(
         self,

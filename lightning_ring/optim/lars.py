@@ -54,6 +54,7 @@ class LARS(TrustRatioOptimizer):
 
     state_names = ("momentum_buffer",)
     counts_steps = False
+    keeps_directions = False
 
     def __init__(
         self,

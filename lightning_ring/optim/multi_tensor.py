@@ -15,6 +15,8 @@ from lightning_ring.optim.rule import Rule, Scalars
 from lightning_ring.optim.tensor_list import TensorList, Tensors
 
 CPU_PIECE = 1 << 16  # elements: five float32 streams of this length fit a 2 MiB second-level cache
+CPU_SWEEP_PIECE = 1 << 20  # where torch's kernels leave no temporaries: each call costs more than a longer piece
+CPU_SWEEP_TOGETHER = 1 << 14  # tensors that those kernels do not take one by one
 CPU_SUM_PIECE = 1 << 18  # one stream, read once: the longer the better, as far as float32 sums stay precise
 DEVICE_PIECE = 1 << 20
 MEMORY_SHARE = 0.049
@@ -33,6 +35,18 @@ class Batch:
     mirrors: Tensors
     directions: Tensors | None = None
 
+    def pieces(self, size: int) -> list[Batch]:
+        """The same, cut into pieces of at most ``size`` elements."""
+        if len(self.rows) > 1:
+            return [self]
+        columns = [self.weights, self.grads, *self.states] + ([self.mirrors] if self.mirrors else [])
+        rows = zip(*(column[0].split(size) for column in columns), strict=True)
+        end = 2 + len(self.states)
+        return [
+            Batch(self.rows, [row[0]], [row[1]], [[state] for state in row[2:end]], [row[end]] if self.mirrors else ())
+            for row in rows
+        ]
+
 
 class MultiTensorRunner:
     """Runs a rule on `TensorList`s of pieces: large tensors are cut, small ones put together.
@@ -47,7 +61,7 @@ class MultiTensorRunner:
         self._cut: tuple[Part, list[Batch]] | None = None
 
     def waves(self, part: Part) -> list[Part]:
-        if part.kind.device.type != "cpu":
+        if part.kind.device.type != "cpu" or self._sweeps(part):
             return [part]
         kind = part.kind
         pieces = 2 if kind.weight == kind.compute else 4  # that exist beside the kept directions
@@ -68,7 +82,7 @@ class MultiTensorRunner:
         try_torch = _fits_torch_kernels(part) and not deferred
         h, rows_of_h = Scalars(), None
         to_come = sum(weight.numel() for weight in part.weights)
-        for batch in self._batches(part):
+        for batch in self._batches(part, deferred):
             w, g = _cast(batch.weights, part.kind.compute), _cast(batch.grads, part.kind.compute)
             if batch.rows is not rows_of_h:  # pieces of one tensor share the list
                 h, rows_of_h = _scalars(part, numbers, batch.rows), batch.rows
@@ -95,9 +109,10 @@ class MultiTensorRunner:
 
     def move(self, part: Part, numbers: StepNumbers, deferred: bool, keep: Tensor | None) -> None:
         try_torch = _fits_torch_kernels(part) and not deferred and keep is None
-        for batch in reversed(self._batches(part)):  # what was measured last may still be in the cache
+        for batch in reversed(self._batches(part, deferred)):  # what was measured last may still be in the cache
             if not try_torch or not self._torch_moves(part, numbers, batch):
-                self._move(part, batch, _scalars(part, numbers, batch.rows), deferred, keep)
+                for piece in batch.pieces(CPU_PIECE) if self._sweeps(part) else [batch]:
+                    self._move(part, piece, _scalars(part, numbers, batch.rows), deferred, keep)
             if batch.mirrors:
                 torch._foreach_copy_(batch.mirrors, batch.weights)
             batch.directions = None
@@ -129,11 +144,17 @@ class MultiTensorRunner:
         torch.autograd.graph.increment_version(w)  # torch's fused SGD leaves it out
         return True
 
-    def _batches(self, part: Part) -> list[Batch]:
+    def _batches(self, part: Part, deferred: bool = False) -> list[Batch]:
         """``part`` cut up; kept from `measure` to `move`."""
         if self._cut is None or self._cut[0] is not part:
-            self._cut = (part, cut(part, _piece_size(part)))
+            sweeps = self._sweeps(part) and not deferred
+            sizes = (CPU_SWEEP_PIECE, CPU_SWEEP_TOGETHER) if sweeps else (_piece_size(part),) * 2
+            self._cut = (part, cut(part, *sizes))
         return self._cut[1]
+
+    def _sweeps(self, part: Part) -> bool:
+        """Whether torch's kernels read and write the tensors once each, and there is nothing to keep in the cache."""
+        return not self._rule.keeps_directions and _fits_torch_kernels(part)
 
 
 def _fits_torch_kernels(part: Part) -> bool:
@@ -159,13 +180,14 @@ def _split(part: Part, room: int) -> Iterator[Part]:
         yield part.subset(rows, room)
 
 
-def cut(part: Part, piece_size: int) -> list[Batch]:
-    """All of ``part`` in batches of at most ``piece_size`` elements."""
+def cut(part: Part, piece_size: int, together: int) -> list[Batch]:
+    """All of ``part`` in batches: pieces of at most ``piece_size`` elements of a tensor longer than ``together``, or
+    several tensors of not more than ``together`` elements in all."""
     columns = [part.weights, part.grads, *zip(*part.states, strict=True)] + ([part.mirrors] if part.mirrors else [])
     num_states = len(part.states[0])
     batches: list[Batch] = []
     small: list[int] = []
-    room = piece_size
+    room = together
 
     def close(rows: list[int], views: list[Tensors]) -> None:
         states = views[2 : 2 + num_states]
@@ -178,14 +200,14 @@ def cut(part: Part, piece_size: int) -> list[Batch]:
 
     for row, weight in enumerate(part.weights):
         size = weight.numel()
-        if size > piece_size:
+        if size > together:
             rows = [row]
             for views in zip(*(flat(column[row]).split(piece_size) for column in columns), strict=True):
                 close(rows, [[view] for view in views])
             continue
         if size > room:
             close_small()
-            room = piece_size
+            room = together
         small.append(row)
         room -= size
     close_small()
@@ -221,14 +243,15 @@ def _square_sums(tensors: Tensors) -> list[Any]:
     first = tensors[0]
     if first.device.type != "cpu":
         return list(torch._foreach_pow(torch._foreach_norm(tensors, 2, norm_dtype(first.device)), 2.0))
+    return [sum(map(_square_sum, tensor.split(CPU_SUM_PIECE))) for tensor in tensors]
+
+
+def _square_sum(tensor: Tensor) -> float:
     low, high = SAFE_SQUARES
-    sums = []
-    for tensor in tensors:
-        total = torch.dot(tensor, tensor).item()
-        if not low < total < high and tensor.dtype != torch.float64:
-            total = torch.linalg.vector_norm(tensor, dtype=torch.float64).item() ** 2
-        sums.append(total)
-    return sums
+    total = torch.dot(tensor, tensor).item()
+    if not low < total < high and tensor.dtype != torch.float64:
+        total = torch.linalg.vector_norm(tensor, dtype=torch.float64).item() ** 2
+    return total
 
 
 def _as_vector(values: list[Any], part: Part) -> Tensor:

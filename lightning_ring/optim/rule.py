@@ -27,6 +27,8 @@ class Rule(Protocol):
     """Keys of the per-parameter state, each a tensor like the parameter that begins as zeros."""
     counts_steps: bool
     """Whether `scalars` needs the number of steps that each parameter has taken (state key ``step``)."""
+    keeps_directions: bool
+    """Whether `direction` is more than the gradient, so that it pays to keep it from one norm to the move."""
 
     def __hash__(self) -> int: ...
 
