@@ -85,6 +85,23 @@ def test_buffers_are_not_overwritten_while_somebody_holds_a_batch(folder: ImageF
         assert_same([[images] for images in held], [[b[0]] for b in batches(make(folder, transform=transform))])
 
 
+@pytest.mark.parametrize("transform", [None, DeviceTransform(), DeviceTransform(dtype=torch.bfloat16)])
+def test_buffers_are_filled_anew_when_nobody_holds_them(folder: ImageFolder, transform: Any) -> None:
+    def pages(loader: Loader) -> set[int]:
+        return {batch[0].data_ptr() for batch in loader}
+
+    loader = make(folder, transform=transform, num_threads=1, prefetch=1)
+    assert len(pages(loader) | pages(loader)) <= 3  # of 12 batches: one held by the loop, one being filled, one spare
+    views = [batch[0][1:].numpy() if transform is None else batch[0][:1].float() for batch in loader]
+    parts = [batch[0][2] for batch in loader]
+    expected = [batch[0] for batch in make(folder, transform=transform)]
+    assert len(pages(loader) & {part.data_ptr() for part in parts}) == 0
+    for view, part, whole in zip(views, parts, expected, strict=True):
+        if len(whole) > 2:
+            assert np.array_equal(view, whole[1:].numpy() if transform is None else whole[:1].float())
+            assert torch.equal(part, whole[2])
+
+
 def test_epochs_crop_differently(folder: ImageFolder) -> None:
     sampler = ShuffledSampler(len(folder), shuffle=False, rank=0, world_size=1)
     loader = make(folder, sampler=sampler)

@@ -49,18 +49,23 @@ class DeviceTransform(nn.Module):
     def is_random(self) -> bool:
         return any(self.reach)
 
-    def forward(self, images: Tensor, uniforms: Tensor | None = None) -> Tensor:
-        """``images``: batch x 3 x height x width, uint8; ``uniforms``: batch x 3. The result keeps channels last."""
+    def forward(self, images: Tensor, uniforms: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
+        """``images``: batch x 3 x height x width, uint8; ``uniforms``: batch x 3. The result is channels last.
+
+        With ``out`` (the shape of ``images``, channels last, of this `dtype`) it is written there.
+        """
         rows = images.permute(0, 2, 3, 1)
         if self.is_random:
             assert uniforms is not None
-        done = torch.empty(rows.shape, dtype=self.dtype, device=rows.device)
+        if out is None:
+            out = torch.empty(rows.shape, dtype=self.dtype, device=rows.device).permute(0, 3, 1, 2)
+        done = out.permute(0, 2, 3, 1)
         # A CPU takes one image at a time, which then stays in its cache.
         num = 1 if rows.device.type == "cpu" else max(1, len(rows))
         for start in range(0, len(rows), num):
             part = slice(start, start + num)
             self._transform(rows[part], None if uniforms is None else uniforms[part], done[part])
-        return done.permute(0, 3, 1, 2)
+        return out
 
     def _transform(self, rows: Tensor, uniforms: Tensor | None, done: Tensor) -> None:
         rows = rows.to(self.dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -14,13 +15,15 @@ from torch import Tensor
 
 from lightning_ring.data.loading.crops import Crop
 from lightning_ring.data.loading.device import DeviceTransform
-from lightning_ring.data.loading.pixels import decode_into
+from lightning_ring.data.loading.memory import lend
+from lightning_ring.data.loading.pixels import choose_part, decode_part_into
 from lightning_ring.data.loading.samples import Samples
 from lightning_ring.data.loading.times import LoaderTimes
 from lightning_ring.data.sampling.counters import Stream, uniforms
 from lightning_ring.errors import SampleError
 
 _CHUNK = 8
+_SPARE = 8  # buffers: when many batches are let go at once, the others are freed
 
 
 class ImageSource(Protocol):
@@ -34,14 +37,21 @@ class ImageSource(Protocol):
 
 
 @dataclass(slots=True)
+class _Memory:
+    batch: Tensor  # batch size x 3 x size x size, uint8, channels last
+    places: tuple[Tensor, ...]  # its images, each 1 x 3 x size x size
+    copied: torch.cuda.Event | None = None  # the device has read it
+
+
+@dataclass(slots=True)
 class _Room:
-    buffer: Tensor  # batch size x 3 x size x size, uint8, channels last
+    memory: _Memory
     samples: Samples
-    copied: torch.cuda.Event | None = None  # the device has read the buffer
+    numbers: list[list[float]]  # of each sample, for its crop
 
     @property
     def images(self) -> Tensor:
-        return self.buffer[: len(self.samples)]
+        return self.memory.batch[: len(self.samples)]
 
 
 class ImageBatches:
@@ -72,21 +82,24 @@ class ImageBatches:
         self.with_indices = with_indices
         self.ahead = self.device.type == "cuda"
         self._stream: torch.cuda.Stream | None = None
-        self._free: deque[_Room] = deque()
+        self._free: deque[_Memory] = deque(maxlen=_SPARE)
+        self._floats: deque[Tensor] = deque(maxlen=_SPARE)  # batch size x size x size x 3, on a CPU
 
     # -- in the thread that takes batches, before
 
     def open(self, samples: Samples) -> _Room:
-        if not self._free or len(self._free[0].buffer) < len(samples):
-            self._free.clear()  # of smaller batches
+        # of all at once: the calls cost more than the numbers
+        numbers = uniforms(samples.seed, Stream.CROP, samples.epoch, samples.positions, self.crop.num_uniforms).tolist()
+        memory = self._free.popleft() if self._free else None
+        if memory is None or len(memory.places) < len(samples):  # of a smaller batch
             shape = (len(samples), self.crop.size, self.crop.size, 3)
-            with torch.inference_mode(False):  # an evaluation's; the threads that fill the buffer are outside it
-                buffer = torch.empty(shape, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
-            return _Room(buffer.permute(0, 3, 1, 2), samples)
-        room = self._free.popleft()
-        if room.copied is not None:
-            room.copied.synchronize()
-        return _Room(room.buffer, samples)
+            with torch.inference_mode(False):  # an evaluation's, in which the next training would not write
+                rows = torch.empty(shape, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+            batch = rows.permute(0, 3, 1, 2)
+            memory = _Memory(batch, batch.split(1))
+        if memory.copied is not None:
+            memory.copied.synchronize()
+        return _Room(memory, samples, numbers)
 
     # -- in the threads that decode
 
@@ -95,15 +108,18 @@ class ImageBatches:
         began = perf_counter()
         encoded = self.source.read_many(indices)
         read = perf_counter()
-        numbers = uniforms(samples.seed, Stream.CROP, samples.epoch, samples.positions, self.crop.num_uniforms).tolist()
-        for place, (index, data) in enumerate(zip(indices, encoded, strict=True), start=offset):
-            try:
-                decode_into(room.buffer[place : place + 1], data, self.crop, numbers[place - offset])
-            except (ValueError, OSError) as error:
-                raise SampleError(
-                    f"{self.source.where(index)}: cannot be decoded: {error}. Repair or remove it, or pack the images "
-                    "with `lightning-ring pack`, which leaves broken ones out and lists them."
-                ) from error
+        numbers = room.numbers[offset : offset + len(indices)]
+        # first all of the Python, then all of the decoding: each finds the caches as it left them
+        parts = [choose_part(data, self.crop, row) for data, row in zip(encoded, numbers, strict=True)]
+        with torch.inference_mode():  # nothing here is differentiated
+            for place, (index, part, row) in enumerate(zip(indices, parts, numbers, strict=True), start=offset):
+                try:
+                    decode_part_into(room.memory.places[place], part, self.crop, row)
+                except (ValueError, OSError) as error:
+                    raise SampleError(
+                        f"{self.source.where(index)}: cannot be decoded: {error}. Repair or remove it, or pack the "
+                        "images with `lightning-ring pack`, which leaves broken ones out and lists them."
+                    ) from error
         return LoaderTimes(reading=read - began, transforming=perf_counter() - read)
 
     # -- in the thread that takes batches, after
@@ -113,21 +129,24 @@ class ImageBatches:
         labels = torch.from_numpy(self.source.labels[samples.indices]).long()
         extra = (torch.from_numpy(samples.indices),) if self.with_indices else ()
         if self.device.type != "cuda":
-            if self.transform is None:
-                return room.images.to(self.device), labels.to(self.device), *extra  # a CPU keeps the buffer
-            images = self._transformed(room.images.to(self.device), samples)
-            self._free.append(room)
+            if self.transform is None and self.device.type == "cpu":
+                rows = lend(room.images.permute(0, 2, 3, 1), partial(self._free.append, room.memory))
+                return rows.permute(0, 3, 1, 2), labels, *extra
+            images = room.images.to(self.device)
+            if self.transform is not None:
+                images = self._transformed(images, samples)
+            self._free.append(room.memory)
             return images, labels.to(self.device), *extra
         if self._stream is None:
             self._stream = torch.cuda.Stream(self.device)
         with torch.cuda.stream(self._stream):
             images = room.images.to(self.device, non_blocking=True)
-            room.copied = torch.cuda.Event()
-            room.copied.record()
+            copied = room.memory.copied = torch.cuda.Event()
+            copied.record()
             if self.transform is not None:
                 images = self._transformed(images, samples)
             sent = images, *(t.pin_memory().to(self.device, non_blocking=True) for t in (labels, *extra))
-        self._free.append(room)
+        self._free.append(room.memory)
         return sent
 
     def finish(self, started: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -140,7 +159,16 @@ class ImageBatches:
 
     def _transformed(self, images: Tensor, samples: Samples) -> Tensor:
         assert self.transform is not None
-        if not self.transform.is_random:
-            return self.transform(images)
-        numbers = uniforms(samples.seed, Stream.COLOR, samples.epoch, samples.positions, self.transform.num_uniforms)
-        return self.transform(images, torch.from_numpy(numbers).float().to(self.device))
+        numbers = None
+        if self.transform.is_random:
+            num = self.transform.num_uniforms
+            drawn = uniforms(samples.seed, Stream.COLOR, samples.epoch, samples.positions, num)
+            numbers = torch.from_numpy(drawn).float().to(self.device)
+        if self.device.type != "cpu":
+            return self.transform(images, numbers)
+        memory = self._floats.popleft() if self._floats else None
+        if memory is None or len(memory) < len(images):
+            with torch.inference_mode(False):
+                memory = torch.empty(images.permute(0, 2, 3, 1).shape, dtype=self.transform.dtype)
+        out = lend(memory[: len(images)], partial(self._floats.append, memory))
+        return self.transform(images, numbers, out=out.permute(0, 3, 1, 2))

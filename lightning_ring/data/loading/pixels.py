@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -13,27 +14,49 @@ from torch import Tensor
 
 from lightning_ring.data.decoding import decode_rgb
 from lightning_ring.data.loading.crops import Box, Crop
+from lightning_ring.data.loading.regions import cut, read_layout
 
 _MAX_REDUCTION = 8
+_ALIGNMENT = 64  # bytes: no vector is longer
 
 
 class _Scratch(threading.local):
-    """Memory that a thread decodes and crops into, again and again: fresh pages cost more than the copy."""
+    """Memory that a thread decodes into, again and again: fresh pages cost more than a copy."""
 
     def __init__(self) -> None:
         self.image = np.empty(0, dtype=np.uint8)
-        self.part = np.empty(0, dtype=np.uint8)
+
+    def room(self, num: int) -> npt.NDArray[np.uint8]:
+        """``num`` bytes, none of whose rows is aligned when all are: libjpeg-turbo writes such rows past the caches."""
+        if len(self.image) < num:
+            fresh = np.empty(num + 2 * _ALIGNMENT, dtype=np.uint8)
+            self.image = fresh[-fresh.ctypes.data % _ALIGNMENT + _ALIGNMENT // 2 + 1 :]
+        return self.image
 
 
 _scratch = _Scratch()
 
 
-def decode_into(out: Tensor, data: bytes, crop: Crop, uniforms: Sequence[float]) -> None:
-    """Decode ``data``, and resize the part that ``crop`` chooses into ``out``. All of the work releases the GIL.
+class Part(NamedTuple):
+    """What is to be decoded of the image ``data``: ``box`` of ``jpeg``, which has height x width pixels.
 
-    Equal to torchvision's antialiased bilinear `resized_crop` of the decoded image. Where the part of a
-    JPEG is at least twice as large as ``out`` on both sides, 1/2, 1/4 or 1/8 of its size is decoded (by the DCT, which
-    blurs as it should); the part then starts and ends on whole pixels of the smaller image.
+    Without ``jpeg`` it is not known yet: Pillow will read the image.
+    """
+
+    data: bytes
+    jpeg: bytes | bytearray | None = None
+    height: int = 0
+    width: int = 0
+    box: Box | None = None
+
+
+def decode_into(out: Tensor, data: bytes, crop: Crop, uniforms: Sequence[float]) -> None:
+    """Decode ``data``, and resize the part that ``crop`` chooses into ``out``. The expensive work releases the GIL.
+
+    Equal to torchvision's antialiased bilinear `resized_crop` of the decoded image, bit for bit; of a JPEG with restart
+    markers no more is decoded than that takes (see `regions`). Where the part of a JPEG is at least twice as large as
+    ``out`` on both sides, 1/2, 1/4 or 1/8 of its size is decoded (by the DCT, which blurs as it should); the part then
+    starts and ends on whole pixels of the smaller image, and is close to torchvision's.
 
     Args:
         out: 1 x 3 x size x size, uint8, channels last, RGB.
@@ -41,33 +64,49 @@ def decode_into(out: Tensor, data: bytes, crop: Crop, uniforms: Sequence[float])
     Raises:
         ValueError, OSError: The image cannot be decoded.
     """
-    image, box = _decode(data, crop, uniforms)
-    num = box.height * box.width * 3
-    if len(_scratch.part) < num:
-        _scratch.part = np.empty(num, dtype=np.uint8)
-    part = _scratch.part[:num].reshape(box.height, box.width, 3)
-    np.copyto(part, image[box.top : box.top + box.height, box.left : box.left + box.width])
-    pixels = torch.from_numpy(part).permute(2, 0, 1)[None]
-    if box.flip:
+    decode_part_into(out, choose_part(data, crop, uniforms), crop, uniforms)
+
+
+def choose_part(data: bytes, crop: Crop, uniforms: Sequence[float]) -> Part:
+    """The first half of `decode_into`, which holds the GIL."""
+    if data[:2] != b"\xff\xd8":
+        return Part(data)
+    layout = read_layout(data)
+    if layout is not None:
+        box = crop.box(layout.height, layout.width, uniforms)
+        smaller = cut(data, layout, *box[:4])
+        if smaller is None:
+            return Part(data, data, layout.height, layout.width, box)
+        top, left, height, width = smaller[1:]
+        return Part(data, smaller.data, height, width, Box(top, left, box.height, box.width, box.flip))
+    try:
+        height, width, _, _ = simplejpeg.decode_jpeg_header(data)
+    except ValueError:
+        return Part(data)
+    return Part(data, data, int(height), int(width), crop.box(int(height), int(width), uniforms))
+
+
+def decode_part_into(out: Tensor, part: Part, crop: Crop, uniforms: Sequence[float]) -> None:
+    """The second half."""
+    image, (top, left, height, width, flip) = _decode(part, crop, uniforms)
+    pixels = torch.from_numpy(image[None, top : top + height, left : left + width].transpose(0, 3, 1, 2))
+    if flip:
         pixels = pixels.flip(-1)
     # what `torch.nn.functional.interpolate(antialias=True)` calls, without the copy that would leave channels last
-    torch.ops.aten._upsample_bilinear2d_aa.out(pixels, [crop.size, crop.size], False, None, None, out=out)
+    torch._C._nn._upsample_bilinear2d_aa(pixels, [crop.size] * 2, False, None, None, out=out)  # type: ignore[call-arg]
 
 
-def _decode(data: bytes, crop: Crop, uniforms: Sequence[float]) -> tuple[npt.NDArray[np.uint8], Box]:
-    if data[:2] == b"\xff\xd8":
+def _decode(part: Part, crop: Crop, uniforms: Sequence[float]) -> tuple[npt.NDArray[np.uint8], Box]:
+    data, jpeg, height, width, box = part
+    if box is not None:
+        factor = _reduction(box, crop.size)
         try:
-            height, width, _, _ = simplejpeg.decode_jpeg_header(data)
-            box = crop.box(height, width, uniforms)
-            factor = _reduction(box, crop.size)
-            if len(_scratch.image) < height * width * 3:
-                _scratch.image = np.empty(height * width * 3, dtype=np.uint8)
             image = simplejpeg.decode_jpeg(
-                data,
+                jpeg,
                 min_height=-(-height // factor) if factor > 1 else 0,
                 min_width=-(-width // factor) if factor > 1 else 0,
                 min_factor=factor,
-                buffer=_scratch.image,
+                buffer=_scratch.room(height * width * 3),
             )
             return image, _reduced(box, factor, image.shape) if factor > 1 else box
         except ValueError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from io import BytesIO
 from typing import Any
@@ -94,7 +95,7 @@ def _prepare(data: bytes, size: int, quality: int) -> PackedImage:
     if turn is not None:
         pixels = pixels.transpose(turn)
     how = "converted" if notes else "shrunk" if not small else "turned"
-    return PackedImage(_encode_jpeg(pixels, quality), "jpg", how, "; ".join(notes))
+    return PackedImage(encode_jpeg(pixels, quality), "jpg", how, "; ".join(notes))
 
 
 def _notes(image: Any) -> list[str]:
@@ -137,8 +138,19 @@ def _shrunk_size(size: tuple[int, int], shorter: int) -> tuple[int, int]:
     return max(shorter, round(width * shorter / height)), shorter
 
 
-def _encode_jpeg(image: Any, quality: int) -> bytes:
-    pixels = np.ascontiguousarray(image)
-    if image.mode == "L":
-        return bytes(simplejpeg.encode_jpeg(pixels[:, :, None], quality, "GRAY", "Gray"))
-    return bytes(simplejpeg.encode_jpeg(pixels, quality, "RGB", "420"))
+def encode_jpeg(image: Any, quality: int) -> bytes:
+    """``image`` (RGB or gray) as a baseline JPEG with restart markers, so that a loader may decode a part of it.
+
+    After one or two blocks of 16 x 16 pixels: what divides the blocks of a row. That makes files 2 to 5 % longer. Gray
+    images have blocks of 8 x 8, and a marker a row, as they would grow by a quarter.
+    """
+    gray = image.mode == "L"
+    blocks = 1 if -(-image.width // 16) % 2 else 2
+    options = {"quality": quality, "subsampling": "4:2:0", "comment": None}
+    restarts = {"restart_marker_rows": 1} if gray else {"restart_marker_blocks": blocks}
+    # Pillow holds the GIL while it writes to anything but a file that the system knows
+    memory = os.fdopen(os.memfd_create("jpeg"), "w+b") if hasattr(os, "memfd_create") else BytesIO()
+    with memory as file:
+        image.save(file, "JPEG", **options, **restarts)
+        file.seek(0)
+        return file.read()
