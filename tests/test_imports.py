@@ -70,6 +70,16 @@ def test_importing_the_package_imports_neither_lightning_nor_torch() -> None:
     assert run_code(f"import lightning_ring, lightning_ring.cli.ringrun, sys; {print_names}") == "[]"
 
 
+def test_packing_needs_no_torch_and_what_the_data_room_names_is_there() -> None:
+    code = (
+        "import sys, lightning_ring.data.packing.run, lightning_ring.data.shards.verify; "
+        "assert 'torch' not in sys.modules; "
+        "import lightning_ring.data as d; assert set(d.__all__) <= set(dir(d)); "
+        "print(all(getattr(d, name).__name__ == name for name in d.__all__), hasattr(d, 'Nothing'))"
+    )
+    assert run_code(code) == "True False"
+
+
 def test_the_strategy_itself_may_be_imported_first() -> None:
     assert run_code("from lightning_ring.strategy import RingStrategy as R; print(R.strategy_name)") == "ring"
 

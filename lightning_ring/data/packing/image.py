@@ -146,11 +146,12 @@ def encode_jpeg(image: Any, quality: int) -> bytes:
     """
     gray = image.mode == "L"
     blocks = 1 if -(-image.width // 16) % 2 else 2
-    options = {"quality": quality, "subsampling": "4:2:0", "comment": None}
     restarts = {"restart_marker_rows": 1} if gray else {"restart_marker_blocks": blocks}
+    plain = image.copy()
+    plain.info = {}  # Pillow would keep the comment of the file that it was
     # Pillow holds the GIL while it writes to anything but a file that the system knows
     memory = os.fdopen(os.memfd_create("jpeg"), "w+b") if hasattr(os, "memfd_create") else BytesIO()
     with memory as file:
-        image.save(file, "JPEG", **options, **restarts)
+        plain.save(file, "JPEG", quality=quality, subsampling="4:2:0", **restarts)
         file.seek(0)
         return file.read()
