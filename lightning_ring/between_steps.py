@@ -25,6 +25,8 @@ class WholeParameters(pl.Callback):
     a read waits for what it reads (`watch_hooks`).
     """
 
+    reads_parameters = False  # as any callback may say of itself: its hooks are not watched
+
     def __init__(self, make_whole: Callable[[], None]) -> None:
         self.make_whole = make_whole
 
@@ -64,7 +66,7 @@ def watch_hooks(
 
 
 def _overridden(trainer: pl.Trainer) -> Iterator[tuple[Any, str]]:
-    others = [one for one in trainer.callbacks if not isinstance(one, WholeParameters)]  # type: ignore[attr-defined]
+    others = [one for one in trainer.callbacks if getattr(one, "reads_parameters", True)]  # type: ignore[attr-defined]
     for callback in others:
         for name in (*_EACH_BATCH, *_AFTER_BACKWARD):
             if getattr(type(callback), name) is not getattr(pl.Callback, name) or name in vars(callback):

@@ -43,6 +43,7 @@ class RingOptions:
     timeout: timedelta = timedelta(minutes=30)
     stall_warning: timedelta = timedelta(seconds=60)
     force_communication: bool = False
+    monitor: bool = True
 
     def __post_init__(self) -> None:
         _one_of("backend", self.backend, get_args(Backend))
@@ -54,6 +55,7 @@ class RingOptions:
         _one_of("uneven", self.uneven, get_args(Uneven))
         _one_of("start_method", self.start_method, get_args(StartMethod))
         _one_of("force_communication", self.force_communication, (False, True))
+        _one_of("monitor", self.monitor, (False, True))
         _positive_size(self.bucket_cap_mb)
         _positive_duration("timeout", self.timeout)
         _positive_duration("stall_warning", self.stall_warning)

@@ -38,7 +38,8 @@ class RankedStrategy(DDPStrategy):
     nothing of DistributedDataParallel is left in it.
 
     Attributes:
-        listeners: Called with a `CollectiveRecord` of each collective that carries gradients or sharded parameters.
+        listeners: Called with a `CollectiveRecord` of each collective that carries gradients or sharded parameters, and
+            of `reduce` (``self.log(..., sync_dist=True)``).
     """
 
     def __init__(
@@ -130,7 +131,8 @@ class RankedStrategy(DDPStrategy):
         op = reduce_op_of(reduce_op)
         if group is not None or op is None or tensor.device.type != self.root_device.type:
             return super().reduce(tensor, group, reduce_op)
-        return reduce_(tensor, self._comm, op, self._turns.during_step)
+        comm = RecordedCommunicator(self._comm, self.listeners) if self.listeners else self._comm
+        return reduce_(tensor, comm, op, self._turns.during_step)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         if self._comm is None and group is None:
@@ -141,6 +143,16 @@ class RankedStrategy(DDPStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         self._report(exception)
+
+    @property
+    def communicator(self) -> Communicator | None:
+        """What all ranks exchange tensors through, in one order of calls; `None` in a single process."""
+        return self._comm
+
+    @property
+    def has_data(self) -> bool:
+        """Whether this rank's batch counts; not where it ran out of data and repeats one (``uneven="join"``)."""
+        return self._turns.has_data
 
     @property
     def _comm(self) -> Communicator | None:

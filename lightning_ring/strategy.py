@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
@@ -18,6 +18,7 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -33,7 +34,9 @@ from lightning_ring.compression_state import CompressionState
 from lightning_ring.foreign import explain_foreign_modules
 from lightning_ring.gradients import DEFAULT_CAP_MB, AutoBuckets, Reducer, ShardReducer
 from lightning_ring.gradients.compression import Compressor
+from lightning_ring.gradients.squares import squares_by_bucket
 from lightning_ring.loader_state import count_trained_batches
+from lightning_ring.monitor.ring_monitor import add_monitor
 from lightning_ring.options import (
     Backend,
     BroadcastBuffers,
@@ -86,6 +89,8 @@ class RingStrategy(ShardedSteps):
         timeout: Past it a collective that has not finished raises on every rank.
         stall_warning: After it a collective that has not finished is reported in the log.
         force_communication: Run buckets and collectives in a single process too, to measure them.
+        monitor: Add `lightning_ring.monitor.RingMonitor` to the Trainer's callbacks, unless there is one, or nothing
+            that communicates.
         accelerator, parallel_devices, checkpoint_io, precision_plugin: As every Lightning strategy takes them.
 
     Raises:
@@ -109,6 +114,7 @@ class RingStrategy(ShardedSteps):
         timeout: timedelta = timedelta(minutes=30),
         stall_warning: timedelta = timedelta(seconds=60),
         force_communication: bool = False,
+        monitor: bool = True,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         checkpoint_io: CheckpointIO | None = None,
@@ -126,6 +132,7 @@ class RingStrategy(ShardedSteps):
             timeout=timeout,
             stall_warning=stall_warning,
             force_communication=force_communication,
+            monitor=monitor,
         )
         super().__init__(
             options,
@@ -160,6 +167,8 @@ class RingStrategy(ShardedSteps):
             broadcast_module(self.model, self._comm)
         if fitting:
             self.configure_ddp()
+            if self.options.monitor and self._comm is not None:
+                add_monitor(trainer)
             self._leave_sigterm_to_the_buckets(trainer)
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
@@ -306,6 +315,16 @@ class RingStrategy(ShardedSteps):
             return None  # no rank has a gradient: a loss scaler must not look for one
 
         return super().optimizer_step(optimizer, closure_or_none, model, **kwargs)
+
+    def gradient_squares(self, parameters: Sequence[Parameter]) -> Tensor:
+        """What this rank adds to the squared norms of gradients, summed over ranks: of each bucket, and outside of any.
+
+        1-D, float64. All ranks call it, with the same parameters, where gradients are averaged already.
+        """
+        if self._sharding is not None:
+            return self._sharding.gradient_squares(parameters)
+        buckets = self._reducer.buckets if self._reducer is not None else []
+        return squares_by_bucket(parameters, buckets, self.world_size)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         assert self._reducer is not None

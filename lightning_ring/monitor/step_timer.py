@@ -20,6 +20,18 @@ _PHASES = {  # last part of Lightning's own names for what it does
     "optimizer_step": "optimizer",
 }
 _MANUAL = "manual_optimizer"  # inside training_step, where automatic optimization has it around
+_MANUAL_BACKWARD = "manual_backward"  # inside training_step too
+_CLOSURE_BACKWARD = "closure_backward"  # the same, inside the manual optimizer's step
+_INNERMOST_FIRST = {
+    "backward": "backward",
+    _CLOSURE_BACKWARD: "backward",
+    _MANUAL_BACKWARD: "backward",
+    _MANUAL: "optimizer",
+    "forward": "forward",
+    "optimizer": "optimizer",
+    "data": "data",
+    "copy": "copy",
+}
 _INTERRUPTIONS = ("validation_step", "test_step", "save_checkpoint")
 _STEP = "run_training_batch"
 
@@ -34,7 +46,8 @@ class StepTimes:
     Attributes:
         data: Waiting for the next batch.
         copy: Handing the batch to the device.
-        forward: ``training_step``; with manual optimization backward too, which Lightning does not announce then.
+        forward: ``training_step``; with manual optimization backward too, which Lightning does not announce then,
+            unless a callback told `StepTimer.begin_manual_backward`.
         backward: Backward; with a strategy that averages gradients in it, waiting for that too.
         optimizer: ``optimizer_step`` without the forward and backward that Lightning runs inside it.
         other: Hooks, callbacks, loggers.
@@ -63,6 +76,8 @@ class StepTimer(Profiler):
 
     Attributes:
         listeners: Called with each step's record when the step ends.
+        interruption_listeners: Called with what it was (``"validation_step"``, ``"test_step"``, ``"save_checkpoint"``),
+            when it began and when it ended, by the clock.
     """
 
     def __init__(
@@ -81,24 +96,35 @@ class StepTimer(Profiler):
         self._record = StepRecord()
         self._began: float | None = None
         self.listeners: list[Callable[[StepRecord], None]] = []
+        self.interruption_listeners: list[Callable[[str, float, float], None]] = []
+        self._users = 0
+        self._interrupted: dict[str, float] = {}
 
     @classmethod
     def attach(cls, trainer: Trainer, **arguments: Any) -> StepTimer:
-        """Put a timer before ``trainer``'s profiler; one that is there already is returned."""
+        """Put a timer before ``trainer``'s profiler; one that is there already is shared, with its own arguments.
+
+        Each user calls `detach` once, and takes its own listeners away.
+        """
         profiler: Any = trainer.profiler  # type: ignore[attr-defined]
         if not isinstance(profiler, cls):
             profiler = cls(profiler, trainer.strategy.root_device, **arguments)
             trainer.profiler = profiler  # type: ignore[attr-defined]
+        profiler._users += 1
         return profiler
 
     def detach(self, trainer: Trainer) -> None:
-        if trainer.profiler is self:  # type: ignore[attr-defined]
+        """Give the Trainer its profiler back, once all who attached this timer have detached it."""
+        self._users = max(0, self._users - 1)
+        if not self._users and trainer.profiler is self:  # type: ignore[attr-defined]
             trainer.profiler = self.inner  # type: ignore[attr-defined]
 
     def start(self, action_name: str) -> None:
         self.inner.start(action_name)
         phase = self._phase(action_name)
         if phase is None:
+            if self.interruption_listeners and action_name.endswith(_INTERRUPTIONS):
+                self._interrupted[action_name] = self._clock()
             return
         if self._began is None:
             self._began = self._clock()
@@ -118,7 +144,17 @@ class StepTimer(Profiler):
                 listener(record)
         elif action_name.endswith(_INTERRUPTIONS):
             self._record, self._began = StepRecord(), None
+            began = self._interrupted.pop(action_name, None)
+            if began is not None:
+                for interrupted in self.interruption_listeners:
+                    interrupted(action_name.rsplit(".", 1)[-1], began, self._clock())
         self.inner.stop(action_name)
+
+    def begin_manual_backward(self) -> None:
+        self._record.begin_manual_backward(self._mark("backward"))
+
+    def end_manual_backward(self) -> None:
+        self._record.end_manual_backward(self._mark("backward"))
 
     def restart(self) -> None:
         """The next step begins with its own first action: what happens until then is no part of training."""
@@ -192,20 +228,45 @@ class StepRecord:
         if phase in self._open:
             self.marks.setdefault(phase, []).append((self._open.pop(phase), mark))
 
+    def begin_manual_backward(self, mark: Any) -> None:
+        self.begin(_CLOSURE_BACKWARD if _MANUAL in self._open else _MANUAL_BACKWARD, mark)
+
+    def end_manual_backward(self, mark: Any) -> None:
+        self.end(_CLOSURE_BACKWARD if _CLOSURE_BACKWARD in self._open else _MANUAL_BACKWARD, mark)
+
+    def phase_at(self, moment: float) -> str | None:
+        """The part of `StepTimes` that the host was in, as far as host clocks timed it; `None` outside this step."""
+        for name, part in _INNERMOST_FIRST.items():
+            for begin, end in self.marks.get(name, ()):
+                if isinstance(begin, float) and begin <= moment <= end:
+                    return part
+        return "other" if self.began <= moment <= self.began + self.total else None
+
+    def has(self, part: str) -> bool:
+        return any(self.marks.get(name) for name, of in _INNERMOST_FIRST.items() if of == part)
+
+    def spans(self) -> list[tuple[str, Any, Any]]:
+        """Part of `StepTimes`, begin and end of each mark: clock readings, or on CUDA events."""
+        return [(part, *pair) for name, part in _INNERMOST_FIRST.items() for pair in self.marks.get(name, ())]
+
     def finished(self) -> bool:
         return all(
             end.query() for pairs in self.marks.values() for _, end in pairs if isinstance(end, torch.cuda.Event)
         )
 
     def times(self) -> StepTimes:
-        spent = {name: sum(_seconds(*pair) for pair in self.marks.get(name, ())) for name in _PHASES.values()}
+        spent = {name: self._spent(name) for name in _PHASES.values()}
         if self.marks.get("optimizer"):  # not in a step that accumulates
             spent["optimizer"] = max(0.0, spent["optimizer"] - spent["forward"] - spent["backward"])
-        if self.marks.get(_MANUAL):
-            spent["optimizer"] = sum(_seconds(*pair) for pair in self.marks[_MANUAL])
-            spent["forward"] = max(0.0, spent["forward"] - spent["optimizer"])
+        manual, before, inside = self._spent(_MANUAL), self._spent(_MANUAL_BACKWARD), self._spent(_CLOSURE_BACKWARD)
+        spent["forward"] = max(0.0, spent["forward"] - manual - before)
+        spent["backward"] += before + inside
+        spent["optimizer"] += manual - inside
         other = max(0.0, self.total - sum(spent.values()))
         return StepTimes(**spent, other=other, total=self.total)
+
+    def _spent(self, phase: str) -> float:
+        return sum(_seconds(*pair) for pair in self.marks.get(phase, ()))
 
 
 def _seconds(begin: Any, end: Any) -> float:

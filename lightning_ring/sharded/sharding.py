@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.gradients.shards import ShardReducer
+from lightning_ring.gradients.squares import squares_by_bucket
 from lightning_ring.sharded import norms
 from lightning_ring.sharded.aliases import check_nothing_aliases
 from lightning_ring.sharded.coverage import Coverage
@@ -89,6 +90,17 @@ class Sharding:
         before, self._quiet_about_norms = self._quiet_about_norms, True
         try:
             return norms.clip_grad_norm_(params, max_norm, self._parameters, norm_type)
+        finally:
+            self._quiet_about_norms = before
+
+    def gradient_squares(self, params: Sequence[Parameter]) -> Tensor:
+        """`squares_by_bucket` of this rank's parts of the gradients; collective the first time."""
+        parameters = self._parameters
+        parameters.follow()
+        before, self._quiet_about_norms = self._quiet_about_norms, True
+        try:
+            parts = {param: parameters.own_gradient(param) for param in params if param in parameters.by_param}
+            return squares_by_bucket(params, parameters.reducer.buckets, self._comm.world_size, parts)
         finally:
             self._quiet_about_norms = before
 

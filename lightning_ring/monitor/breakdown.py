@@ -1,0 +1,134 @@
+"""One training step, taken apart: what was computed, and what communication cost it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from lightning_ring.comm.recording import CollectiveRecord
+from lightning_ring.monitor.step_timer import StepRecord
+
+_PARTS = ("data", "copy", "forward", "backward", "optimizer", "other")
+
+
+@dataclass(frozen=True, slots=True)
+class StepBreakdown:
+    """Seconds of one step, or means over several. The parts up to ``other`` add up to ``total``.
+
+    Attributes:
+        data, copy, forward, backward, optimizer, other: As in `StepTimes`, without what was lost to collectives.
+        exposed: Lost to collectives: starting them, and waiting for them.
+        total: The step.
+        busy: During which some collective was under way.
+        sent: Bytes that this rank sends for the step's collectives on a ring, as nccl-tests count them for the bus
+            bandwidth ``sent / busy``: 2(N-1)/N of an all-reduce's, (N-1)/N of a reduce-scatter's or an all-gather's.
+    """
+
+    data: float = 0.0
+    copy: float = 0.0
+    forward: float = 0.0
+    backward: float = 0.0
+    exposed: float = 0.0
+    optimizer: float = 0.0
+    other: float = 0.0
+    total: float = 0.0
+    busy: float = 0.0
+    sent: float = 0.0
+
+    @classmethod
+    def unknown(cls) -> StepBreakdown:
+        return cls(*[math.nan] * len(fields(cls)))
+
+    @property
+    def hidden(self) -> float:
+        """Seconds of communication under what the rank computed meanwhile."""
+        return max(0.0, self.busy - self.exposed)
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """When things happened to one collective, in seconds of one clock: the host's, or on CUDA the device's."""
+
+    called: float
+    began: float
+    ended: float
+    losses: tuple[tuple[float, float], ...]
+
+
+def break_down(record: StepRecord, collectives: Sequence[CollectiveRecord], world_size: int) -> StepBreakdown:
+    """``record`` of a finished step, with the `collectives_of` it."""
+    times = record.times()
+    spent = {part: getattr(times, part) for part in _PARTS}
+    exposed = busy = 0.0
+    for collective, when in zip(collectives, collective_times(collectives), strict=True):
+        busy += when.ended - when.began
+        for start, stop in when.losses:
+            part = _part_of(record, collective, start)
+            if part is not None:  # else it was called in the step before
+                exposed += stop - start
+                spent[part] = max(0.0, spent[part] - (stop - start))
+    sent = sum(sent_bytes(collective, world_size) for collective in collectives)
+    return StepBreakdown(**spent, exposed=exposed, total=times.total, busy=busy, sent=sent)
+
+
+def collectives_of(record: StepRecord, told: Iterable[CollectiveRecord]) -> list[CollectiveRecord]:
+    """Those that were waited for in the step, in the order of their calls: a validation between two has its own, and
+    parameters are waited for as they are used."""
+    ended = record.began + record.total
+    return sorted((one for one in told if record.began <= one.waited_from <= ended), key=lambda one: one.called)
+
+
+def collective_times(collectives: Sequence[CollectiveRecord]) -> list[Times]:
+    """One after the other: each began when it was called or when the one before it had ended, whichever was later."""
+    reference = next((one.events[0] for one in collectives if one.events is not None), None)
+    found: list[Times] = []
+    previous = float("-inf")
+    for one in collectives:
+        if one.events is None:
+            called, ended = one.called, one.ended if one.ended is not None else one.waited_until
+            losses = ((one.called, one.returned), (one.waited_from, one.waited_until))
+        else:
+            called, ended = (_since(reference, event) for event in one.events)
+            waited = _since(reference, one.wait_event) if one.wait_event is not None else ended
+            losses = ((waited, max(waited, ended)),)
+        began = min(max(called, previous), ended)
+        previous = max(previous, ended)
+        found.append(Times(called, began, ended, losses))
+    return found
+
+
+def sent_bytes(collective: CollectiveRecord, world_size: int) -> float:
+    """What this rank sends for ``collective`` on a ring."""
+    if collective.kind == "broadcast":
+        return collective.nbytes
+    share = (world_size - 1) / world_size
+    return (2 if collective.kind == "all_reduce" else 1) * share * collective.nbytes
+
+
+def finished(record: StepRecord, collectives: Sequence[CollectiveRecord]) -> bool:
+    """Whether the device has come past all of it, so that its events can be read."""
+    return record.finished() and all(one.events is None or one.events[1].query() for one in collectives)
+
+
+def mean(steps: Sequence[StepBreakdown]) -> StepBreakdown:
+    """The mean of each number over ``steps``, at least one."""
+    return StepBreakdown(*(sum(getattr(step, field.name) for step in steps) / len(steps) for field in _FIELDS))
+
+
+_FIELDS = fields(StepBreakdown)
+
+
+def _part_of(record: StepRecord, collective: CollectiveRecord, start: float) -> str | None:
+    if collective.events is None:
+        return record.phase_at(start)
+    # the device's clock knows no phases, but who waits for what is known: forward for parameters, backward for the rest
+    return "forward" if collective.kind == "all_gather" or not record.has("backward") else "backward"
+
+
+def _since(reference: Any, event: torch.cuda.Event) -> float:
+    seconds: float = reference.elapsed_time(event) / 1e3
+    return seconds

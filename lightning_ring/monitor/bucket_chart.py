@@ -1,0 +1,94 @@
+"""One step as a Gantt chart: what was computed, and of each bucket when it was ready, on the wire, and waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lightning_ring.comm.recording import CollectiveRecord
+from lightning_ring.monitor.breakdown import collective_times
+from lightning_ring.monitor.step_timer import StepRecord
+
+READY, ON_THE_WIRE, WAITED_FOR = "ready", "on the wire", "waited for"
+_COMPUTED = {
+    "data": "#8c8c8c",
+    "copy": "#b0a08c",
+    "forward": "#59a14f",
+    "backward": "#4e79a7",
+    "optimizer": "#b07aa1",
+}
+_STATES = {READY: "#d9d9d9", ON_THE_WIRE: "#f28e2b", WAITED_FOR: "#e15759"}
+_MOST_COLLECTIVES = 48
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """``kind`` is a part of `StepTimes`, or what a collective was doing. Seconds since the step began."""
+
+    lane: str
+    kind: str
+    start: float
+    stop: float
+
+
+def bars(record: StepRecord, collectives: Sequence[CollectiveRecord]) -> list[Bar]:
+    """Everything that happened in a finished step, by the host's clock, or on CUDA by the device's."""
+    spans = record.spans()
+    on_device = [span for span in spans if not isinstance(span[1], float)]
+    origin: Any = record.began
+    if on_device:  # what the host timed itself, fetching and copying, is on another clock
+        spans, origin = on_device, _earliest(on_device)
+    found = [Bar(part, part, _since(origin, start), _since(origin, stop)) for part, start, stop in spans]
+    collectives = collectives[:_MOST_COLLECTIVES]
+    events = next((one.events for one in collectives if one.events is not None), None)
+    shift = _since(origin, events[0]) if events is not None else -record.began
+    for one, when in zip(collectives, collective_times(collectives), strict=True):
+        lane = one.name or one.kind
+        found.append(Bar(lane, READY, when.called + shift, when.began + shift))
+        found.append(Bar(lane, ON_THE_WIRE, when.began + shift, when.ended + shift))
+        start, stop = when.losses[-1]
+        found.append(Bar(lane, WAITED_FOR, start + shift, stop + shift))
+    return found
+
+
+def draw(found: Sequence[Bar], title: str) -> Any:
+    """RGBA pixels (height, width, 4), uint8. Needs matplotlib."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure  # no pyplot: it would look for a display
+    from matplotlib.patches import Patch
+
+    lanes = list(dict.fromkeys(bar.lane for bar in found))
+    figure = Figure(figsize=(11, 1.6 + 0.26 * len(lanes)), dpi=100, layout="constrained")
+    canvas = FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    colours = _COMPUTED | _STATES
+    for bar in found:
+        place, height = (lanes.index(bar.lane), 0.34 if bar.kind == WAITED_FOR else 0.8)
+        axes.barh(place, 1e3 * (bar.stop - bar.start), left=1e3 * bar.start, height=height, color=colours[bar.kind])
+    axes.set_yticks(range(len(lanes)), [lane if len(lane) < 60 else lane[:57] + "..." for lane in lanes], fontsize=8)
+    axes.invert_yaxis()
+    axes.set(xlabel="ms since the step began", title=title)
+    axes.grid(True, axis="x", alpha=0.3)
+    states = [Patch(color=colour, label=state) for state, colour in _STATES.items()]
+    figure.legend(handles=states, loc="outside lower right", ncols=3, fontsize=8)
+    canvas.draw()
+    import numpy as np  # matplotlib brings it
+
+    return np.asarray(canvas.buffer_rgba()).copy()
+
+
+def _earliest(spans: Sequence[tuple[str, Any, Any]]) -> torch.cuda.Event:
+    first = spans[0][1]
+    for _, start, _ in spans[1:]:
+        if _since(first, start) < 0:
+            first = start
+    event: torch.cuda.Event = first
+    return event
+
+
+def _since(origin: Any, moment: Any) -> float:
+    seconds: float = moment - origin if isinstance(moment, float) else origin.elapsed_time(moment) / 1e3
+    return seconds

@@ -1,0 +1,181 @@
+"""TensorBoard's pages: one layout of custom scalars, hyper-parameters, histograms, and the buckets of a step."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import time
+from datetime import timedelta
+from functools import cache
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.logger import _convert_params, _flatten_dict, _sanitize_params
+from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch.utils.data import DataLoader
+
+from lightning_ring.monitor.bucket_chart import bars, draw
+from lightning_ring.monitor.ring_report import RingReport
+from lightning_ring.monitor.step_window import Step
+
+_DRAWING_SHARE = 1 / 200  # of the time that training takes
+_FIRST_GUESS_SECONDS = 0.3
+_IMAGE = "ring/buckets of a step"
+
+
+class Dashboard:
+    """Writes to the TensorBoard loggers of ``trainer``, on rank 0, what `Logger.log_metrics` cannot.
+
+    Layout and hyper-parameters are written at once. Without TensorBoard: one warning, and nothing is written.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._loggers = [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
+        csv_instead = any(isinstance(logger, CSVLogger) for logger in trainer.loggers)
+        if not self._loggers and csv_instead and importlib.util.find_spec("tensorboard") is None:
+            _warn_of_missing("tensorboard", "scalars go to the other loggers, and its pages are left out")
+        self._drawn = time.monotonic()
+        self._drawing_seconds = _FIRST_GUESS_SECONDS
+        _log_hyperparameters(trainer, hyperparameters(trainer))
+        adapts = any(hasattr(optimizer, "trust_ratios") for optimizer in trainer.optimizers)
+        for logger in self._loggers:
+            if not getattr(logger, "_ring_layout_written", False):  # a writer takes one layout, a logger several fits
+                logger.experiment.add_custom_scalars(layout(adapts))
+                logger._ring_layout_written = True  # type: ignore[attr-defined]
+
+    def add_histograms(self, report: RingReport) -> None:
+        for logger in self._loggers:
+            if report.trust_ratios.numel():
+                logger.experiment.add_histogram("ring/trust_ratio", report.trust_ratios, report.step)
+            norms = torch.tensor(report.bucket_norms)
+            if norms.numel() and bool(norms.isfinite().all()):
+                logger.experiment.add_histogram("ring/bucket_gradient_norm", norms, report.step)
+
+    def draw_seldom(self, step: Step | None, report: RingReport | None) -> None:
+        """`draw`, where so much time has passed that drawing takes no more than 1/200 of it."""
+        if (time.monotonic() - self._drawn) * _DRAWING_SHARE > self._drawing_seconds:
+            self.draw(step, report)
+
+    def draw(self, step: Step | None, report: RingReport | None) -> None:
+        """An image of the buckets of ``step``, the last logged one; takes some 0.2 s."""
+        if step is None or report is None or not self._loggers:
+            return
+        if importlib.util.find_spec("matplotlib") is None:
+            _warn_of_missing("matplotlib", "the image of a step's buckets is left out")
+            return
+        begin = time.monotonic()
+        title = f"step {report.step} on rank 0: {1e3 * step.record.total:.1f} ms"
+        pixels = draw(bars(step.record, step.collectives), title)
+        for logger in self._loggers:
+            logger.experiment.add_image(_IMAGE, pixels, report.step, dataformats="HWC")
+        self._drawn = time.monotonic()
+        self._drawing_seconds = self._drawn - begin
+
+
+def layout(trust_ratios: bool) -> dict[str, dict[str, list[Any]]]:
+    """The custom scalars' page: categories, charts, and expressions for the tags in each."""
+    ratios = {"trust ratio, percentiles": ["ring/trust_ratio/.*"]} if trust_ratios else {}
+    parts = ("data", "copy", "forward", "backward", "exposed_communication", "optimizer", "other")
+    pages = {
+        "Training": {
+            "loss": ["(?!ring/).*loss.*"],
+            "accuracy": ["(?!ring/).*acc.*"],
+            "gradient norm": ["ring/gradient_norm.*"],
+            "learning rate": ["ring/lr/.*"],
+        },
+        "Throughput": {
+            "images per second, all ranks": ["ring/images_per_second$"],
+            "images per second, a rank": ["ring/images_per_second_per_rank$"],
+            "where a step goes, ms": [f"ring/{part}_ms$" for part in parts],
+            "step, ms": ["ring/step_ms$"],
+            "memory, MB": ["ring/memory_mb$", "ring/cuda_.*_mb$"],
+        },
+        "Communication": {
+            "hidden and exposed, ms": ["ring/hidden_communication_ms$", "ring/exposed_communication_ms$"],
+            "exposed, share of a step": ["ring/communication_share$"],
+            "bus bandwidth, GB/s": ["ring/bus_bandwidth_gb_per_s$"],
+            "sent, MB a step and rank": ["ring/sent_mb_per_step$"],
+            "slowest rank, ms behind the others": ["ring/slowest_rank_behind_ms$"],
+            "slowest rank": ["ring/slowest_rank$"],
+        },
+        "Data": {
+            "waiting for data, ms": ["ring/data_ms$", "ring/data_ms_slowest$"],
+            "waiting for data, share of a step": ["ring/data_share$"],
+            "copying to the device, ms": ["ring/copy_ms$"],
+        },
+        "Optimizer": {
+            "optimizer, ms": ["ring/optimizer_ms$"],
+            "steps skipped for gradients that are not finite": ["ring/skipped_steps$"],
+            **ratios,
+        },
+    }
+    return {page: {name: ["Multiline", tags] for name, tags in charts.items()} for page, charts in pages.items()}
+
+
+def hyperparameters(trainer: Trainer) -> dict[str, Any]:
+    """What a run was started with, beside the module's own: strategy, ranks, batch, optimizers; under ``ring/``."""
+    strategy = trainer.strategy
+    options = getattr(strategy, "options", None)
+    found: dict[str, Any] = {
+        "strategy": getattr(strategy, "strategy_name", type(strategy).__name__),
+        "communicator": type(getattr(strategy, "communicator", None)).__name__,
+        "world_size": trainer.world_size,
+        "num_nodes": trainer.num_nodes,
+        "precision": str(trainer.precision),
+        "accumulate_grad_batches": trainer.accumulate_grad_batches,
+        "optimizer": ", ".join(type(optimizer).__name__ for optimizer in trainer.optimizers),
+    }
+    for field in dataclasses.fields(options) if dataclasses.is_dataclass(options) else ():
+        value = getattr(options, field.name)
+        if isinstance(value, timedelta):
+            value = value.total_seconds()
+        found[field.name] = value if value is None or isinstance(value, (bool, int, float)) else _named(value)
+    loader = trainer.fit_loop._data_source.instance
+    if isinstance(loader, DataLoader) and loader.batch_size is not None:  # others are not built yet
+        found["batch_size_per_rank"] = loader.batch_size
+        found["batch_size"] = loader.batch_size * trainer.world_size * trainer.accumulate_grad_batches
+    return {f"ring/{name}": value for name, value in found.items()}
+
+
+def _named(value: Any) -> str:
+    return value if isinstance(value, str) else str(getattr(value, "name", type(value).__name__))
+
+
+def _log_hyperparameters(trainer: Trainer, ours: dict[str, Any]) -> None:
+    """Before Lightning logs the module's: TensorBoard keeps the first set of a run, which is to hold both."""
+    if not getattr(trainer, "enable_autolog_hparams", True) or trainer.fast_dev_run:  # type: ignore[attr-defined]
+        return
+    for logger in trainer.loggers:
+        if not isinstance(logger, TensorBoardLogger):
+            logger.log_hyperparams(ours)
+            continue
+        module, data = trainer.lightning_module, trainer.datamodule
+        theirs = [one.hparams_initial for one in (module, data) if one is not None and one._log_hyperparams]
+        metrics = {"ring/images_per_second": 0.0}
+        if theirs and logger._default_hp_metric:
+            metrics["hp_metric"] = -1.0  # Lightning's own, which it writes with the module's
+        merged = {key: value for params in theirs for key, value in params.items() if key != "_class_path"}
+        shown = _sanitize_params(_flatten_dict(_convert_params(merged | ours)))
+        _write_hyperparameters(logger, shown, metrics)
+        logger.hparams.update(ours)  # type: ignore[union-attr]  # for hparams.yaml
+
+
+def _write_hyperparameters(logger: TensorBoardLogger, shown: dict[str, Any], metrics: dict[str, float]) -> None:
+    try:
+        from torch.utils.tensorboard.summary import hparams
+    except ImportError:  # tensorboardX
+        logger.experiment.add_hparams(shown, metrics)
+        return
+    writer = logger.experiment._get_file_writer()
+    for summary in hparams(shown, metrics):
+        writer.add_summary(summary)
+
+
+@cache
+def _warn_of_missing(package: str, what_is_left_out: str) -> None:
+    rank_zero_warn(
+        f"lightning_ring: {package} is not installed: {what_is_left_out}. `pip install 'lightning-ring[monitor]'` "
+        "brings it; RingStrategy(monitor=False) measures nothing."
+    )

@@ -1,0 +1,55 @@
+"""What can be read off optimizers and gradients for a log, without waiting for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+def gradient_squares(strategy: Any, optimizer: Optimizer) -> Tensor:
+    """What this rank adds to the squared norms of the optimizer's gradients, by bucket (1-D, float64).
+
+    Under other strategies than ours what this rank holds, as one bucket.
+    """
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if hasattr(strategy, "gradient_squares"):
+        squares: Tensor = strategy.gradient_squares(params)
+        return squares
+    grads = [param.grad for param in params if param.grad is not None]
+    if not grads:
+        return torch.zeros(1, dtype=torch.float64)
+    norms = torch.stack([norm.double() for norm in torch._foreach_norm(grads)])
+    return norms.square().sum().reshape(1)
+
+
+def learning_rates(optimizers: Sequence[Optimizer]) -> dict[str, float]:
+    """Of each parameter group: ``SGD``, or ``SGD/1`` for the second group, ``SGD-1`` for the second SGD."""
+    found: dict[str, float] = {}
+    kinds = [type(optimizer).__name__ for optimizer in optimizers]
+    for number, (kind, optimizer) in enumerate(zip(kinds, optimizers, strict=True)):
+        earlier = kinds[:number].count(kind)
+        name = f"{kind}-{earlier}" if earlier else kind
+        for index, group in enumerate(optimizer.param_groups):
+            found[f"{name}/{index}" if index else name] = float(group["lr"])
+    return found
+
+
+def trust_ratios(optimizers: Sequence[Optimizer]) -> Tensor:
+    """Last trust ratio of each parameter that adapts (LARS, LAMB), 1-D, on its way to the host; NaN without a step."""
+    found: list[Tensor] = []
+    for optimizer in optimizers:
+        ratios = getattr(optimizer, "trust_ratios", None)
+        if not isinstance(ratios, Tensor):
+            continue
+        adapts = [group.get("adapt", True) for group in optimizer.param_groups for _ in group["params"]]
+        places = torch.tensor([place for place, adapt in enumerate(adapts) if adapt], dtype=torch.int64)
+        chosen = ratios[places.to(ratios.device, non_blocking=True)]
+        if chosen.is_cuda:  # the copy of all ranks' rows, which comes behind this one, is waited for
+            host = torch.empty(chosen.numel(), dtype=chosen.dtype, pin_memory=True)
+            chosen = host.copy_(chosen, non_blocking=True)
+        found.append(chosen)
+    return torch.cat(found) if found else torch.empty(0)

@@ -1,0 +1,99 @@
+"""What each rank tells the others when a step is logged: one row of numbers, in one small all-gather."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, fields
+
+import torch
+from torch import Tensor
+
+from lightning_ring.comm.communicator import Communicator, CompletedWork, Work, shard
+from lightning_ring.monitor.breakdown import StepBreakdown
+from lightning_ring.monitor.memory import Memory
+
+
+@dataclass(frozen=True, slots=True)
+class RankRow:
+    """One rank's numbers since those before; times are means over its steps.
+
+    Attributes:
+        steps: How many steps; on CUDA those that the device has finished.
+        images: Images of a step; NaN where nobody can tell.
+        skipped: Steps that a loss scaler left out since training began.
+    """
+
+    rank: int
+    steps: int
+    images: float
+    skipped: float
+    times: StepBreakdown
+    memory: Memory
+
+    @property
+    def own(self) -> float:
+        """Seconds of a step without those that it lost to collectives, where ranks wait for the slowest."""
+        return self.times.total - self.times.exposed
+
+    def as_list(self) -> list[float]:
+        return [self.rank, self.steps, self.images, self.skipped, *astuple(self.times), *astuple(self.memory)]
+
+    @classmethod
+    def from_list(cls, numbers: Sequence[float]) -> RankRow:
+        rank, steps, images, skipped, *rest = numbers
+        times, memory = rest[:_NUM_TIMES], rest[_NUM_TIMES:]
+        return cls(int(rank), int(steps), images, skipped, StepBreakdown(*times), Memory(*memory))
+
+
+_NUM_TIMES = len(fields(StepBreakdown))
+_NUM_NUMBERS = 4 + _NUM_TIMES + len(fields(Memory))
+
+
+class RowExchange:
+    """An all-gather of every rank's row, under way. Nobody waits for it, nor for the device, before `finish`.
+
+    Args:
+        comm: `None` in a single process.
+        row: This rank's.
+        on_device: Further numbers (1-D, float64) that may lie on the device; of one length on all ranks.
+    """
+
+    def __init__(self, comm: Communicator | None, row: RankRow, on_device: Tensor, device: torch.device) -> None:
+        self._world_size = comm.world_size if comm is not None else 1
+        numbers = torch.tensor(row.as_list(), dtype=torch.float64)
+        if device.type == "cuda":
+            numbers = numbers.pin_memory().to(device, non_blocking=True)
+        numbers = torch.cat([numbers, on_device.to(numbers.device)])
+        self._flat = numbers.new_zeros(self._world_size * numbers.numel())
+        index = comm.shard_index if comm is not None else 0
+        shard(self._flat, self._world_size, index).copy_(numbers)
+        self._work: Work | None = CompletedWork()
+        if comm is not None and comm.world_size > 1:
+            self._work = comm.all_gather_(self._flat, name="monitor")
+        self._copied: torch.cuda.Event | None = None
+
+    def done(self) -> bool:
+        """Whether `finish` would return at once."""
+        if self._work is not None and self._work.done():
+            self._start_copy()
+        return self._work is None and (self._copied is None or self._copied.query())
+
+    def finish(self) -> tuple[list[RankRow], Tensor]:
+        """All ranks' rows, by rank, and the sum over ranks of what was ``on_device``."""
+        self._start_copy()
+        if self._copied is not None:
+            self._copied.synchronize()
+        table = self._flat.view(self._world_size, -1)
+        rows = [RankRow.from_list(row) for row in table[:, :_NUM_NUMBERS].tolist()]
+        return sorted(rows, key=lambda row: row.rank), table[:, _NUM_NUMBERS:].sum(0)
+
+    def _start_copy(self) -> None:
+        if self._work is None:
+            return
+        work, self._work = self._work, None
+        work.wait()
+        if self._flat.is_cuda:
+            host = torch.empty(self._flat.numel(), dtype=torch.float64, pin_memory=True)
+            self._flat = host.copy_(self._flat, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
