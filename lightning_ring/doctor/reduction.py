@@ -18,6 +18,7 @@ from lightning_ring.doctor.mpi import chosen_mpirun
 from lightning_ring.doctor.request import Request
 
 _PREFIX = "lightning_ring.doctor "  # as in rank.py, which imports torch
+_MOST_SAID = 500  # letters
 _NOISE = ("Traceback", "File ", "lightning_ring: /", "lightning_ring: 2 processes", "During handling", "^", "~")
 
 
@@ -102,11 +103,14 @@ def _failure(trial: Trial, backend: str) -> Finding:
 
 
 def what_was_said(stderr: str) -> str:
-    """Of what ranks and launchers wrote, the line that says most."""
+    """Of what ranks and launchers wrote, what says most: the first error, else the first block between dashed lines."""
     lines = [line.strip() for line in stderr.splitlines()]
-    lines = [line for line in lines if line.strip("-=*") and not line.startswith(_NOISE)]
-    errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
-    return (errors or lines or [""])[0][:400]
+    lines = [line for line in lines if line and not line.startswith(_NOISE)]
+    error = next((line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)), None)
+    if error is not None:
+        return error[:_MOST_SAID]
+    blocks = re.split(r"^[-=*]{5,}$", "\n".join(lines), flags=re.MULTILINE)
+    return next((" ".join(block.split()) for block in blocks if block.strip()), "")[:_MOST_SAID]
 
 
 def _cores(trial: Trial) -> list[Finding]:
