@@ -10,17 +10,19 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from lightning_ring.cli.hosts import parse_hosts, read_hostfile
 from lightning_ring.comm.interfaces import reachable_candidates
+from lightning_ring.comm.launch_variables import launcher_variables
 from lightning_ring.doctor.families import FAMILIES, examine
 from lightning_ring.doctor.finding import Finding
 from lightning_ring.doctor.hosts import PREFIX, examine_hosts
 from lightning_ring.doctor.launcher import living_launcher
 from lightning_ring.doctor.network import knock, open_door
-from lightning_ring.doctor.report import HostReport, as_json, last_line, lines, overall
+from lightning_ring.doctor.report import HostReport, as_json, last_line, lines, overall, short
 from lightning_ring.doctor.request import Request
 from lightning_ring.errors import ConfigurationError, RankDiscoveryError
 
@@ -35,7 +37,7 @@ def main(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
     if not options.timeout > 0:
         raise ConfigurationError(f"--timeout {options.timeout:g}: must be more than 0 seconds, such as 60.")
-    if options.ranks < 1:
+    if options.ranks is not None and options.ranks < 1:
         raise ConfigurationError(f"-n {options.ranks}: the number of ranks must be 1 or more.")
     signal.signal(signal.SIGTERM, _stop)
     try:
@@ -52,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Exit code: 0, also with warnings; 1 if something is broken; 2 if this command line is wrong.",
     )
     parser.add_argument(
-        "-n", dest="ranks", type=int, default=2, metavar="N", help="ranks to run on this host (default: 2)"
+        "-n", dest="ranks", type=int, metavar="N", help="ranks to run on this host (default: one a GPU, 2 at least)"
     )
     where = parser.add_mutually_exclusive_group()
     where.add_argument(
@@ -69,11 +71,16 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(options: argparse.Namespace) -> int:
     hosts = parse_hosts(options.hosts) if options.hosts else read_hostfile(options.hostfile) if options.hostfile else []
-    remote = options.part_of > 0
+    part = options.part_of > 0
     request = Request(
-        options.ranks, options.part_of or len(hosts) or 1, options.timeout, living_launcher(), remote, dict(os.environ)
+        ranks=options.ranks or _default_ranks(),
+        num_hosts=options.part_of or len(hosts) or 1,
+        seconds=options.timeout,
+        launcher=living_launcher(),
+        part=part,
+        environ=dict(os.environ),
     )
-    if remote:
+    if part:
         return _run_as_part(options.only, request)
     if request.launcher and _is_another_rank(request.environ):
         return 0  # rank 0 of this job reports
@@ -86,9 +93,14 @@ def _run(options: argparse.Namespace) -> int:
         reports.insert(0, HostReport(socket.gethostname(), dict(examine(request, here))))
     if not options.json:
         for report in reports:
-            print(f"{report.host}:", *lines(report.findings), "", sep="\n")
+            print(f"{report.host}:", *lines(short(report.findings)), "", sep="\n")
         print("between hosts:", *lines(between), "", sep="\n")
     return _conclude(options, reports, between)
+
+
+def _default_ranks() -> int:
+    """Without asking the driver, which may hang."""
+    return max(2, len(list(Path("/proc/driver/nvidia/gpus").glob("*"))))
 
 
 def _run_here(options: argparse.Namespace, request: Request) -> int:
@@ -134,8 +146,6 @@ def _attempts(door: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _is_another_rank(environ: Mapping[str, str]) -> bool:
-    from lightning_ring.comm.launch_variables import launcher_variables
-
     try:
         found = launcher_variables(environ)
     except RankDiscoveryError:

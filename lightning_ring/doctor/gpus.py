@@ -91,7 +91,7 @@ def _links(request: Request, gpus: list[dict[str, Any]]) -> list[Finding]:
     if len(gpus) < 2:
         return []
     without = sum(len(gpus) - 1 - len(gpu["peers"]) for gpu in gpus)
-    kinds = _topology(ask(["nvidia-smi", "topo", "-m"], request.at_most(_SECONDS), request.child_environ).stdout)
+    kinds = pairs_by_link(ask(["nvidia-smi", "topo", "-m"], request.at_most(_SECONDS), request.child_environ).stdout)
     found = ", ".join(f"{count} x {kind}" for kind, count in kinds.items()) or "nvidia-smi does not tell"
     if without:
         advice = (
@@ -101,7 +101,7 @@ def _links(request: Request, gpus: list[dict[str, Any]]) -> list[Finding]:
     return [ok("GPU links", f"{found}; all with peer access")]
 
 
-def _topology(table: str) -> Counter[str]:
+def pairs_by_link(table: str) -> Counter[str]:
     """How many pairs are linked how, from `nvidia-smi topo -m`: NV18 (NVLink), PIX, PXB, PHB, NODE, SYS."""
     rows = [line.split() for line in re.sub(r"\x1b\[\d*m", "", table).splitlines()]
     rows = [row for row in rows if row and re.fullmatch(r"GPU\d+", row[0]) and len(row) > 1 and row[1][:3] != "GPU"]

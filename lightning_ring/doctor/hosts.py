@@ -99,7 +99,10 @@ def examine_hosts(
     hosts: Sequence[Host], chosen: Sequence[str], request: Request
 ) -> tuple[list[HostReport], list[Finding]]:
     """Every host's report, and what was found between them."""
-    doctors = [HostDoctor(host, _command(host, len(hosts), chosen, request), request.child_environ) for host in hosts]
+    doctors = []
+    for host in hosts:  # this one keeps what its shell has, for that may be what is wrong
+        environ = dict(request.environ) if host.is_local else request.child_environ
+        doctors.append(HostDoctor(host, _command(host, len(hosts), chosen, request), environ))
     try:
         deadline = time.monotonic() + _START_SECONDS + _CHECKS_SECONDS + 2 * request.seconds
         reports = [_report(doctor, deadline) for doctor in doctors]

@@ -83,7 +83,7 @@ def _findings(trial: Trial) -> list[Finding]:
 def _success(trial: Trial, backend: str, report: dict[str, Any]) -> Finding:
     found = f"{trial.how}: every sum right ({report['kind']})"
     if report["notes"]:
-        advice = f"It works, more slowly: {' '.join(report['notes'])}"
+        advice = f"It works, but ranks warn: {' '.join(report['notes'])}"
         return warning(f"all-reduce, {backend}", found, advice)
     return ok(f"all-reduce, {backend}", found)
 
@@ -93,7 +93,7 @@ def _failure(trial: Trial, backend: str) -> Finding:
     name = f"all-reduce, {backend}" if started or backend == "afterwards" else "all-reduce"
     when = "" if started or backend == "afterwards" else ", before the ranks had met" if not trial.reports else ""
     found = f"{trial.how}: it {trial.answer.problem or 'ended without a word'}{when}"
-    said = what_was_said(trial.answer.stderr)
+    said = what_was_said(trial.answer.stderr.partition("lightning_ring: SIGTERM")[0])  # not how we ended them
     if said:
         found += f": {said}"
     advice = "Mend what is broken above first. "

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from lightning_ring.doctor.finding import Finding, State, worst
+from lightning_ring.doctor.finding import Finding, State, ok, worst
 
 _NAME = 18  # columns
 
@@ -60,6 +60,12 @@ def lines(findings: Sequence[Finding]) -> list[str]:
         if finding.advice:
             shown += textwrap.wrap(finding.advice, width, initial_indent="         -> ", subsequent_indent=" " * 12)
     return shown
+
+
+def short(findings: Sequence[Finding]) -> list[Finding]:
+    """What is not ok, and how much is."""
+    bad = [finding for finding in findings if finding.state != "ok"]
+    return [*bad, ok("all else" if bad else "everything", f"{len(findings) - len(bad)} checks")]
 
 
 def last_line(hosts: Sequence[HostReport], between: Sequence[Finding]) -> str:

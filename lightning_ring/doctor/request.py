@@ -14,21 +14,23 @@ _NAMES = (
     *("MPI_LOCALRANKID", "MPI_LOCALNRANKS", "RING_RANK", "RING_WORLD_SIZE", "RING_STORE", "RING_STORE_FD", "RING_JOB"),
     *("RING_LAUNCHER_PID", "RING_STOP_SIGNAL"),
 )
-_SETTINGS = ("OMPI_MCA_", "PRTE_MCA_", "PMIX_MCA_")  # the user's own, unless a launcher started this process
+_SETTINGS = ("OMPI_MCA_", "PRTE_MCA_", "PMIX_MCA_")  # the user's own, unless one of these started this process
+_OPEN_MPI = ("mpirun", "mpiexec", "prterun", "prted", "orted")
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
     """``ranks`` are those meant to run on this host, ``seconds`` the limit of each run of ranks and of every question.
 
-    ``launcher`` is what started this process as a rank, by name, or empty; ``remote``: it was another host's doctor.
+    ``launcher`` is what started this process as a rank, by name, or empty; ``part``: one of several
+    hosts that another doctor asks about.
     """
 
     ranks: int
     num_hosts: int
     seconds: float
     launcher: str = ""
-    remote: bool = False
+    part: bool = False
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
 
     def at_most(self, seconds: float) -> float:
@@ -41,5 +43,5 @@ class Request:
 
     def _is_launchers(self, name: str) -> bool:
         if name.startswith(_SETTINGS):
-            return bool(self.launcher)
+            return self.launcher in _OPEN_MPI
         return name in _NAMES or name.startswith(_PREFIXES)

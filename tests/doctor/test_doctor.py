@@ -15,10 +15,10 @@ from lightning_ring.cli import doctor as command
 from lightning_ring.cli.supervisor import processes_of_sessions
 from lightning_ring.comm.cores import cgroup_quota
 from lightning_ring.doctor.asking import ask
-from lightning_ring.doctor.gpus import _topology
+from lightning_ring.doctor.gpus import pairs_by_link
 from lightning_ring.doctor.reduction import what_was_said
 from lightning_ring.errors import ConfigurationError
-from tests.doctor.planting import own_environment, program
+from tests.doctor.planting import doctor, own_environment, program
 from tests.launch import clean_env, mpirun_path, run
 
 WHOLE = """
@@ -80,6 +80,21 @@ def test_told_to_stop_it_ends_what_it_started(tmp_path):
     assert not os.path.exists(f"/proc/{(tmp_path / 'pid').read_text().strip()}")
 
 
+@pytest.mark.skipif(mpirun_path() is None, reason="no mpirun beside this Python")
+def test_ranks_that_hang_are_ended_and_said_to_be_late(tmp_path):
+    """An mpirun that never comes back, and a limit that is too short for ranks without it, too."""
+    environment = own_environment(tmp_path / "venv")
+    script = f"[ $1 = --version ] && exec {mpirun_path()} --version; echo $$ > {tmp_path}/pid; exec sleep 1000"
+    program(environment / "bin", "mpirun", script)
+    report = doctor("--timeout", "1", only=["all-reduce"], python=environment / "bin" / "python")
+    late = [finding["found"] for finding in report.read["hosts"][0]["findings"]]
+    assert late == [
+        "2 ranks through mpirun: it did not end within 1 s, before the ranks had met",
+        "2 ranks without MPI: it did not end within 1 s, before the ranks had met",
+    ]
+    assert not os.path.exists(f"/proc/{(tmp_path / 'pid').read_text().strip()}")
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -104,7 +119,7 @@ NIC0\tPIX\tSYS\tSYS\t X
 Legend:
   X    = Self
 """
-    assert _topology(table) == {"NV18": 1, "SYS": 2}
+    assert pairs_by_link(table) == {"NV18": 1, "SYS": 2}
 
 
 def test_the_line_that_says_most_is_chosen():
