@@ -70,5 +70,7 @@ def short(findings: Sequence[Finding]) -> list[Finding]:
 
 def last_line(hosts: Sequence[HostReport], between: Sequence[Finding]) -> str:
     states = [finding.state for host in hosts for finding in host.findings] + [finding.state for finding in between]
-    bad = [f"{states.count(state)} {state}" for state in ("broken", "warning") if state in states]
+    num_broken, num_warnings = states.count("broken"), states.count("warning")
+    bad = [f"{num_broken} broken"] if num_broken else []
+    bad += [f"{num_warnings} warning{'s' if num_warnings > 1 else ''}"] if num_warnings else []
     return f"{len(states)} checks: {', '.join(bad) if bad else 'all ok'}"
