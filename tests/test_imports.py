@@ -13,7 +13,18 @@ from tests.launch import ROOT, clean_env
 
 PACKAGE = ROOT / "lightning_ring"
 MODULES = sorted(path.relative_to(ROOT).with_suffix("") for path in PACKAGE.rglob("*.py"))
-WITHOUT_LIGHTNING = ("errors", "comm", "gradients", "sharded", "optim", "schedules", "data", "retrieval", "bench")
+WITHOUT_LIGHTNING = (
+    "errors",
+    "comm",
+    "gradients",
+    "sharded",
+    "optim",
+    "schedules",
+    "data",
+    "retrieval",
+    "bench",
+    "doctor",
+)
 ALLOWED = {  # room: rooms of ours that it may import
     "errors": set(),
     "comm": {"errors"},
@@ -25,6 +36,7 @@ ALLOWED = {  # room: rooms of ours that it may import
     "retrieval": {"errors"},
     "monitor": {"errors", "comm"},
     "bench": {"errors", "comm"},
+    "doctor": {"errors", "comm", "cli"},
 }
 
 
@@ -67,7 +79,8 @@ def test_importing_the_package_registers_ring_in_any_order_and_starts_no_mpi(ord
 
 def test_importing_the_package_imports_neither_lightning_nor_torch() -> None:
     print_names = "print(sorted(sys.modules.keys() & {'lightning', 'torch', 'mpi4py'}))"
-    assert run_code(f"import lightning_ring, lightning_ring.cli.ringrun, sys; {print_names}") == "[]"
+    modules = "lightning_ring, lightning_ring.cli.ringrun, lightning_ring.cli.doctor"
+    assert run_code(f"import {modules}, sys; {print_names}") == "[]"
 
 
 def test_packing_needs_no_torch_and_what_the_data_room_names_is_there() -> None:

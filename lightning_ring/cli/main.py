@@ -11,6 +11,7 @@ from lightning_ring.errors import RingError
 
 # name: (module with `main(arguments) -> int`, what it answers)
 COMMANDS = {
+    "doctor": ("lightning_ring.cli.doctor", "is everything set up: what is not, and what to do"),
     "pack": ("lightning_ring.cli.pack", "pack images into shards that train fast, and check them"),
     "bench": ("lightning_ring.cli.bench", "how fast the ring is: bandwidth of every backend, over sizes"),
 }

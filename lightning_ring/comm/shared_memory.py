@@ -15,6 +15,7 @@ from lightning_ring.comm import shared_collectives as ways
 from lightning_ring.comm.agreement import HEADER_BYTES, check_agreement, describe, header
 from lightning_ring.comm.collective_queue import CollectiveQueue, Steps
 from lightning_ring.comm.communicator import ReduceOp, Work, as_bytes
+from lightning_ring.comm.cores import bound_cores
 from lightning_ring.comm.patience import SPIN_SECONDS, Check, Patience
 from lightning_ring.comm.ring import check_reducible, prepare_
 from lightning_ring.comm.ring_communicator import (
@@ -29,7 +30,6 @@ from lightning_ring.comm.ring_communicator import (
 from lightning_ring.comm.shared_regions import Regions
 from lightning_ring.comm.shared_rounds import SEGMENT_BYTES, Rounds
 from lightning_ring.comm.shared_segment import Bootstrap, NoSharedMemory, share
-from lightning_ring.comm.threads import bound_cores
 from lightning_ring.errors import CollectiveError
 
 T = TypeVar("T")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -13,9 +12,8 @@ from pathlib import Path
 import torch
 from torch.distributed import PrefixStore, Store
 
+from lightning_ring.comm.cores import bound_cores, cgroup_quota
 from lightning_ring.comm.ranks import RankInfo
-
-_CGROUP = Path("/sys/fs/cgroup")
 
 _log = logging.getLogger("lightning_ring")
 
@@ -109,26 +107,3 @@ def report(node: Sequence[Cores], threads: int, chosen: bool, *, say_fit: bool) 
     elif say_fit:
         who = "as OMP_NUM_THREADS or the script asks" if chosen else "their share of the cores"
         _log.info("%d ranks on this node, %d cores: %d thread(s) a rank, %s.", ranks, usable, threads, who)
-
-
-def bound_cores() -> list[int]:
-    """The numbers of the cores on which this process may run."""
-    if hasattr(os, "sched_getaffinity"):
-        return sorted(os.sched_getaffinity(0))
-    return list(range(os.cpu_count() or 1))
-
-
-def cgroup_quota(root: Path = _CGROUP) -> float:
-    """How many cores the processor quota of this container lets run at a time, infinite if there is none.
-
-    Sources: the kernel's cgroup-v2.rst (``cpu.max``) and sched-bwc.rst (version 1).
-    """
-    try:
-        if (root / "cpu.max").exists():
-            quota, period = (root / "cpu.max").read_text().split()
-        else:
-            quota = (root / "cpu" / "cpu.cfs_quota_us").read_text().strip()
-            period = (root / "cpu" / "cpu.cfs_period_us").read_text().strip()
-    except (OSError, ValueError):
-        return math.inf
-    return math.inf if quota in ("max", "-1") else int(quota) / int(period)

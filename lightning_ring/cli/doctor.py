@@ -1,0 +1,161 @@
+"""``lightning-ring doctor``: is everything set up; what is not, and what to do."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from lightning_ring.cli.hosts import parse_hosts, read_hostfile
+from lightning_ring.comm.interfaces import reachable_candidates
+from lightning_ring.comm.launch_variables import launcher_variables
+from lightning_ring.doctor.families import FAMILIES, examine
+from lightning_ring.doctor.finding import Finding
+from lightning_ring.doctor.hosts import PREFIX, examine_hosts
+from lightning_ring.doctor.launcher import living_launcher
+from lightning_ring.doctor.network import knock, open_door
+from lightning_ring.doctor.report import HostReport, as_json, last_line, lines, overall, short
+from lightning_ring.doctor.request import Request
+from lightning_ring.errors import ConfigurationError, RankDiscoveryError
+
+_PEERS_SECONDS = 300  # how long a host's doctor waits for the others' to be done
+
+
+def main(arguments: Sequence[str]) -> int:
+    """
+    Raises:
+        ConfigurationError: The command line is wrong.
+    """
+    options = _parser().parse_args(arguments)
+    if not options.timeout > 0:
+        raise ConfigurationError(f"--timeout {options.timeout:g}: must be more than 0 seconds, such as 60.")
+    if options.ranks is not None and options.ranks < 1:
+        raise ConfigurationError(f"-n {options.ranks}: the number of ranks must be 1 or more.")
+    signal.signal(signal.SIGTERM, _stop)
+    try:
+        return _run(options)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="lightning-ring doctor",
+        description="Check that ranks can start, meet and exchange gradients here. Each line is ok, warning or broken, "
+        "with what to do. Nothing is changed.",
+        epilog="Exit code: 0, also with warnings; 1 if something is broken; 2 if this command line is wrong.",
+    )
+    parser.add_argument(
+        "-n", dest="ranks", type=int, metavar="N", help="ranks to run on this host (default: one a GPU, 2 at least)"
+    )
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument(
+        "-H", "--host", dest="hosts", metavar="HOST:SLOTS,...", help="check these hosts, and compare them"
+    )
+    where.add_argument("--hostfile", metavar="FILE", help="the same, one host a line: `gpu01 slots=4`")
+    parser.add_argument("--only", nargs="+", choices=FAMILIES, default=list(FAMILIES), help="default: all of them")
+    parser.add_argument("--timeout", type=float, default=60, metavar="SECONDS", help="of each all-reduce (default: 60)")
+    parser.add_argument("--json", action="store_true", help="write the report as JSON")
+    # of how many hosts this is one: how the doctor starts itself there
+    parser.add_argument("--part-of", type=int, default=0, help=argparse.SUPPRESS)
+    return parser
+
+
+def _run(options: argparse.Namespace) -> int:
+    hosts = parse_hosts(options.hosts) if options.hosts else read_hostfile(options.hostfile) if options.hostfile else []
+    part = options.part_of > 0
+    request = Request(
+        ranks=options.ranks or _default_ranks(),
+        num_hosts=options.part_of or len(hosts) or 1,
+        seconds=options.timeout,
+        launcher=living_launcher(),
+        part=part,
+        environ=dict(os.environ),
+    )
+    if part:
+        return _run_as_part(options.only, request)
+    if request.launcher and _is_another_rank(request.environ):
+        return 0  # rank 0 of this job reports
+    if not hosts:
+        return _run_here(options, request)
+    reports, between = examine_hosts(hosts, options.only, request)
+    # what starts the other hosts is here
+    if not any(host.is_local for host in hosts):
+        here = [family for family in ("launcher", "mpi") if family in options.only]
+        reports.insert(0, HostReport(socket.gethostname(), dict(examine(request, here))))
+    if not options.json:
+        for report in reports:
+            print(f"{report.host}:", *lines(short(report.findings)), "", sep="\n")
+        print("between hosts:", *lines(between), "", sep="\n")
+    return _conclude(options, reports, between)
+
+
+def _default_ranks() -> int:
+    """Without asking the driver, which may hang."""
+    return max(2, len(list(Path("/proc/driver/nvidia/gpus").glob("*"))))
+
+
+def _run_here(options: argparse.Namespace, request: Request) -> int:
+    report = HostReport(socket.gethostname())
+    for family, findings in examine(request, options.only):
+        report.families[family] = findings
+        if not options.json and findings:
+            print(*lines(findings), sep="\n", flush=True)
+    return _conclude(options, [report], [])
+
+
+def _conclude(options: argparse.Namespace, reports: Sequence[HostReport], between: Sequence[Finding]) -> int:
+    print(json.dumps(as_json(reports, between), indent=1) if options.json else last_line(reports, between))
+    return 1 if overall(reports, between) == "broken" else 0
+
+
+def _run_as_part(chosen: Sequence[str], request: Request) -> int:
+    """One host's part: report, then try the doors of the others, and keep one open for them."""
+    with ExitStack() as stack:
+        if "network" in chosen:
+            port = stack.enter_context(open_door())
+            _say({"door": {"addresses": reachable_candidates(request.environ), "port": port}})
+        report = HostReport(socket.gethostname(), dict(examine(request, chosen)))
+        _say({"report": report.as_json()})
+        signal.alarm(_PEERS_SECONDS)  # ends this process, should the one that asks be gone without a trace
+        line = sys.stdin.readline()
+        if line.strip():
+            doors = json.loads(line)
+            _say({"reached": {host: _attempts(door) for host, door in doors.items()}})
+            sys.stdin.readline()
+        signal.alarm(0)
+    return 0
+
+
+def _attempts(door: Mapping[str, Any]) -> dict[str, str]:
+    """Each address of a door and what went wrong there; none after the first that greeted."""
+    attempts: dict[str, str] = {}
+    for address in door["addresses"]:
+        attempts[address] = knock(address, door["port"])
+        if not attempts[address]:
+            break
+    return attempts
+
+
+def _is_another_rank(environ: Mapping[str, str]) -> bool:
+    try:
+        found = launcher_variables(environ)
+    except RankDiscoveryError:
+        return False
+    return found is not None and found.rank > 0
+
+
+def _say(what: Mapping[str, Any]) -> None:
+    print(PREFIX + json.dumps(what), flush=True)
+
+
+def _stop(signum: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt

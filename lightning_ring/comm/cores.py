@@ -1,0 +1,61 @@
+"""Which cores this process may run on, and how many of them at a time. Without torch, so that tools start at once."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+_CGROUP = Path("/sys/fs/cgroup")
+_OWN = Path("/proc/self/cgroup")
+
+
+def bound_cores() -> list[int]:
+    """The numbers of the cores on which this process may run."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def cgroup_quota(root: Path = _CGROUP, own: Path = _OWN) -> float:
+    """How many cores the processor quotas over this process let it run at a time, infinite if there is none.
+
+    A container sees its own control group as ``root``; under systemd and Slurm a process lives in one below it, and
+    every group from there upwards limits it. Sources: the kernel's cgroup-v2.rst (``cpu.max``) and sched-bwc.rst
+    (version 1).
+    """
+    groups = [root, *_groups_below(root, "", own)]
+    version_1 = [root / "cpu", *_groups_below(root / "cpu", "cpu", own)]
+    quotas = [_version_2(group) for group in groups if (group / "cpu.max").exists()]
+    return min(quotas or map(_version_1, version_1), default=math.inf)
+
+
+def _groups_below(root: Path, controller: str, own: Path) -> Iterator[Path]:
+    """This process's group and those above it, without ``root``; ``controller`` is empty in version 2."""
+    try:
+        lines = [line.split(":", 2) for line in own.read_text().splitlines()]
+    except OSError:
+        return
+    for _, controllers, path in (line for line in lines if len(line) == 3):
+        if controller in controllers.split(","):
+            group = root / path.lstrip("/")
+            while group != root and root in group.parents:
+                yield group
+                group = group.parent
+
+
+def _version_2(group: Path) -> float:
+    try:
+        quota, period = (group / "cpu.max").read_text().split()
+    except (OSError, ValueError):
+        return math.inf
+    return math.inf if quota == "max" else int(quota) / int(period)
+
+
+def _version_1(group: Path) -> float:
+    try:
+        quota = int((group / "cpu.cfs_quota_us").read_text())
+        return math.inf if quota < 0 else quota / int((group / "cpu.cfs_period_us").read_text())
+    except (OSError, ValueError):
+        return math.inf

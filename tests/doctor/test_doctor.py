@@ -1,0 +1,154 @@
+"""A whole examination of this host, and that the doctor itself always ends and leaves nothing behind."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from lightning_ring.cli import doctor as command
+from lightning_ring.cli.supervisor import processes_of_sessions
+from lightning_ring.comm.cores import cgroup_quota
+from lightning_ring.doctor.asking import ask
+from lightning_ring.doctor.gpus import pairs_by_link
+from lightning_ring.doctor.reduction import what_was_said
+from lightning_ring.errors import ConfigurationError
+from tests.doctor.planting import doctor, own_environment, program
+from tests.launch import clean_env, mpirun_path, run
+
+WHOLE = """
+import sys
+from lightning_ring.cli.main import main
+code = main(["doctor"])
+print("imported:", sorted(sys.modules.keys() & {"torch", "lightning", "mpi4py", "mpi4py.MPI"}))
+sys.exit(code)
+"""
+
+
+def test_a_whole_examination():
+    done = run([sys.executable, "-c", WHOLE], timeout=150)
+    lines = done.stdout.splitlines()
+    assert lines[-1] == "imported: []", "what can break was imported into the doctor itself"
+    findings = {line[9:28].strip(): line for line in lines[:-2] if line[:8].strip() in ("ok", "warning", "broken")}
+    assert done.returncode == any(line.startswith("broken") for line in findings.values())
+    assert lines[-2].startswith(f"{len(findings)} checks: "), done.stdout
+    for name in ("python", "torch", "lightning", "mpi4py", "import torch", "import lightning", "gloo", "nccl", "cores"):
+        assert name in findings, done.stdout
+    how = "2 ranks through mpirun" if mpirun_path() else "2 ranks without MPI"
+    for backend in ("auto", "gloo", *(["mpi"] if mpirun_path() else [])):
+        line = findings[f"all-reduce, {backend}"]
+        assert not line.startswith("broken"), done.stdout
+        assert f"{how}: every sum right" in line
+
+
+def test_a_program_that_hangs_is_ended_with_all_that_it_started():
+    answer = ask(["sh", "-c", "echo begun; sleep 1000 & echo $$; wait"], 0.5)
+    begun, pid = answer.stdout.split()
+    assert (begun, answer.problem) == ("begun", "did not end within 0.5 s")
+    assert not processes_of_sessions({int(pid)})
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["sh", "-c", "kill -SEGV $$"], "was ended by signal 11 (SIGSEGV)"),
+        (["sh", "-c", "exit 3"], "ended with exit code 3"),
+        (["/no/such/program"], "cannot be run: No such file or directory"),
+        (["true"], ""),
+    ],
+)
+def test_a_program_that_fails_is_an_answer(words, problem):
+    assert ask(words, 10).problem == problem
+
+
+def test_told_to_stop_it_ends_what_it_started(tmp_path):
+    environment = own_environment(tmp_path / "venv")
+    program(environment / "bin", "mpirun", f"echo $$ > {tmp_path}/pid; exec sleep 1000")
+    line = [str(environment / "bin" / "python"), "-m", "lightning_ring.cli.main", "doctor", "--only", "mpi", "threads"]
+    process = subprocess.Popen(line, env=clean_env(), stdout=subprocess.DEVNULL, start_new_session=True)
+    deadline = time.monotonic() + 20
+    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+        assert time.monotonic() < deadline, "it never asked mpirun"
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=10) == 128 + signal.SIGINT
+    assert not os.path.exists(f"/proc/{(tmp_path / 'pid').read_text().strip()}")
+
+
+@pytest.mark.skipif(mpirun_path() is None, reason="no mpirun beside this Python")
+def test_ranks_that_hang_are_ended_and_said_to_be_late(tmp_path):
+    """An mpirun that never comes back, and a limit that is too short for ranks without it, too."""
+    environment = own_environment(tmp_path / "venv")
+    script = f"[ $1 = --version ] && exec {mpirun_path()} --version; echo $$ > {tmp_path}/pid; exec sleep 1000"
+    program(environment / "bin", "mpirun", script)
+    report = doctor("--timeout", "1", only=["all-reduce"], python=environment / "bin" / "python")
+    late = [finding["found"] for finding in report.read["hosts"][0]["findings"]]
+    assert late == [
+        "2 ranks through mpirun: it did not end within 1 s, before the ranks had met",
+        "2 ranks without MPI: it did not end within 1 s, before the ranks had met",
+    ]
+    assert not os.path.exists(f"/proc/{(tmp_path / 'pid').read_text().strip()}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["-n", "0"], "-n 0"),
+        (["--timeout", "0"], "--timeout 0"),
+        (["-H", "a:x"], "host:slots"),
+        (["--hostfile", "/no/such/file"], "No such file"),
+    ],
+)
+def test_bad_command_lines(arguments, words):
+    with pytest.raises(ConfigurationError, match=words):
+        command.main(arguments)
+
+
+def test_links_between_gpus_are_counted_by_pair():
+    table = """\t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\tNUMA Affinity\x1b[0m
+GPU0\t X \tNV18\tSYS\tPIX\t0-7\t0
+GPU1\tNV18\t X \tSYS\tSYS\t0-7\t0
+GPU2\tSYS\tSYS\t X \tSYS\t8-15\t1
+NIC0\tPIX\tSYS\tSYS\t X
+
+Legend:
+  X    = Self
+"""
+    assert pairs_by_link(table) == {"NV18": 1, "SYS": 2}
+
+
+def test_the_line_that_says_most_is_chosen():
+    stderr = """lightning_ring: /venv/bin/mpirun -n 2 python
+Traceback (most recent call last):
+  File "rank.py", line 3, in <module>
+lightning_ring.errors.CollectiveError: all-reduce of 'doctor, gloo' did not end within 20 s
+--------------------------------------------------------------------------
+prterun has exited due to process rank 0
+"""
+    assert what_was_said(stderr).startswith("lightning_ring.errors.CollectiveError: all-reduce")
+    assert what_was_said("-----\nssh: Could not resolve hostname a\n-----\n") == "ssh: Could not resolve hostname a"
+    assert what_was_said("") == ""
+
+
+def test_quotas_of_all_groups_over_a_process_count(tmp_path):
+    own = tmp_path / "own"
+    root = tmp_path / "cgroup"
+    job = root / "system.slice" / "job_7"
+    job.mkdir(parents=True)
+    own.write_text("0::/system.slice/job_7/step\n")
+    assert cgroup_quota(root, own) == math.inf
+    (job / "cpu.max").write_text("150000 100000\n")
+    assert cgroup_quota(root, own) == 1.5, "the job's, above this step"
+    (job.parent / "cpu.max").write_text("max 100000\n")
+    assert cgroup_quota(root, own) == 1.5
+    own.write_text("4:cpu,cpuacct:/box\n0::/other\n")
+    assert cgroup_quota(root, own) == math.inf
+    (root / "cpu" / "box").mkdir(parents=True)
+    (root / "cpu" / "box" / "cpu.cfs_quota_us").write_text("50000\n")
+    (root / "cpu" / "box" / "cpu.cfs_period_us").write_text("100000\n")
+    assert cgroup_quota(root, own) == 0.5, "version 1"
