@@ -63,6 +63,8 @@ class StepTimer(Profiler):
 
     Attributes:
         listeners: Called with each step's record when the step ends.
+        interruption_listeners: Called with what it was (``"validation_step"``, ``"test_step"``, ``"save_checkpoint"``),
+            when it began and when it ended, by the clock.
     """
 
     def __init__(
@@ -81,24 +83,35 @@ class StepTimer(Profiler):
         self._record = StepRecord()
         self._began: float | None = None
         self.listeners: list[Callable[[StepRecord], None]] = []
+        self.interruption_listeners: list[Callable[[str, float, float], None]] = []
+        self._users = 0
+        self._interrupted: dict[str, float] = {}
 
     @classmethod
     def attach(cls, trainer: Trainer, **arguments: Any) -> StepTimer:
-        """Put a timer before ``trainer``'s profiler; one that is there already is returned."""
+        """Put a timer before ``trainer``'s profiler; one that is there already is shared, with its own arguments.
+
+        Each user calls `detach` once, and takes its own listeners away.
+        """
         profiler: Any = trainer.profiler  # type: ignore[attr-defined]
         if not isinstance(profiler, cls):
             profiler = cls(profiler, trainer.strategy.root_device, **arguments)
             trainer.profiler = profiler  # type: ignore[attr-defined]
+        profiler._users += 1
         return profiler
 
     def detach(self, trainer: Trainer) -> None:
-        if trainer.profiler is self:  # type: ignore[attr-defined]
+        """Give the Trainer its profiler back, once all who attached this timer have detached it."""
+        self._users = max(0, self._users - 1)
+        if not self._users and trainer.profiler is self:  # type: ignore[attr-defined]
             trainer.profiler = self.inner  # type: ignore[attr-defined]
 
     def start(self, action_name: str) -> None:
         self.inner.start(action_name)
         phase = self._phase(action_name)
         if phase is None:
+            if self.interruption_listeners and action_name.endswith(_INTERRUPTIONS):
+                self._interrupted[action_name] = self._clock()
             return
         if self._began is None:
             self._began = self._clock()
@@ -118,6 +131,10 @@ class StepTimer(Profiler):
                 listener(record)
         elif action_name.endswith(_INTERRUPTIONS):
             self._record, self._began = StepRecord(), None
+            began = self._interrupted.pop(action_name, None)
+            if began is not None:
+                for interrupted in self.interruption_listeners:
+                    interrupted(action_name.rsplit(".", 1)[-1], began, self._clock())
         self.inner.stop(action_name)
 
     def restart(self) -> None:

@@ -70,10 +70,12 @@ class Attach(L.Callback):
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self.timer: StepTimer
+        self.interruptions: list[tuple[str, float, float]] = []
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self.timer = StepTimer.attach(trainer, clock=self.clock)
-        assert StepTimer.attach(trainer) is self.timer
+        assert StepTimer.attach(trainer) is self.timer  # shared by two
+        self.timer.interruption_listeners.append(lambda *what: self.interruptions.append(what))
 
 
 def timed(manual: bool = False, **arguments: Any) -> tuple[list[StepTimes], L.Trainer, StepTimer]:
@@ -117,7 +119,17 @@ def test_the_trainers_own_profiler_goes_on() -> None:
     _, trainer, timer = timed(profiler=profiler)
     assert len(profiler.recorded_durations["run_training_batch"]) == 12
     timer.detach(trainer)
+    assert trainer.profiler is timer, "the other one still uses it"
+    timer.detach(trainer)
     assert trainer.profiler is profiler
+
+
+def test_validation_is_told_with_its_times() -> None:
+    _, trainer, _ = timed()
+    (attach,) = [callback for callback in trainer.callbacks if isinstance(callback, Attach)]
+    whats, begins, ends = zip(*attach.interruptions, strict=True)
+    assert whats == ("validation_step",) * 3  # of the sanity check and of two epochs
+    assert all(end - begin == pytest.approx(100) for begin, end in zip(begins, ends, strict=True))
 
 
 def test_median_of_each_part() -> None:
