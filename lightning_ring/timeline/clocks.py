@@ -17,9 +17,10 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lightning_ring.comm.communicator import Communicator
+if TYPE_CHECKING:
+    from lightning_ring.comm.communicator import Communicator
 
 ROUNDS = 40
 

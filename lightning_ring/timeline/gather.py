@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from lightning_ring.comm.communicator import Communicator
 from lightning_ring.timeline.paths import rank_file
 from lightning_ring.timeline.rank_file import read_other
+
+if TYPE_CHECKING:
+    from lightning_ring.comm.communicator import Communicator
 
 _PIECE = 4 << 20  # bytes in memory, and on the wire at a time
 

@@ -71,7 +71,8 @@ class TraceFile:
         for event in events:
             line = b",%b\n" % event.encode()
             assert len(line) <= PAGE, f"an event of {len(line)} bytes"
-            if len(line) > PAGE - (self._at + len(batch)) % PAGE:
+            in_page = self._at % PAGE + len(batch)
+            if in_page + len(line) > PAGE:
                 self._write(batch)
                 batch.clear()
                 self._at += -self._at % PAGE
@@ -160,7 +161,8 @@ def read_other(path: Path) -> dict[str, Any]:
         other = json.loads(line + b"]}")["otherData"]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is no timeline of a rank: {error}") from None
-    assert isinstance(other, dict)
+    if not isinstance(other, dict):
+        raise ValueError(f"{path} is no timeline of a rank: its otherData is no object")
     return other
 
 
