@@ -7,6 +7,7 @@ import importlib.util
 import math
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
@@ -14,6 +15,7 @@ import torch
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.gradients.bucket import DEFAULT_CAP_MB
 from lightning_ring.gradients.compression import COMPRESSORS, Compressor
+from lightning_ring.timeline.paths import checked_path
 
 Backend = Literal["auto", "nccl", "gloo", "mpi"]
 Topology = Literal["auto", "flat", "hierarchical"]
@@ -44,6 +46,7 @@ class RingOptions:
     stall_warning: timedelta = timedelta(seconds=60)
     force_communication: bool = False
     monitor: bool = True
+    timeline: str | Path | None = None
 
     def __post_init__(self) -> None:
         _one_of("backend", self.backend, get_args(Backend))
@@ -60,6 +63,8 @@ class RingOptions:
         _positive_duration("timeout", self.timeout)
         _positive_duration("stall_warning", self.stall_warning)
         _backend_is_there(self.backend)
+        if self.timeline is not None:
+            checked_path(self.timeline, f"RingStrategy got timeline={self.timeline!r}")
         compressor = self.new_compressor()
         if self.bucket_cap_mb == "auto" and compressor and compressor.wire_bytes(torch.float32) is None:
             raise ConfigurationError(

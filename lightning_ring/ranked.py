@@ -23,9 +23,11 @@ from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.job import Job, connect, open_communicator
 from lightning_ring.comm.recording import Listener, RecordedCommunicator
 from lightning_ring.environment import RingEnvironment
+from lightning_ring.monitor.step_timeline import StepTimeline
 from lightning_ring.monitor.terminal import widen_terminal
 from lightning_ring.options import RingOptions
 from lightning_ring.starting import asked_of_trainer, check_asked, choose_launcher, devices_for
+from lightning_ring.timeline.settings import timeline_settings
 from lightning_ring.uneven import Turns
 
 T = TypeVar("T")
@@ -40,6 +42,7 @@ class RankedStrategy(DDPStrategy):
     Attributes:
         listeners: Called with a `CollectiveRecord` of each collective that carries gradients or sharded parameters, and
             of `reduce` (``self.log(..., sync_dist=True)``).
+        timeline: Records the fit in a trace; ``timeline.start(path)`` and ``timeline.stop()`` on all ranks.
     """
 
     def __init__(
@@ -62,6 +65,7 @@ class RankedStrategy(DDPStrategy):
         )
         self.options = options
         self.listeners: list[Listener] = []
+        self.timeline = StepTimeline(timeline_settings(options.timeline, os.environ), self.listeners)
         self._recorded: RecordedCommunicator | None = None
         self._job: Job | None = None
         self._turns = Turns()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -91,6 +92,8 @@ class RingStrategy(ShardedSteps):
         force_communication: Run buckets and collectives in a single process too, to measure them.
         monitor: Add `lightning_ring.monitor.RingMonitor` to the Trainer's callbacks, unless there is one, or nothing
             that communicates.
+        timeline: Record every rank's steps and collectives in this file (``"trace.json"``), for
+            https://ui.perfetto.dev; each rank writes its own beside it. `None`: what RING_TIMELINE names, if anything.
         accelerator, parallel_devices, checkpoint_io, precision_plugin: As every Lightning strategy takes them.
 
     Raises:
@@ -115,6 +118,7 @@ class RingStrategy(ShardedSteps):
         stall_warning: timedelta = timedelta(seconds=60),
         force_communication: bool = False,
         monitor: bool = True,
+        timeline: str | Path | None = None,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         checkpoint_io: CheckpointIO | None = None,
@@ -133,6 +137,7 @@ class RingStrategy(ShardedSteps):
             stall_warning=stall_warning,
             force_communication=force_communication,
             monitor=monitor,
+            timeline=timeline,
         )
         super().__init__(
             options,
@@ -178,6 +183,7 @@ class RingStrategy(ShardedSteps):
                 self._step_hooks.append(optimizer.register_step_pre_hook(self._before_step))
             if isinstance(self._reducer, ShardReducer):
                 self._shard_optimizers(trainer, self._reducer)
+            self.timeline.prepare(trainer, self._comm)
 
     def configure_ddp(self) -> None:
         """Put the gradients into buckets; the module stays unwrapped."""
@@ -205,6 +211,7 @@ class RingStrategy(ShardedSteps):
         )
 
     def teardown(self) -> None:
+        self.timeline.abandon()
         super().teardown()
         for hook in self._step_hooks:  # an optimizer may be stepped by hand afterwards
             hook.remove()
@@ -234,8 +241,14 @@ class RingStrategy(ShardedSteps):
     def on_train_start(self) -> None:
         self._catch_stop_signals()
         super().on_train_start()
+        self.timeline.begin_training()
+
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        self.timeline.stop()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.timeline.begin_batch()
         if self._reducer is not None and self._trainer is not None:
             if self._reducer.agreed_to_stop():
                 self._make_whole()

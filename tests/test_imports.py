@@ -24,6 +24,7 @@ WITHOUT_LIGHTNING = (
     "retrieval",
     "bench",
     "doctor",
+    "timeline",
 )
 ALLOWED = {  # room: rooms of ours that it may import
     "errors": set(),
@@ -34,7 +35,8 @@ ALLOWED = {  # room: rooms of ours that it may import
     "schedules": {"errors"},
     "data": {"errors"},
     "retrieval": {"errors"},
-    "monitor": {"errors", "comm"},
+    "monitor": {"errors", "comm", "timeline"},
+    "timeline": {"errors", "comm"},
     "bench": {"errors", "comm"},
     "doctor": {"errors", "comm", "cli"},
 }

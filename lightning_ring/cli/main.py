@@ -14,6 +14,7 @@ COMMANDS = {
     "doctor": ("lightning_ring.cli.doctor", "is everything set up: what is not, and what to do"),
     "pack": ("lightning_ring.cli.pack", "pack images into shards that train fast, and check them"),
     "bench": ("lightning_ring.cli.bench", "how fast the ring is: bandwidth of every backend, over sizes"),
+    "timeline": ("lightning_ring.cli.timeline", "merge the ranks' timelines into one trace, also after a crash"),
 }
 
 

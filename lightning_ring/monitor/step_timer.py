@@ -123,7 +123,7 @@ class StepTimer(Profiler):
         self.inner.start(action_name)
         phase = self._phase(action_name)
         if phase is None:
-            if self.interruption_listeners and action_name.endswith(_INTERRUPTIONS):
+            if self.interruption_listeners and action_name.rsplit(".", 1)[-1] in _INTERRUPTIONS:
                 self._interrupted[action_name] = self._clock()
             return
         if self._began is None:
@@ -144,10 +144,10 @@ class StepTimer(Profiler):
                 listener(record)
         elif action_name.endswith(_INTERRUPTIONS):
             self._record, self._began = StepRecord(), None
-            began = self._interrupted.pop(action_name, None)
-            if began is not None:
+            if action_name in self._interrupted:
+                interruption = action_name.rsplit(".", 1)[-1], self._interrupted.pop(action_name), self._clock()
                 for interrupted in self.interruption_listeners:
-                    interrupted(action_name.rsplit(".", 1)[-1], began, self._clock())
+                    interrupted(*interruption)
         self.inner.stop(action_name)
 
     def begin_manual_backward(self) -> None:

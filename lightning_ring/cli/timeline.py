@@ -1,0 +1,111 @@
+"""``lightning-ring timeline``: the ranks' traces as one, and a picture of it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from lightning_ring.errors import ConfigurationError
+from lightning_ring.timeline.merge import Merged, merge, timelines_in
+
+
+def main(arguments: Sequence[str]) -> int:
+    """0; 1 where ranks are missing, or a file could not be read or written.
+
+    Raises:
+        ConfigurationError: The command line is wrong, or there is nothing to merge.
+    """
+    options = _parser().parse_args(arguments)
+    if options.plot is not None:
+        from lightning_ring.timeline.plot import check_plot
+
+        check_plot(options.plot)
+    names = _timelines(options.where)
+    if len(names) > 1 and (options.output is not None or options.plot is not None):
+        raise ConfigurationError(
+            f"{options.where} holds several timelines: {', '.join(name.name for name in names)}. Name one of them "
+            f"instead of the folder, such as {names[0]}."
+        )
+    complete = True
+    for name in names:
+        try:
+            merged = merge(name, options.output)
+        except OSError as error:
+            print(f"lightning-ring timeline: {error}", file=sys.stderr)
+            return 1
+        complete = _report(merged) and complete
+        if options.plot is not None:
+            from lightning_ring.timeline.plot import plot
+
+            plot(merged.path, options.plot, options.steps)
+            print(f"{options.plot}: a picture of it")
+    return 0 if complete else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="lightning-ring timeline",
+        description="Merge what ranks wrote under RingStrategy(timeline='trace.json') or RING_TIMELINE=trace.json "
+        "(trace.rank0.json and so on) into one trace for https://ui.perfetto.dev. A job that ends does this itself; "
+        "after a crash, or while a job runs, this does it with what is there.",
+    )
+    parser.add_argument("where", type=Path, metavar="DIR", help="the folder, or the name trace.json in it")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="default: trace.json in DIR")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw some steps (.png, .svg or .pdf)")
+    parser.add_argument(
+        "--steps", type=_steps, metavar="A-B", help="which steps to draw (default: the last two that are whole)"
+    )
+    return parser
+
+
+def _steps(text: str) -> tuple[int, int]:
+    first, _, last = text.partition("-")
+    try:
+        steps = int(first), int(last or first)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a step, such as 7, or steps, such as 7-9") from None
+    if steps[0] > steps[1]:
+        raise argparse.ArgumentTypeError(f"{text!r}: the first step comes after the last one")
+    return steps
+
+
+def _timelines(where: Path) -> list[Path]:
+    if not where.is_dir():
+        return [where]
+    names = timelines_in(where)
+    if not names:
+        raise ConfigurationError(
+            f"{where} holds no timeline: there is no file such as trace.rank0.json in it. Record one with "
+            "RING_TIMELINE=trace.json or RingStrategy(timeline='trace.json')."
+        )
+    return names
+
+
+def _report(merged: Merged) -> bool:
+    print(
+        f"{merged.path}: {len(merged.ranks)} of {merged.world_size} rank(s), {merged.num_events} events. Open it in "
+        "https://ui.perfetto.dev"
+    )
+    for rank in merged.ranks:
+        about = merged.clocks.get(rank)
+        if about and not about["shared"]:
+            print(f"rank {rank}: its clock is known to ±{about['error'] * 1e6:.0f} µs")
+    if merged.unfinished:
+        print(
+            f"not closed by rank(s) {_listed(merged.unfinished)}: their job was killed, or still runs", file=sys.stderr
+        )
+    if merged.missing:
+        print(
+            f"missing: rank(s) {_listed(merged.missing)}. Copy {merged.path.stem}.rank{merged.missing[0]}.json from "
+            "that rank's host into this folder.",
+            file=sys.stderr,
+        )
+    for left_out in merged.left_out:
+        print(f"left out: {left_out}", file=sys.stderr)
+    return not merged.missing
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))

@@ -1,0 +1,182 @@
+"""The timeline of a Trainer: what `StepTimer` and a strategy's collectives tell, as slices of a trace."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Trainer
+
+from lightning_ring.comm.communicator import Communicator
+from lightning_ring.comm.recording import Listener
+from lightning_ring.errors import ConfigurationError
+from lightning_ring.monitor.step_timer import StepRecord, StepTimer
+from lightning_ring.timeline.lanes import BACKWARD, DATA, FORWARD, OPTIMIZER, PAUSES, STEPS
+from lightning_ring.timeline.session import Session, start_session
+from lightning_ring.timeline.settings import TimelineSettings
+
+_LOOK_EVERY = 20  # batches between two looks at the switch
+_PAUSES = {"validation_step": "validation batch", "test_step": "test batch", "save_checkpoint": "checkpoint"}
+
+
+class StepTimeline:
+    """Records a fit in a trace, from its start, while a switch is on, or from `start` to `stop`.
+
+    A fit, and each time it is switched on, makes a trace of its own: ``trace.json``, ``trace-2.json`` and so on.
+
+    Args:
+        listeners: Those of the strategy's collectives.
+    """
+
+    def __init__(self, settings: TimelineSettings, listeners: list[Listener]) -> None:
+        self.settings = settings
+        self._listeners = listeners
+        self._trainer: Trainer | None = None
+        self._comm: Communicator | None = None
+        self._session: Session | None = None
+        self._timer: StepTimer | None = None
+        self._batches = 0
+
+    @property
+    def recording(self) -> bool:
+        return self._session is not None
+
+    @property
+    def path(self) -> Path | None:
+        """The merged trace of what is recorded now."""
+        return self._session.path if self._session is not None else None
+
+    def start(self, path: str | Path | None = None, max_mb: float | None = None) -> None:
+        """Record from now on. All ranks call it at the same point of a fit. Where it records already: nothing.
+
+        Args:
+            path: Where rank 0 writes the merged trace at the end; default: what the strategy was given.
+            max_mb: Largest size of a rank's file, in MiB.
+
+        Raises:
+            ConfigurationError: There is no path or no fit, or some rank cannot write; the same on every rank.
+        """
+        if self.recording:
+            return
+        chosen = path if path is not None else self.settings.path
+        if chosen is None:
+            raise ConfigurationError(
+                "The timeline was started without a path. Give it one, strategy.timeline.start('trace.json'), or "
+                "RingStrategy(timeline='trace.json')."
+            )
+        trainer = self._trainer
+        if trainer is None:
+            raise ConfigurationError(
+                "The timeline was started outside a fit. Start it in a hook of the module or of a callback, such as "
+                "on_train_batch_start, on all ranks; RingStrategy(timeline='trace.json') records from the start."
+            )
+        max_bytes = int((max_mb if max_mb is not None else self.settings.max_mb) * 2**20)
+        about = {"strategy": type(trainer.strategy).__name__, "epoch": trainer.current_epoch}
+        self._session = start_session(
+            Path(chosen), self._comm, max_bytes=max_bytes, about=about, seconds_of=_device_clock(trainer)
+        )
+        self._session.recorder.begin_step(_batch_number(trainer), time.perf_counter())
+        self._listeners.append(self._session.recorder.collective)
+        self._timer = StepTimer.attach(trainer)
+        self._timer.listeners.append(self._on_step)
+        self._timer.interruption_listeners.append(self._on_interruption)
+
+    def stop(self) -> None:
+        """End the recording; rank 0 merges. All ranks call it at the same point. Where nothing is recorded: nothing."""
+        session = self._detach()
+        if session is not None:
+            session.finish()
+
+    # -- what the strategy calls
+
+    def prepare(self, trainer: Trainer, comm: Communicator | None) -> None:
+        """A fit is set up; what cannot be written is an error now. Collective."""
+        self._trainer, self._comm, self._batches = trainer, comm, 0
+        if self.settings.path is not None and self.settings.switch is None:
+            self.start()
+
+    def begin_training(self) -> None:
+        if self.settings.path is not None and self.settings.switch is None and self._trainer is not None:
+            self.start()  # a fit within this one (a search for the learning rate) has ended its own
+        if self._timer is not None:
+            self._timer.restart()
+
+    def begin_batch(self) -> None:
+        if self.settings.switch is not None and self._trainer is not None:
+            self._look_at_switch(self.settings.switch)
+        if self._session is not None and self._trainer is not None:
+            self._session.recorder.begin_step(_batch_number(self._trainer), time.perf_counter())
+
+    def abandon(self) -> None:
+        """The fit is torn down, perhaps after an error on one rank: close this rank's file, ask nobody."""
+        session = self._detach()
+        self._trainer = self._comm = None
+        if session is not None:
+            session.close()
+
+    def _look_at_switch(self, switch: Path) -> None:
+        self._batches += 1
+        if self._batches % _LOOK_EVERY != 1:
+            return
+        on = switch.exists()
+        if self._comm is not None:
+            on = self._comm.broadcast_object(on)
+        if on:
+            self.start()
+        else:
+            self.stop()
+
+    def _detach(self) -> Session | None:
+        session, self._session = self._session, None
+        if session is None:
+            return None
+        assert self._timer is not None
+        assert self._trainer is not None
+        self._listeners.remove(session.recorder.collective)
+        self._timer.listeners.remove(self._on_step)
+        self._timer.interruption_listeners.remove(self._on_interruption)
+        self._timer.detach(self._trainer)
+        self._timer = None
+        return session
+
+    # -- what is told
+
+    def _on_step(self, record: StepRecord) -> None:
+        session, trainer = self._session, self._trainer
+        if session is None or trainer is None:
+            return
+        recorder, marks = session.recorder, record.marks
+        step = {"step": recorder.step}
+        whole = step | {"epoch": trainer.current_epoch, "optimizer_steps": trainer.global_step}
+        recorder.slice(STEPS, f"step {recorder.step}", record.began, record.began + record.total, whole)
+        waits = [(*pair, "data wait") for pair in marks.get("data", ())]
+        copies = [(*pair, "copy to device") for pair in marks.get("copy", ())]
+        for begin, end, name in sorted(waits + copies):
+            recorder.slice(DATA, name, begin, end, step)
+        for lane, phase in ((FORWARD, "forward"), (BACKWARD, "backward")):
+            for begin, end in marks.get(phase, ()):
+                recorder.slice(lane, phase, begin, end, step)
+        inside = marks.get("backward") or marks.get("forward")  # of optimizer_step, with automatic optimization
+        for begin, end in marks.get("optimizer", ()):
+            recorder.slice(OPTIMIZER, "optimizer step", inside[-1][1] if inside else begin, end, step)
+        for begin, end in marks.get("manual_optimizer", ()):
+            recorder.slice(OPTIMIZER, "optimizer step", begin, end, step)
+
+    def _on_interruption(self, what: str, began: float, ended: float) -> None:
+        if self._session is not None:
+            self._session.recorder.slice(PAUSES, _PAUSES[what], began, ended)
+
+
+def _batch_number(trainer: Trainer) -> int:
+    """Training batches of the fit before this one."""
+    return max(0, trainer.fit_loop.epoch_loop.total_batch_idx)
+
+
+def _device_clock(trainer: Trainer) -> Any:
+    device = trainer.strategy.root_device
+    if device.type != "cuda":
+        return None
+    from lightning_ring.timeline.device_clock import DeviceClock
+
+    return DeviceClock(device)

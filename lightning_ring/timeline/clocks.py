@@ -1,0 +1,108 @@
+"""How far apart the ranks' clocks are.
+
+Nobody leaves a barrier before all have come to it. So if rank i came at ``T_i`` and rank j left at ``R_j``, each by its
+own clock, then ``offset_j - offset_i <= R_j - T_i``; and the other way round ``offset_j - offset_i >= T_j - R_i``. Each
+barrier bounds every pair of clocks from both sides, as a ping-pong does in Cristian's algorithm (1989) and in NTP; the
+tightest bounds of many barriers are kept, their middle is the estimate and half their distance its error.
+
+Ranks that read one clock (the same boot of the same kernel, outside or inside the same time namespace) differ by
+exactly 0, and their bounds count for each other.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning_ring.comm.communicator import Communicator
+
+ROUNDS = 40
+
+
+@dataclass(frozen=True, slots=True)
+class ClockReading:
+    """A rank's clock beside rank 0's.
+
+    Attributes:
+        offset: This clock minus rank 0's, in seconds.
+        error: The offset is wrong by at most this many seconds.
+        at: When it was measured, by this clock.
+        shared: It is rank 0's clock.
+    """
+
+    offset: float
+    error: float
+    at: float
+    shared: bool
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def clock_identity() -> str:
+    """Equal on ranks whose `time.perf_counter` reads one clock."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
+    try:
+        namespace = os.readlink("/proc/self/ns/time")
+    except OSError:  # kernels before 5.6 have none
+        namespace = ""
+    return f"{boot} {namespace}"
+
+
+def read_clocks(
+    comm: Communicator,
+    *,
+    clock: Callable[[], float] = time.perf_counter,
+    identity: Callable[[], str] = clock_identity,
+    rounds: int = ROUNDS,
+) -> list[ClockReading]:
+    """Every rank's clock beside rank 0's, the same list on every rank. Collective.
+
+    Takes ``rounds`` barriers, none where all ranks read one clock.
+    """
+    names: list[str] = comm.all_gather_object(identity())
+    came: list[float] = []
+    left: list[float] = []
+    for _ in range(rounds if len(set(names)) > 1 else 1):
+        came.append(clock())
+        comm.barrier()
+        left.append(clock())
+    times: list[tuple[list[float], list[float]]] = comm.all_gather_object((came, left))
+    readings = {names[0]: (0.0, 0.0)}
+    for name in names:
+        if name not in readings:
+            readings[name] = _bounded(
+                [times[rank] for rank in range(len(names)) if names[rank] == names[0]],
+                [times[rank] for rank in range(len(names)) if names[rank] == name],
+            )
+    return [
+        ClockReading(*readings[name], at=times[rank][1][-1], shared=name == names[0]) for rank, name in enumerate(names)
+    ]
+
+
+def _bounded(
+    zeros: list[tuple[list[float], list[float]]], others: list[tuple[list[float], list[float]]]
+) -> tuple[float, float]:
+    """Offset and error of the clock that ``others`` read, beside that of ``zeros`` (when each came, and left)."""
+    most = min(
+        left - came
+        for zero_came, _ in zeros
+        for _, other_left in others
+        for came, left in zip(zero_came, other_left, strict=True)
+    )
+    least = max(
+        came - left
+        for _, zero_left in zeros
+        for other_came, _ in others
+        for came, left in zip(other_came, zero_left, strict=True)
+    )
+    return (most + least) / 2, abs(most - least) / 2

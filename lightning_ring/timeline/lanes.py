@@ -1,0 +1,111 @@
+"""The lanes of a rank, and slices as trace events. Times are integers of nanoseconds since the trace's zero."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
+
+STEPS, DATA, FORWARD, BACKWARD, EXPOSED, OPTIMIZER = range(1, 7)
+GRADIENTS, PARAMETERS, OTHER, PAUSES = 1_000, 10_000, 20_000, 30_000  # GRADIENTS + i is bucket i's
+_NAMES = {
+    STEPS: "steps",
+    DATA: "data wait",
+    FORWARD: "forward",
+    BACKWARD: "backward",
+    EXPOSED: "waiting for communication",
+    OPTIMIZER: "optimizer step",
+    OTHER: "other collectives",
+    PAUSES: "validation and checkpoints",
+}
+_BUCKET = re.compile(r"(parameters of )?bucket (\d+)")
+_ABREAST = 8  # lanes of one name, for what runs at the same time
+_LONGEST_NAME = 200
+
+
+def lane_of(name: str) -> int:
+    """The lane of a collective, by the name that its caller gave it."""
+    match = _BUCKET.match(name)
+    if match is None:
+        return OTHER
+    return (PARAMETERS if match[1] else GRADIENTS) + min(int(match[2]), PARAMETERS - GRADIENTS - 1)
+
+
+def lane_name(lane: int) -> str:
+    if PARAMETERS <= lane < OTHER:
+        return f"parameters of bucket {lane - PARAMETERS}"
+    if GRADIENTS <= lane < PARAMETERS:
+        return f"gradients of bucket {lane - GRADIENTS}"
+    return _NAMES[lane]
+
+
+class Lanes:
+    """Trace events of one rank (a process ``pid`` of the trace). Slices of one thread follow each other or nest.
+
+    A lane whose slice begins before the last one ended gets a second thread of its name, up to 8; past that the slice
+    begins later.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._ends: dict[int, int] = {}
+
+    def slice(
+        self, lane: int, name: str, begin: int, end: int, args: str = "{}", inside: tuple[str, int] | None = None
+    ) -> Iterator[str]:
+        """Events of one slice in ``lane``; before the first of a thread comes its name.
+
+        Args:
+            args: A JSON object.
+            inside: Name and end of a slice that begins with this one and lies within it.
+        """
+        begin, end = max(0, begin), max(0, begin, end)
+        tid = lane * _ABREAST
+        while self._ends.get(tid, 0) > begin and tid % _ABREAST < _ABREAST - 1:
+            tid += 1
+        if tid not in self._ends:
+            yield from self._describe(tid, lane)
+        begin = max(begin, self._ends.get(tid, 0))
+        end = max(begin, end)
+        self._ends[tid] = end
+        yield self._complete(tid, name, begin, end, args)
+        if inside is not None and begin < inside[1] <= end:
+            yield self._complete(tid, inside[0], begin, inside[1], "{}")
+
+    def process(self, name: str, labels: str) -> Iterator[str]:
+        for what, args in (
+            ("process_name", {"name": name}),
+            ("process_labels", {"labels": labels}),
+            ("process_sort_index", {"sort_index": self._pid}),
+        ):
+            yield metadata(self._pid, 0, what, args)
+
+    def _describe(self, tid: int, lane: int) -> Iterator[str]:
+        abreast = tid % _ABREAST
+        name = lane_name(lane) + (f" ({abreast + 1})" if abreast else "")
+        yield metadata(self._pid, tid, "thread_name", {"name": name})
+        yield metadata(self._pid, tid, "thread_sort_index", {"sort_index": tid})
+
+    def _complete(self, tid: int, name: str, begin: int, end: int, args: str) -> str:
+        return (
+            f'{{"ph":"X","pid":{self._pid},"tid":{tid},"name":{_quoted(name)},'
+            f'"ts":{microseconds(begin)},"dur":{microseconds(end - begin)},"args":{args}}}'
+        )
+
+
+def metadata(pid: int, tid: int, name: str, args: dict[str, Any]) -> str:
+    return json.dumps({"ph": "M", "pid": pid, "tid": tid, "name": name, "ts": 0, "args": args}, separators=(",", ":"))
+
+
+def microseconds(nanoseconds: int) -> str:
+    return f"{nanoseconds // 1000}.{nanoseconds % 1000:03d}"
+
+
+@lru_cache(maxsize=4096)
+def _quoted(name: str) -> str:
+    return json.dumps(name if len(name) <= _LONGEST_NAME else name[: _LONGEST_NAME - 1] + "…")
+
+
+quoted = _quoted

@@ -1,0 +1,82 @@
+"""Where a timeline is written: ``trace.json``, and ``trace.rank0.json`` and so on beside it."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from lightning_ring.errors import ConfigurationError
+
+GENERATOR = "lightning_ring"
+
+
+def checked_path(value: Any, asked: str) -> Path:
+    """``value`` as a path that a timeline may be written to, as far as can be seen without writing.
+
+    Args:
+        asked: Who asked for it, for the message, such as ``"RingStrategy got timeline='trace.json'"``.
+
+    Raises:
+        ConfigurationError: It is no name of a JSON file, its folder cannot be written, or a file of that name is there
+            that no timeline is.
+    """
+    expected = "expected the name of a file that ends in .json, such as 'logs/trace.json'"
+    if not isinstance(value, (str, os.PathLike)) or isinstance(value, bytes):
+        raise ConfigurationError(f"{asked}, {expected}.")
+    path = Path(value)
+    if path.suffix != ".json" or path.stem == "":
+        raise ConfigurationError(f"{asked}, {expected}.")
+    if path.is_dir():
+        raise ConfigurationError(f"{asked}, which is a folder; {expected}.")
+    folder = path.absolute().parent
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    if not folder.is_dir():
+        raise ConfigurationError(f"{asked}, but {folder} is no folder. Give another path.")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigurationError(f"{asked}, but the folder {folder} cannot be written. Give another path.")
+    if path.exists() and not is_timeline(path):
+        raise ConfigurationError(
+            f"{asked}, a file that exists and was not written as a timeline. It is left as it is: give another path, "
+            "or remove it."
+        )
+    return path
+
+
+def is_timeline(path: Path) -> bool:
+    """Whether the file was written by us, or is empty. A timeline of an earlier run is replaced, nothing else."""
+    try:
+        with open(path, "rb") as file:
+            start = file.read(200)
+    except OSError:
+        return False
+    return not start or f'"generator":"{GENERATOR}"'.encode() in start
+
+
+def numbered(path: Path, number: int) -> Path:
+    """``trace.json``, then ``trace-2.json``: what one script records is not replaced by what it records next."""
+    return path if number == 1 else path.with_name(f"{path.stem}-{number}.json")
+
+
+def rank_file(path: Path, rank: int) -> Path:
+    return path.with_name(f"{path.stem}.rank{rank}.json")
+
+
+def rank_files(path: Path) -> dict[int, Path]:
+    """The ranks' files that are there, by rank."""
+    pattern = re.compile(re.escape(path.stem) + r"\.rank(\d+)\.json")
+    found = {}
+    for file in path.absolute().parent.glob("*.json"):
+        if match := pattern.fullmatch(file.name):
+            found[int(match[1])] = file
+    return dict(sorted(found.items()))
+
+
+def remove_earlier(path: Path) -> None:
+    """Remove what an earlier run left under this name (``trace-2.json`` too): it would pass for part of this one."""
+    pattern = re.compile(re.escape(path.stem) + r"(-\d+)?(\.rank\d+)?\.json(\.part)?")
+    for file in path.absolute().parent.glob("*.json*"):
+        if pattern.fullmatch(file.name) and is_timeline(file):
+            file.unlink(missing_ok=True)

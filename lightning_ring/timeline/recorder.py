@@ -1,0 +1,168 @@
+"""What a rank does, on its way into its trace file."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from lightning_ring.comm.recording import CollectiveRecord
+from lightning_ring.timeline.lanes import EXPOSED, Lanes, lane_name, lane_of
+from lightning_ring.timeline.rank_file import TraceFile
+
+log = logging.getLogger(__name__)
+
+FLUSH_SECONDS = 0.2  # what `kill -9` may take of the end
+_KINDS = {"all_reduce": "all-reduce", "reduce_scatter": "reduce-scatter", "all_gather": "all-gather"}
+
+
+class Recorder:
+    """Takes slices and collectives from the thread that trains, and writes them from a thread of its own.
+
+    Taking one costs an append to a queue. Where the file cannot be written any more (a full disk) or has its largest
+    size, that is said once and training goes on.
+
+    Args:
+        file: Closed by `close`.
+        lanes: Of this rank.
+        zero: The trace's zero, in seconds of this rank's `time.perf_counter`.
+        seconds_of: From a CUDA event to seconds of the same clock, or `None` while the device has not come to it.
+    """
+
+    def __init__(
+        self,
+        file: TraceFile,
+        lanes: Lanes,
+        zero: float,
+        seconds_of: Callable[[Any], float | None] | None = None,
+    ) -> None:
+        self.step = 0
+        self._file = file
+        self._lanes = lanes
+        self._zero = zero
+        self._seconds_of = seconds_of
+        self._queue: deque[Callable[[], Iterable[str] | None]] = deque()
+        self._step_began = float("-inf")
+        self._ended_before: float = 0.0
+        self._failed = False
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._write_now_and_then, name="lightning_ring timeline", daemon=True)
+        self._thread.start()
+
+    def begin_step(self, step: int, began: float) -> None:
+        """From ``began`` (seconds) on, collectives that are called belong to ``step``."""
+        self.step, self._step_began = step, began
+
+    def slice(self, lane: int, name: str, begin: Any, end: Any, args: dict[str, Any] | None = None) -> None:
+        """A slice of ``lane``; ``begin`` and ``end`` are seconds, or CUDA events."""
+        self._queue.append(lambda: self._slice(lane, name, begin, end, args))
+
+    def collective(self, record: CollectiveRecord) -> None:
+        """A listener of `RecordedCommunicator`."""
+        step = self.step if record.called >= self._step_began else self.step - 1
+        self._queue.append(lambda: self._collective(record, step))
+
+    def close(self, other: dict[str, Any]) -> None:
+        """Write what is left, and ``other`` as the trace's ``otherData``. Calling it twice is fine."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        self._thread.join()
+        if self._failed:
+            return
+        try:
+            self._drain(to_the_end=True)
+            self._file.close(other | {"dropped": self._file.full})
+        except OSError as error:
+            self._give_up(error)
+
+    @property
+    def num_events(self) -> int:
+        return self._file.num_events
+
+    def _write_now_and_then(self) -> None:
+        while not self._closing.wait(FLUSH_SECONDS):
+            try:
+                self._drain()
+            except OSError as error:
+                self._give_up(error)
+                return
+
+    def _drain(self, *, to_the_end: bool = False) -> None:
+        was_full = self._file.full
+        events: list[str] = []
+        while self._queue:
+            made = self._queue[0]()
+            if made is None and not to_the_end:
+                break  # the device has not come so far
+            self._queue.popleft()
+            events.extend(made or ())
+        self._file.append(events)
+        if self._file.full and not was_full:
+            log.warning(
+                "lightning_ring: the timeline %s has reached its largest size and ends here; training goes on. "
+                "RING_TIMELINE_MAX_MB sets another size.",
+                self._file.path,
+            )
+
+    def _give_up(self, error: OSError) -> None:
+        self._failed = True
+        log.warning(
+            "lightning_ring: the timeline %s ends here, it cannot be written any more (%s). Training goes on.",
+            self._file.path,
+            error,
+        )
+
+    def _slice(self, lane: int, name: str, begin: Any, end: Any, args: dict[str, Any] | None) -> Iterable[str] | None:
+        start, stop = self._seconds(begin), self._seconds(end)
+        if start is None or stop is None:
+            return None
+        return self._lanes.slice(lane, name, self._ns(start), self._ns(stop), _text(args or {}))
+
+    def _collective(self, record: CollectiveRecord, step: int) -> Iterable[str] | None:
+        called, ended = record.called, record.ended or record.waited_until
+        if record.events is not None:
+            on_device = self._seconds(record.events[0]), self._seconds(record.events[1])
+            if on_device[0] is None or on_device[1] is None:
+                return None
+            called, ended = on_device[0], on_device[1]
+        return self._events_of(record, step, called, max(called, ended))
+
+    def _events_of(self, record: CollectiveRecord, step: int, called: float, ended: float) -> Iterable[str]:
+        lane = lane_of(record.name)
+        began = min(max(called, self._ended_before), ended)  # they run in the order of their calls
+        self._ended_before = max(self._ended_before, ended)
+        args = {
+            "step": step,
+            "bytes": record.nbytes,
+            "kind": record.kind,
+            "name": record.name[:500],
+            "called": round((record.called - self._zero) * 1e6, 3),
+            "call_us": round((record.returned - record.called) * 1e6, 1),
+            "queued_us": round((began - called) * 1e6, 1),
+            "waited_for": round((record.waited_from - self._zero) * 1e6, 3),
+            "waited_us": round((record.waited_until - record.waited_from) * 1e6, 1),
+        }
+        kind = _KINDS.get(record.kind, record.kind)
+        queued = ("queued", self._ns(began)) if began > called else None
+        yield from self._lanes.slice(lane, kind, self._ns(called), self._ns(ended), _text(args), queued)
+        what = f"wait for {lane_name(lane)}" if lane_of("") != lane else f"wait for {record.name or kind}"
+        waited = {"step": step, "bytes": record.nbytes}
+        yield from self._lanes.slice(
+            EXPOSED, what, self._ns(record.waited_from), self._ns(record.waited_until), _text(waited)
+        )
+
+    def _seconds(self, mark: Any) -> float | None:
+        if isinstance(mark, float):
+            return mark
+        return self._seconds_of(mark) if self._seconds_of is not None else None
+
+    def _ns(self, seconds: float) -> int:
+        return round((seconds - self._zero) * 1e9)
+
+
+def _text(args: dict[str, Any]) -> str:
+    return json.dumps(args, separators=(",", ":"))

@@ -1,0 +1,168 @@
+"""One timeline from start to stop, on all ranks."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import os
+import socket
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lightning_ring.comm.communicator import Communicator
+from lightning_ring.errors import ConfigurationError
+from lightning_ring.timeline.clocks import ClockReading, read_clocks
+from lightning_ring.timeline.gather import gather_files
+from lightning_ring.timeline.lanes import Lanes
+from lightning_ring.timeline.merge import merge
+from lightning_ring.timeline.paths import GENERATOR, checked_path, numbered, rank_file, remove_earlier
+from lightning_ring.timeline.rank_file import TraceFile
+from lightning_ring.timeline.recorder import Recorder
+
+log = logging.getLogger(__name__)
+
+_times_started: dict[Path, int] = {}  # in this process, by the path that was asked for
+
+
+class Session:
+    """What one rank records between `start_session` and `finish`.
+
+    Attributes:
+        path: Where rank 0 writes the merged trace.
+        recorder: Takes what happens.
+    """
+
+    def __init__(self, path: Path, other: dict[str, Any], recorder: Recorder, comm: Communicator | None) -> None:
+        self.path = path
+        self.recorder = recorder
+        self._other = other
+        self._comm = comm
+
+    def finish(self) -> None:
+        """Close the ranks' files, and merge them on rank 0. Collective. What goes wrong with files is a warning."""
+        comm = self._comm
+        if comm is not None:
+            self._other["rank"]["clock_at_end"] = read_clocks(comm)[comm.rank].as_dict()
+        self.close()
+        problems: list[str] = []
+        if comm is not None:
+            comm.barrier()  # all files are closed
+            problems = gather_files(self.path, self._other["run"], comm)
+        if comm is None or comm.rank == 0:
+            self._merge(problems)
+
+    def close(self) -> None:
+        """Close this rank's file. Not collective; `lightning-ring timeline` merges what is there."""
+        self._other["ended"] = _now()
+        self.recorder.close(self._other)
+
+    def _merge(self, problems: list[str]) -> None:
+        try:
+            merged = merge(self.path)
+        except (OSError, ConfigurationError) as error:
+            log.warning("lightning_ring: the timeline was not merged: %s", error)
+            return
+        for problem in (*problems, *merged.left_out):
+            log.warning("lightning_ring: the timeline %s lacks a part: %s", self.path, problem)
+        log.info(
+            "lightning_ring: timeline of %d rank(s), %d events: %s. Open it in https://ui.perfetto.dev",
+            len(merged.ranks),
+            merged.num_events,
+            self.path,
+        )
+
+
+def start_session(
+    path: Path,
+    comm: Communicator | None,
+    *,
+    max_bytes: int,
+    about: dict[str, Any],
+    seconds_of: Callable[[Any], float | None] | None = None,
+) -> Session:
+    """Open every rank's file. Collective; rank 0's ``path`` and ``max_bytes`` count. ``comm`` is `None` for one process
+    alone.
+
+    A path that was used in this process before gets a number; files of an earlier run are replaced.
+
+    Raises:
+        ConfigurationError: Some rank cannot write its file; the same on every rank.
+    """
+    rank, world_size = (comm.rank, comm.world_size) if comm is not None else (0, 1)
+    agreed = (str(path), max_bytes, "", "")
+    problem: str | None = None
+    if rank == 0:
+        try:
+            agreed = (str(_take_name(path)), max_bytes, uuid.uuid4().hex[:12], _now())
+        except (OSError, ConfigurationError) as error:
+            problem = str(error)
+    if comm is not None:
+        agreed, problem = comm.broadcast_object((agreed, problem))
+    if problem is not None:
+        raise ConfigurationError(problem)
+    final, run = Path(agreed[0]), agreed[2]
+    clocks = read_clocks(comm) if comm is not None else [ClockReading(0.0, 0.0, time.perf_counter(), True)]
+    # one zero for all: rank 0's reading, which every rank knows by its own clock
+    zero = clocks[0].at + clocks[rank].offset
+    other = {
+        "generator": GENERATOR,
+        "run": run,
+        "began": agreed[3],
+        "world_size": world_size,
+        **about,
+        "rank": {
+            "rank": rank,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "zero": zero,
+            "clock": clocks[rank].as_dict(),
+        },
+    }
+    lanes = Lanes(rank)
+    file = _open_together(rank_file(final, rank), other, lanes, clocks[rank], agreed[1], comm)
+    return Session(final, other, Recorder(file, lanes, zero, seconds_of), comm)
+
+
+def _take_name(path: Path) -> Path:
+    """The absolute name for this time, with its folder made and files of an earlier run removed."""
+    path = checked_path(path, f"The timeline was asked for as {str(path)!r}").absolute()
+    number = _times_started.get(path, 0) + 1
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if number == 1:
+        remove_earlier(path)
+    _times_started[path] = number
+    return numbered(path, number)
+
+
+def _open_together(
+    path: Path, other: dict[str, Any], lanes: Lanes, clock: ClockReading, max_bytes: int, comm: Communicator | None
+) -> TraceFile:
+    file: TraceFile | None = None
+    problem: str | None = None
+    labels = "" if clock.shared else f"clock ±{clock.error * 1e6:.0f} µs"
+    first, *rest = lanes.process(f"rank {other['rank']['rank']} ({other['rank']['host']})", labels)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = TraceFile(path, other, first, max_bytes=max_bytes)
+        file.append(rest)
+    except OSError as error:
+        problem = f"{path}: {error.strerror or error}"
+    problems = comm.all_gather_object(problem) if comm is not None else [problem]
+    if any(problems):
+        who = "; ".join(f"rank {rank}: {found}" for rank, found in enumerate(problems) if found)
+        if file is not None:
+            file.close(other)
+            path.unlink(missing_ok=True)
+        raise ConfigurationError(
+            f"The timeline cannot be written ({who}). Give timeline= or RING_TIMELINE a path that every rank's host "
+            "can write, or leave it out."
+        )
+    assert file is not None
+    return file
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="milliseconds")

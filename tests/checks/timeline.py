@@ -1,0 +1,244 @@
+"""Checks of the timeline in real fits on real ranks."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
+from mpi4py import MPI
+
+from lightning_ring import RingStrategy
+from lightning_ring.errors import ConfigurationError
+from lightning_ring.monitor import StepTimer
+from tests.checks.models import RANK, SIZE, Classifier, assert_all_ranks_equal, fit, loader, parameters
+from tests.timeline.rules import lanes, read_trace, slices
+
+WORLD = MPI.COMM_WORLD
+
+
+def train(strategy: Any, *, batches: int = 6, module: Any = None, **arguments: Any) -> Classifier:
+    module = module or Classifier()
+    fit(strategy, module, loader(batches * 4 * SIZE), arguments.pop("val", None), **({"max_epochs": 1} | arguments))
+    WORLD.Barrier()
+    return module
+
+
+@contextmanager
+def environment(**variables: str) -> Iterator[None]:
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name in variables:
+            del os.environ[name]
+
+
+def steps_of(events: list[dict[str, Any]], rank: int) -> list[int]:
+    return [event["args"]["step"] for event in slices(events, "steps", rank)]
+
+
+def assert_within_steps(events: list[dict[str, Any]], lane: str, rank: int, slack: float = 1e3) -> None:
+    """Each slice lies in the step that its ``args`` name, or (new parameters) reaches into the next one; µs."""
+    steps = {s["args"]["step"]: s for s in slices(events, "steps", rank)}
+    for event in slices(events, lane, rank):
+        first = steps[event["args"]["step"]]
+        last = steps.get(event["args"]["step"] + 1, first)
+        assert first["ts"] - slack <= event["ts"], (lane, event)
+        assert event["ts"] + event["dur"] <= last["ts"] + last["dur"] + slack, (lane, event)
+
+
+def check_every_phase_and_bucket_of_every_step(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "trace.json"
+    module = train(RingStrategy(timeline=path, bucket_cap_mb=0.0005, force_communication=True))
+    events = read_trace(path)
+    for rank in range(SIZE):
+        assert steps_of(events, rank) == list(range(6))
+        for lane in ("data wait", "forward", "backward", "optimizer step"):
+            assert len(slices(events, lane, rank)) >= 6, lane
+            assert_within_steps(events, lane, rank)
+        buckets = [lane for lane in lanes(events, rank) if lane.startswith("gradients")]
+        assert buckets == [f"gradients of bucket {number}" for number in range(len(buckets))]
+        assert len(buckets) > 1
+        sent = 0
+        for lane in buckets:
+            carried = slices(events, lane, rank)
+            assert [event["args"]["step"] for event in carried] == list(range(6))
+            assert {event["name"] for event in carried} == {"all-reduce"}
+            assert all(event["args"]["waited_us"] >= 0 <= event["args"]["queued_us"] for event in carried)
+            assert_within_steps(events, lane, rank)
+            sent += carried[-1]["args"]["bytes"]
+        assert sent >= sum(param.nbytes for param in module.parameters())
+        assert len(slices(events, "waiting for communication", rank)) == 6 * len(buckets)
+    for lane in buckets if SIZE > 1 else ():  # on one clock: nobody's all-reduce is over before all have called it
+        for mine in zip(*(slices(events, lane, rank) for rank in range(SIZE)), strict=True):
+            assert max(event["ts"] for event in mine) <= min(event["ts"] + event["dur"] for event in mine)
+    about = json.loads(path.read_bytes())["otherData"]
+    assert about["missing_ranks"] == about["unfinished_ranks"] == []
+    assert all(rank["clock"]["offset"] == rank["clock"]["error"] == 0 for rank in about["ranks"].values()), "one host"
+    assert len(read_trace(path.with_name("trace.rank0.json"))) < len(events) or SIZE == 1
+
+
+def check_sharded_steps_have_both_halves(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    train(RingStrategy(timeline=path, bucket_cap_mb=0.0005, shard_optimizer=True, force_communication=True))
+    events = read_trace(path)
+    for rank in range(SIZE):
+        halves = slices(events, "gradients of bucket 1", rank)
+        assert [event["name"] for event in halves] == ["all-reduce"] + ["reduce-scatter"] * 5
+        gathered = slices(events, "parameters of bucket 1", rank)
+        assert [event["name"] for event in gathered] == ["all-gather"] * 6
+        assert [event["args"]["step"] for event in gathered] == list(range(6)), "the step that sent them"
+        optimizer = {event["args"]["step"]: event for event in slices(events, "optimizer step", rank)}
+        for event in gathered:
+            assert event["ts"] >= optimizer[event["args"]["step"]]["ts"]
+
+
+def check_accumulation_compression_validation_and_checkpoints(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    keep = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1)
+    train(
+        RingStrategy(timeline=path, compression="bf16", force_communication=True),
+        val=loader(8 * SIZE),
+        accumulate_grad_batches=2,
+        max_epochs=2,
+        callbacks=[keep],
+        enable_checkpointing=True,
+    )
+    events = read_trace(path)
+    for rank in range(SIZE):
+        assert steps_of(events, rank) == list(range(12))
+        assert [e["args"]["step"] for e in slices(events, "gradients of bucket 0", rank)] == list(range(1, 12, 2))
+        assert [e["args"]["step"] for e in slices(events, "optimizer step", rank)] == list(range(1, 12, 2))
+        pauses = [event["name"] for event in slices(events, "validation and checkpoints", rank)]
+        assert pauses.count("checkpoint") == 3
+        assert pauses.count("validation batch") >= 4
+        for pause in slices(events, "validation and checkpoints", rank):
+            for step in slices(events, "steps", rank):
+                assert pause["ts"] + pause["dur"] <= step["ts"] or step["ts"] + step["dur"] <= pause["ts"]
+
+
+def check_training_is_the_same_with_it(tmp_path: Path) -> None:
+    results = []
+    for timeline in (None, tmp_path / "trace.json"):
+        L.seed_everything(3, verbose=False)
+        results.append(parameters(train(RingStrategy(timeline=timeline, bucket_cap_mb=0.0005))))
+    assert (results[0] == results[1]).all()
+    assert_all_ranks_equal(results[1])
+
+
+def check_fits_of_one_script_are_numbered_and_a_run_replaces_the_last(tmp_path: Path) -> None:
+    path, other = tmp_path / "trace.json", tmp_path / "other.json"
+    if RANK == 0:
+        old = '{"displayTimeUnit":"ms","otherData":{"generator":"lightning_ring"},"traceEvents":[\n\n]}\n'
+        for stale in ("trace.json", "trace.rank7.json", "trace-3.json"):
+            (tmp_path / stale).write_text(old)
+        (tmp_path / "trace-mine.json").write_text("{}")
+    WORLD.Barrier()
+    with environment(RING_TIMELINE=str(path)):
+        train(RingStrategy(), batches=2)
+        train(RingStrategy(), batches=3)
+        train(RingStrategy(timeline=other), batches=1)  # the argument counts more
+    assert [len(steps_of(read_trace(tmp_path / f"{name}.json"), 0)) for name in ("trace", "trace-2", "other")] == [
+        2,
+        3,
+        1,
+    ]
+    names = {file.name for file in tmp_path.iterdir()}
+    assert "trace-mine.json" in names, "no timeline: left alone"
+    assert not names & {"trace.rank7.json", "trace-3.json"}
+    assert not [name for name in names if name.endswith(".part")]
+
+
+def check_an_unwritable_path_is_one_error_before_the_first_step(tmp_path: Path) -> None:
+    if RANK == 0:
+        (tmp_path / f"trace.rank{SIZE - 1}.json").mkdir()  # what only the last rank cannot replace
+    WORLD.Barrier()
+    module, strategy = Classifier(), RingStrategy(timeline=tmp_path / "trace.json")
+    with pytest.raises(ConfigurationError, match=rf"cannot be written \(rank {SIZE - 1}: .*Is a directory") as caught:
+        train(strategy, module=module)
+    assert len(set(WORLD.allgather(str(caught.value)))) == 1
+    assert module.seen["loss"] == []
+    WORLD.Barrier()
+    assert [file.name for file in tmp_path.iterdir()] == [f"trace.rank{SIZE - 1}.json"]
+
+
+class Between(L.Callback):
+    """Records from batch 2 to batch 5, by hand."""
+
+    def __init__(self, path: Path, max_mb: float | None = None) -> None:
+        self.path, self.max_mb = path, max_mb
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        timeline: Any = trainer.strategy.timeline  # type: ignore[attr-defined]
+        if batch_idx == 2:
+            timeline.start(self.path, self.max_mb)
+            timeline.start()  # it is on
+            assert timeline.recording
+        if batch_idx == 5:
+            timeline.stop()
+            timeline.stop()
+            assert not isinstance(trainer.profiler, StepTimer)  # type: ignore[attr-defined]
+            assert not trainer.strategy.listeners  # type: ignore[attr-defined]
+
+
+def check_started_and_stopped_by_hand(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    strategy = RingStrategy(force_communication=True)
+    with pytest.raises(ConfigurationError, match="without a path"):
+        strategy.timeline.start()
+    with pytest.raises(ConfigurationError, match="outside a fit"):
+        strategy.timeline.start(path)
+    train(strategy, batches=8, callbacks=[Between(path)])
+    events = read_trace(path)
+    assert steps_of(events, SIZE - 1) == [2, 3, 4]
+    assert [e["args"]["step"] for e in slices(events, "gradients of bucket 0", 0)] == [2, 3, 4]
+
+
+class Operator(L.Callback):
+    """Makes and removes a file, as somebody outside the job would."""
+
+    def __init__(self, switch: Path) -> None:
+        self.switch = switch
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if RANK == 0 and batch_idx == 5:
+            self.switch.touch()
+        if RANK == 0 and batch_idx == 45:
+            self.switch.unlink()
+
+
+def check_switched_on_and_off_from_outside(tmp_path: Path) -> None:
+    switch = tmp_path / "on"
+    with environment(RING_TIMELINE=str(tmp_path / "trace.json"), RING_TIMELINE_SWITCH=str(switch)):
+        train(RingStrategy(), batches=64, callbacks=[Operator(switch)])
+    for rank in range(SIZE):
+        assert steps_of(read_trace(tmp_path / "trace.json"), rank) == list(range(20, 60))
+
+
+def check_a_largest_size(tmp_path: Path) -> None:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("lightning_ring").addHandler(handler)
+
+    class Chatty(Between):
+        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+            session = trainer.strategy.timeline._session  # type: ignore[attr-defined]
+            for _ in range(2000 if session else 0):
+                session.recorder.slice(1, "step", 0.0, 0.0)
+
+    try:
+        train(RingStrategy(), batches=8, callbacks=[Chatty(tmp_path / "trace.json", max_mb=0.3)])
+    finally:
+        logging.getLogger("lightning_ring").removeHandler(handler)
+    assert len([message for message in said if "largest size" in message]) == 1
+    assert 0 < (tmp_path / f"trace.rank{RANK}.json").stat().st_size <= 0.3 * 2**20
+    assert json.loads((tmp_path / f"trace.rank{RANK}.json").read_bytes())["otherData"]["dropped"]

@@ -1,0 +1,71 @@
+"""Writers of traces, each killed at some moment: ``python -m tests.timeline.killed_writers PATH NUMBER``.
+
+Prints how many events each file holds; one that does not hold exactly the first of those written is an error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+from lightning_ring.timeline.rank_file import PAGE, TraceFile
+
+OTHER = {"generator": "lightning_ring", "run": "1"}
+
+
+def numbers(path: Path) -> list[int]:
+    trace = json.loads(path.read_bytes())
+    assert trace["otherData"]["run"] == "1"
+    return [event["i"] for event in trace["traceEvents"]]
+
+
+def some_events(first: int, random_: random.Random) -> list[str]:
+    """Of lengths that end at, before and after the ends of pages."""
+    lengths = [random_.choice([0, 3, 90, 150, 1000, 2040, PAGE - 40]) for _ in range(random_.randrange(25))]
+    return [json.dumps({"i": first + number, "x": "x" * length}) for number, length in enumerate(lengths)]
+
+
+def write_for_ever(path: Path, seed: int) -> None:
+    random_, written = random.Random(seed), 1
+    file = TraceFile(path, OTHER, '{"i":0}', max_bytes=1 << 26, first_size=2 * PAGE)
+    while True:
+        events = some_events(written, random_)
+        file.append(events)
+        written += len(events)
+
+
+def kill_one(path: Path, seed: int, after: float) -> int:
+    """Kill a writer ``after`` seconds and return how many events its file holds."""
+    writer = os.fork()
+    if writer == 0:
+        try:
+            write_for_ever(path, seed)
+        finally:
+            os._exit(1)
+    until = time.monotonic() + 5
+    while not path.exists() and time.monotonic() < until:
+        time.sleep(0.0001)
+    time.sleep(after)
+    os.kill(writer, signal.SIGKILL)
+    _, status = os.waitpid(writer, 0)
+    assert os.WIFSIGNALED(status), "it wrote until it was killed"
+    found = numbers(path)
+    assert found == list(range(len(found))), "none but the last ones is missing"
+    return len(found)
+
+
+def main(path: Path, count: int) -> None:
+    random_ = random.Random(2)
+    for seed in range(count):
+        print(kill_one(path, seed, random_.uniform(0, 0.006)))
+        if seed % 10 == 0:
+            path.unlink()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,198 @@
+"""The ranks' files become one: after a run, after a crash, across clocks that drift, without a shared folder."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_ring.cli.main import main
+from lightning_ring.comm.recording import CollectiveRecord
+from lightning_ring.comm.thread_backend import run_ranks
+from lightning_ring.errors import ConfigurationError
+from lightning_ring.timeline.gather import gather_files
+from lightning_ring.timeline.lanes import BACKWARD, EXPOSED, FORWARD, STEPS, Lanes
+from lightning_ring.timeline.merge import merge
+from lightning_ring.timeline.rank_file import TraceFile, read_other
+from lightning_ring.timeline.recorder import Recorder
+from tests.timeline.rules import lanes, read_trace, slices
+
+ZERO = 1000.0  # seconds of the rank's clock
+
+
+def about(rank: int, world_size: int, run: str = "b", offset: float = 0.0) -> dict[str, Any]:
+    clock = {"offset": offset, "error": 2e-5, "at": ZERO + offset, "shared": rank == 0}
+    return {
+        "generator": "lightning_ring",
+        "run": run,
+        "began": f"2025-01-0{1 + ord(run) - ord('a')}",
+        "world_size": world_size,
+        "rank": {"rank": rank, "host": f"host{rank}", "zero": ZERO + offset, "clock": clock},
+    }
+
+
+def record(name: str, kind: str, at: float, ended: float, waited: float) -> CollectiveRecord:
+    return CollectiveRecord(name, kind, 4000, at, at + 1e-4, waited, max(waited, ended), ended)
+
+
+def record_rank(path: Path, rank: int, world_size: int, *, drift: float = 0.0, close: bool = True, **kw: Any) -> None:
+    """Ten steps of 100 ms, by a clock that is ``offset`` and then, each second, ``drift`` seconds ahead."""
+    other = about(rank, world_size, **kw)
+    file_lanes = Lanes(rank)
+    first, *rest = file_lanes.process(f"rank {rank} (host{rank})", "")
+    file = TraceFile(path.with_name(f"{path.stem}.rank{rank}.json"), other, first, max_bytes=1 << 22)
+    file.append(rest)
+    recorder = Recorder(file, file_lanes, other["rank"]["zero"])
+
+    def clock(seconds: float) -> float:
+        return other["rank"]["zero"] + seconds * (1 + drift)
+
+    for step in range(10):
+        now = 1 + step / 10
+        recorder.begin_step(step, clock(now))
+        recorder.collective(
+            record("bucket 0 (a)", "all_reduce", clock(now + 0.05), clock(now + 0.07), clock(now + 0.06))
+        )
+        recorder.collective(
+            record("bucket 1 (b)", "all_reduce", clock(now + 0.06), clock(now + 0.09), clock(now + 0.08))
+        )
+        recorder.slice(STEPS, f"step {step}", clock(now), clock(now + 0.1), {"step": step})
+        recorder.slice(FORWARD, "forward", clock(now), clock(now + 0.03), {"step": step})
+        recorder.slice(BACKWARD, "backward", clock(now + 0.03), clock(now + 0.09), {"step": step})
+    end = {"offset": kw.get("offset", 0.0) + 2 * drift, "error": 2e-5, "at": clock(2), "shared": rank == 0}
+    if close:
+        other["rank"]["clock_at_end"] = end
+        recorder.close(other | {"ended": "now"})
+    else:
+        until = time.monotonic() + 10
+        while file.num_events < 60 and time.monotonic() < until:
+            time.sleep(0.01)  # its thread writes; then it is as if it had been killed
+
+
+def test_queues_and_waits_are_drawn(tmp_path: Path) -> None:
+    record_rank(tmp_path / "t.json", 0, 1)
+    merged = merge(tmp_path / "t.json")
+    assert (merged.ranks, merged.missing, merged.unfinished) == ([0], [], [])
+    events = read_trace(tmp_path / "t.json")
+    assert len(events) == merged.num_events
+    assert lanes(events, 0) == [
+        "gradients of bucket 0",
+        "waiting for communication",
+        "gradients of bucket 1",
+        "steps",
+        "forward",
+        "backward",
+    ]
+    second = slices(events, "gradients of bucket 1", 0)[3]
+    assert second["args"] | {"bytes": 4000, "step": 3, "queued_us": 1e4, "waited_us": 1e4} == second["args"]
+    assert second["ts"] == pytest.approx(1.36e6)
+    assert second["dur"] == pytest.approx(3e4)
+    queued = [event for event in events if event["name"] == "queued"]
+    assert len(queued) == 10, "behind the bucket before, which took the wire until 10 ms later"
+    assert queued[3]["dur"] == pytest.approx(1e4)
+    waits = slices(events, "waiting for communication", 0)
+    assert [event["name"] for event in waits[:2]] == [f"wait for gradients of bucket {number}" for number in (0, 1)]
+
+
+def test_clocks_that_drift_are_put_right(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    for rank, (offset, drift) in enumerate([(0.0, 0.0), (5.0, 1e-3), (-7.0, -5e-4)]):
+        record_rank(path, rank, 3, offset=offset, drift=drift)
+    merge(path)
+    events = read_trace(path)
+    for rank in (1, 2):
+        for mine, zeros in zip(slices(events, "steps", rank), slices(events, "steps", 0), strict=True):
+            assert mine["ts"] == pytest.approx(zeros["ts"], abs=5), "microseconds; 1,000 without"
+            assert mine["dur"] == pytest.approx(zeros["dur"], abs=5)
+
+
+def test_after_a_crash_what_is_there_is_merged_and_what_is_missing_is_named(tmp_path: Path, capfd: Any) -> None:
+    path = tmp_path / "t.json"
+    record_rank(path, 0, 4)
+    record_rank(path, 1, 4, close=False)
+    record_rank(path, 3, 4, run="a")  # of a run before
+    (tmp_path / "t.rank2.json").write_text("{")
+    (tmp_path / "other.json").write_text("{}")
+    assert main(["timeline", str(tmp_path)]) == 1
+    out, err = capfd.readouterr()
+    assert "2 of 4 rank(s)" in out
+    assert "not closed by rank(s) 1" in err
+    assert "missing: rank(s) 2, 3. Copy t.rank2.json" in err
+    assert "left out: t.rank3.json: of an earlier run" in err
+    assert "left out: t.rank2.json: " in err
+    events = read_trace(path)
+    assert len(slices(events, "steps", 1)) == 10
+    assert json.loads(path.read_bytes())["otherData"]["missing_ranks"] == [2, 3]
+
+
+def test_the_command_writes_where_it_is_told_and_draws(tmp_path: Path, capfd: Any) -> None:
+    for rank in range(2):
+        record_rank(tmp_path / "t.json", rank, 2)
+    merged, picture = tmp_path / "out.json", tmp_path / "out.png"
+    arguments = ["timeline", str(tmp_path / "t.json"), "-o", str(merged), "--plot", str(picture), "--steps", "2-3"]
+    assert main(arguments) == 0
+    assert len(slices(read_trace(merged), "waiting for communication", 1)) == 20
+    assert not (tmp_path / "t.json").exists()
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert main([*arguments[:-1], "80"]) == 2
+    assert "--steps 80-80: the trace holds none of these steps" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["{tmp}"], "holds no timeline: there is no file such as trace.rank0.json"),
+        (["{tmp}/gone.json"], "there is no gone.rank0.json or the like"),
+        (["{tmp}", "--plot", "picture.bmp"], "must end in .png, .svg or .pdf"),
+    ],
+)
+def test_bad_input_of_the_command(tmp_path: Path, capfd: Any, arguments: list[str], message: str) -> None:
+    assert main(["timeline", *(argument.format(tmp=tmp_path) for argument in arguments)]) == 2
+    assert message in capfd.readouterr().err
+
+
+def test_several_timelines_of_a_folder(tmp_path: Path, capfd: Any) -> None:
+    for name in ("a", "b-2"):
+        record_rank(tmp_path / f"{name}.json", 0, 1)
+    assert main(["timeline", str(tmp_path)]) == 0
+    assert all(read_trace(tmp_path / f"{name}.json") for name in ("a", "b-2"))
+    assert main(["timeline", str(tmp_path), "-o", str(tmp_path / "c.json")]) == 2
+    assert "several timelines: a.json, b-2.json. Name one of them" in capfd.readouterr().err
+
+
+def test_without_a_shared_folder_files_travel_to_rank_0(tmp_path: Path) -> None:
+    """Rank 2's file was not written; rank 0 has a stale one of rank 1."""
+    folders = [tmp_path / f"host{rank}" for rank in range(3)]
+    for folder in folders:
+        folder.mkdir()
+    for rank in range(2):
+        record_rank(folders[rank] / "t.json", rank, 3)
+    record_rank(folders[0] / "t.json", 1, 3, run="a")
+    results = run_ranks(3, lambda comm: gather_files(folders[comm.rank] / "t.json", "b", comm))
+    assert results[0] == results[1] == results[2]
+    assert len(results[0]) == 1
+    assert "rank 2: " in results[0][0]
+    assert "No such file" in results[0][0]
+    assert read_other(folders[0] / "t.rank1.json")["run"] == "b"
+    merged = merge(folders[0] / "t.json")
+    assert (merged.ranks, merged.missing) == ([0, 1], [2])
+
+
+def test_slices_that_overlap_get_threads_of_their_own() -> None:
+    file_lanes = Lanes(0)
+    events = [
+        json.loads(text)
+        for begin, end in [(0, 50), (10, 60), (50, 70), (61, 80)]
+        for text in file_lanes.slice(EXPOSED, "x", begin, end)
+    ]
+    names = [event["args"]["name"] for event in events if event["name"] == "thread_name"]
+    assert names == ["waiting for communication", "waiting for communication (2)"]
+    assert [event["tid"] % 8 for event in events if event["ph"] == "X"] == [0, 1, 0, 1]
+
+
+def test_nothing_to_merge(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"No timeline of a rank can be merged into t\.json"):
+        merge(tmp_path / "t.json")
