@@ -13,6 +13,7 @@ from lightning_ring.errors import RingError
 COMMANDS = {
     "pack": ("lightning_ring.cli.pack", "pack images into shards that train fast, and check them"),
     "bench": ("lightning_ring.cli.bench", "how fast the ring is: bandwidth of every backend, over sizes"),
+    "plan": ("lightning_ring.cli.plan", "how far a recorded job will scale, and what to change first"),
 }
 
 
