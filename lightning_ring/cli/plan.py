@@ -172,6 +172,8 @@ def tabulate(
         "hierarchical": replace(settings, topology="hierarchical", shard_optimizer=False),
         "sharded": replace(settings, topology="hierarchical", shard_optimizer=True),
     }
+    if per_node == 1:
+        del ways["hierarchical"]  # the same as flat
     return {
         way: [predict(profile, _cluster(size, per_node, network, node), chosen) for size in sizes]
         for way, chosen in ways.items()

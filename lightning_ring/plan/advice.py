@@ -36,14 +36,14 @@ class Advice:
     data: float
 
 
-def advise(profile: Profile, cluster: Cluster, settings: Settings, most: int = 4) -> Advice:
+def advise(profile: Profile, cluster: Cluster, settings: Settings, most: int = 5) -> Advice:
+    """What suits best after one change may not after the next: a bucket size may be changed twice."""
     now = best = predict(profile, cluster, settings)
     chosen = settings
     changes: list[Change] = []
     while len(changes) < most:
-        tried = [
-            (predict(profile, cluster, other), words, other) for words, other in _changes(profile, cluster, chosen)
-        ]
+        others = _changes(profile, cluster, chosen, settings)
+        tried = [(predict(profile, cluster, other), words, other) for words, other in others]
         step, words, other = min(tried, key=lambda each: each[0].seconds)
         saves = (best.seconds - step.seconds) / now.seconds
         if saves < WORTH:
@@ -57,7 +57,7 @@ def advise(profile: Profile, cluster: Cluster, settings: Settings, most: int = 4
     return Advice(now, tuple(changes), best, chosen, faster, profile.phases.data / now.seconds)
 
 
-def _changes(profile: Profile, cluster: Cluster, settings: Settings) -> Iterator[tuple[str, Settings]]:
+def _changes(profile: Profile, cluster: Cluster, settings: Settings, asked: Settings) -> Iterator[tuple[str, Settings]]:
     if settings.compression is None and any(gradient.dtype == "float32" for gradient in profile.gradients):
         yield "compression='bf16'", replace(settings, compression="bf16")
     if settings.topology == "flat" and can_nest(profile, cluster):
@@ -65,7 +65,8 @@ def _changes(profile: Profile, cluster: Cluster, settings: Settings) -> Iterator
     if not settings.shard_optimizer:
         yield "shard_optimizer=True", replace(settings, shard_optimizer=True)
     for cap in CAPS_MB:
-        yield f"bucket_cap_mb={cap:g}", replace(settings, bucket_cap_mb=cap)
+        before = "" if settings.bucket_cap_mb == asked.bucket_cap_mb else f" instead of {settings.bucket_cap_mb:g}"
+        yield f"bucket_cap_mb={cap:g}{before}", replace(settings, bucket_cap_mb=cap)
 
 
 def can_nest(profile: Profile, cluster: Cluster) -> bool:
