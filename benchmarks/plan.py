@@ -57,14 +57,14 @@ def check(asked: argparse.Namespace, folder: Path) -> list[Row]:
     path = asked.profile or record(folder)
     profile = read_profile(path)
     rows: list[Row] = []
-    node = measure_node(folder) if "hierarchical" in asked.layouts else None
+    node = measure_node(folder, asked.bench_seconds) if "hierarchical" in asked.layouts else None
     print(f"{'link':>9} {'hosts':>6} {'ranks':>6}  {'':26} {'predicted ms':>13} {'measured ms':>12} {'error':>7}")
     for rate in asked.rates:
         with open_hosts(2, rate) as hosts:
-            network = measure_network(hosts, folder)
+            network = measure_network(hosts, folder, asked.bench_seconds)
         for num_hosts in asked.hosts:
             with open_hosts(num_hosts, rate) as hosts:
-                for layout in asked.layouts if num_hosts == 2 else asked.layouts[:1]:
+                for layout in [name for name in asked.layouts if name == "flat" or num_hosts == 2]:
                     for row in measure(hosts, rate, layout, profile, Path(path), network, node, asked, folder):
                         rows.append(row)
                         print(in_words(row), flush=True)
@@ -109,24 +109,25 @@ def record_in_process(path: str) -> None:
     trainer.fit(Trained(build(), channels_last=False), OneBatch(shape, batch_size, "cpu", channels_last=False))
 
 
-def measure_node(folder: Path) -> Link:
+def measure_node(folder: Path, seconds: float) -> Link:
     path = folder / "node.json"
     line = [mpirun_path(), "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", "2"]
-    run([*line, *bench(path)])
+    run([*line, *bench(path, seconds)])
     return read_bench(str(path))
 
 
-def measure_network(hosts: Hosts, folder: Path) -> Link:
+def measure_network(hosts: Hosts, folder: Path, seconds: float) -> Link:
     path = folder / "network.json"
-    run(hosts.mpirun(2, *bench(path)))
+    run(hosts.mpirun(2, *bench(path, seconds)))
     link = read_bench(str(path))
     for collective, cost in link.costs.items():
         print(f"# {collective}: {1e6 * cost.alpha_seconds:.0f} µs, {cost.bandwidth / 1e6:.1f} MB/s", flush=True)
     return link
 
 
-def bench(path: Path) -> list[str]:
-    words = ["--backends", "auto", "--device", "cpu", "--sizes", _SIZES, "--seconds", "1", "--json", str(path)]
+def bench(path: Path, seconds: float) -> list[str]:
+    words = ["--backends", "auto", "--device", "cpu", "--sizes", _SIZES]
+    words += ["--seconds", str(seconds), "--json", str(path)]
     return [sys.executable, "-m", "lightning_ring.cli.main", "bench", *words]
 
 
@@ -187,6 +188,7 @@ def main() -> int:
     )
     parser.add_argument("--ways", nargs="+", choices=("ring", "ring_sharded"), default=["ring", "ring_sharded"])
     parser.add_argument("--steps", type=int, default=9)
+    parser.add_argument("--bench-seconds", type=float, default=1.0, help="for each collective and size")
     parser.add_argument("--tolerance", type=float, default=0.2)
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--record", metavar="FILE", help=argparse.SUPPRESS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -37,18 +38,26 @@ class RingProfile(Callback):
         path: The file; its folder exists.
         steps: Recorded.
         warmup: Steps before those.
+        batch_size: From a batch to its number of images; default: the length of its first tensor.
 
     Raises:
         ConfigurationError: When training starts: the path cannot be written, or steps cannot be told apart (manual
             optimization, accumulated gradients, a sharded optimizer whose waits happen on a GPU).
     """
 
-    def __init__(self, path: str | os.PathLike[str], steps: int = 20, warmup: int = 10) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        steps: int = 20,
+        warmup: int = 10,
+        batch_size: Callable[[Any], int] = first_dimension,
+    ) -> None:
         if steps < 1 or warmup < 0:
             raise ConfigurationError(f"RingProfile needs steps >= 1 and warmup >= 0, got {steps} and {warmup}.")
         self.path = Path(path)
         self.steps = steps
         self.warmup = warmup
+        self.batch_size = batch_size
         self._hooks: dict[Parameter, RemovableHandle] = {}
         self._ready: dict[str, list[tuple[Mark, Mark]]] = defaultdict(list)
         self._times: list[StepRecord] = []
@@ -78,7 +87,7 @@ class RingProfile(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._recording and not self._batch_size:
-            self._batch_size = first_dimension(batch)
+            self._batch_size = self.batch_size(batch)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         self._began = now(loss.device) if self._recording else None

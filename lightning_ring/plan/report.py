@@ -44,15 +44,14 @@ def _in_words(link: Link) -> str:
 
 def table_lines(table: Table, batch_size: int) -> Iterator[str]:
     """A line a number of ranks; for each way its step, its efficiency, and how much of the step is exposed."""
-    ways = list(table)
-    yield f"{'':>7}" + "".join(f"  {way:^38}" for way in ways)
-    yield f"{'ranks':>7}" + f"  {'step ms':>9} {'images/s':>11} {'eff.':>6} {'exposed':>9}" * len(ways)
+    yield f"{'':>6}" + "".join(f"  {way:^33}" for way in table)
+    yield f"{'ranks':>6}" + f"  {'step ms':>8} {'images/s':>10} {'eff.':>5} {'exposed':>7}" * len(table)
     for row in zip(*table.values(), strict=True):
-        line = f"{row[0].world_size:>7,}"
+        line = f"{row[0].world_size:>6,}"
         for step in row:
             images = step.world_size * batch_size / step.seconds
             share = step.exposed / step.seconds
-            line += f"  {1e3 * step.seconds:>9.1f} {images:>11,.0f} {step.efficiency:>6.0%} {share:>9.0%}"
+            line += f"  {1e3 * step.seconds:>8.1f} {images:>10,.0f} {step.efficiency:>5.0%} {share:>7.0%}"
         yield line
 
 

@@ -110,8 +110,8 @@ def test_prediction_and_run_between_two_hosts_are_put_side_by_side(tmp_path: Pat
     """That the check runs. Whether it agrees, `python -m benchmarks.plan` tells on a quiet machine."""
     small = profile(*several(6, 0.03), forward=0.01, backward=0.03, optimizer=0.002)
     write_profile(small, tmp_path / "profile.json")
-    words = ["--profile", str(tmp_path / "profile.json"), "--rates", "1gbit", "--hosts", "2", "--layouts", "flat"]
-    words += ["--steps", "3", "--tolerance", "inf", "--json", str(tmp_path / "out.json")]
+    words = ["--profile", str(tmp_path / "profile.json"), "--rates", "10gbit", "--hosts", "2", "--layouts", "flat"]
+    words += ["--steps", "2", "--bench-seconds", "0.05", "--tolerance", "inf", "--json", str(tmp_path / "out.json")]
     result = run([sys.executable, "-m", "benchmarks.plan", *words], timeout=100)
     assert result.returncode == 0, result.stdout
     rows = json.loads((tmp_path / "out.json").read_text())
