@@ -33,7 +33,7 @@ from lightning_ring.plan.networks import read_bench
 from lightning_ring.plan.profile import Profile, read_profile
 
 ROOT = Path(__file__).resolve().parent.parent
-_SIZES = "256K,1M,4M,16M"
+_SIZES = "64K,512K,4M,16M"
 _SECONDS = 200
 # what runs on the hosts: topology, ranks a host, strategies
 _LAYOUTS = {"flat": ("flat", 1), "hierarchical": ("hierarchical", 2)}

@@ -7,7 +7,7 @@ it has left (the model of MG-WFBP, Shi et al. 2019, arXiv:1811.11141). What is n
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lightning_ring.comm.cost import CostModel
 from lightning_ring.plan.profile import Gradient, Profile
@@ -104,6 +104,8 @@ def predict(profile: Profile, cluster: Cluster, settings: Settings) -> Step:
     phases = profile.phases
     if cluster.world_size == 1:
         return Step(1, phases.alone, 0.0, 0.0, phases.alone)
+    if profile.run.device == "cpu" and cluster.num_nodes > 1 and settings.topology == "flat":
+        cluster = replace(cluster, node=cluster.network)  # inside a node, too, one ring over all ranks talks TCP
     buckets = cut_buckets(profile.gradients, settings.bucket_cap_mb, settings.compression)
     between = phases.data + phases.copy + phases.other
     if not settings.shard_optimizer:

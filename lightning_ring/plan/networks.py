@@ -5,7 +5,8 @@ Constants are what can be derived or cited, and hence what a link can do at best
 
 - Ethernet, spoken to in TCP: of each 1,538 bytes on the wire 1,448 are payload (IEEE 802.3 preamble, header, check
   sequence and gap: 38; IPv4: 20; TCP with timestamps, RFC 7323: 32), 94.1 %. The latency is that of Gloo over the
-  kernel's TCP, measured by `lightning-ring bench` between network namespaces of one machine: software, no cable.
+  kernel's TCP, as `benchmarks/plan.py` measures it between network namespaces of one machine (160 and 260 µs at 3 and
+  1 Gbit/s): software, no cable.
 - InfiniBand and RoCE, NVLink and PCI: the constants from which NCCL chooses its algorithms, src/graph/tuning.cc
   (latency of a step of the ring, protocol Simple: network 9.6 µs, NVLink 3.4, PCI 5.7) and src/graph/topo.h (12.0 GB/s
   for 100 Gbit/s of network; 20.0 GB/s for each of an A100's 12 links, 20.6 for each of an H100's 18; PCI gen 3 x16
@@ -24,7 +25,7 @@ from lightning_ring.plan.model import Link
 from lightning_ring.plan.profile import read_json
 
 _GB = 1e9
-_TCP_ALPHA = 150e-6
+_TCP_ALPHA = 200e-6
 _TCP_SHARE = 1448 / 1538
 
 

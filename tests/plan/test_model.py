@@ -94,6 +94,16 @@ def test_nested_rings_of_one_piece_take_the_sum_of_their_stages() -> None:
     assert step.exposed == pytest.approx(inside + 10 * across + inside)  # pieces follow each other
 
 
+def test_a_flat_ring_over_nodes_pays_each_hop_on_its_own_link_and_on_cpu_all_on_the_network() -> None:
+    network, node = link(50, 1), link(2, 10)
+    for device, latency in (("cuda", 3 * 50e-6 + 4 * 2e-6), ("cpu", 7 * 50e-6)):
+        found = replace(ONE, run=replace(ONE.run, device=device))
+        step = predict(found, Cluster(8, 2, network, node), Settings())
+        assert step.exposed == pytest.approx(2 * (latency + 7 / 8 * 8 * MIB / 1e9)), device
+    inside = predict(ONE, Cluster(2, 2, network, node), Settings())
+    assert inside.exposed == pytest.approx(2 * (2e-6 + 4 * MIB / 10e9))
+
+
 def test_more_ranks_never_take_less_and_a_better_link_never_more() -> None:
     uneven = profile(*several())
     for settings in (Settings(), Settings("hierarchical"), Settings(shard_optimizer=True)):
