@@ -25,6 +25,7 @@ WITHOUT_LIGHTNING = (
     "bench",
     "doctor",
     "timeline",
+    "plan",
 )
 ALLOWED = {  # room: rooms of ours that it may import
     "errors": set(),
@@ -35,10 +36,11 @@ ALLOWED = {  # room: rooms of ours that it may import
     "schedules": {"errors"},
     "data": {"errors"},
     "retrieval": {"errors"},
-    "monitor": {"errors", "comm", "timeline"},
+    "monitor": {"errors", "comm", "plan", "timeline"},
     "timeline": {"errors", "comm"},
     "bench": {"errors", "comm"},
     "doctor": {"errors", "comm", "cli"},
+    "plan": {"errors", "comm"},
 }
 
 

@@ -15,6 +15,7 @@ COMMANDS = {
     "pack": ("lightning_ring.cli.pack", "pack images into shards that train fast, and check them"),
     "bench": ("lightning_ring.cli.bench", "how fast the ring is: bandwidth of every backend, over sizes"),
     "timeline": ("lightning_ring.cli.timeline", "merge the ranks' timelines into one trace, also after a crash"),
+    "plan": ("lightning_ring.cli.plan", "how far a recorded job will scale, and what to change first"),
 }
 
 

@@ -162,7 +162,10 @@ def build_buckets(params: Named, ends: Sequence[Sequence[int]], comm: Communicat
         starts = [0, *stops[:-1]]
         groups += [members[start:stop] for start, stop in zip(starts, stops, strict=True)]
     groups.sort(key=lambda group: position[group[-1][0]])
-    return [Bucket([name for name, _ in group], [param for _, param in group], comm.empty) for group in groups]
+    return [
+        Bucket([name for name, _ in group], [param for _, param in group], comm.empty, comm.world_size)
+        for group in groups
+    ]
 
 
 def _by_kind(params: Named) -> list[list[tuple[str, Parameter]]]:

@@ -38,6 +38,8 @@ class Bucket:
 
         gradient 0 | padding | gradient 1 | padding | ... | used flags (one per parameter) | stop flag
 
+    Its length is divisible by ``num_shards``: shards of equal length travel across nodes without a copy (`comm.rows`).
+
     A flag is 0 or 1 before the reduction and positive after it where any rank had set it: whether any rank has a
     gradient for a parameter, and whether any rank was asked to stop, is known without a message of its own.
 
@@ -48,10 +50,13 @@ class Bucket:
         contributed: For each parameter whether this rank put a gradient into the buffer.
     """
 
-    def __init__(self, names: Sequence[str], params: Sequence[Parameter], empty: Empty = torch_empty) -> None:
+    def __init__(
+        self, names: Sequence[str], params: Sequence[Parameter], empty: Empty = torch_empty, num_shards: int = 1
+    ) -> None:
         self.names = list(names)
         self.params = list(params)
         self._empty = empty
+        self._num_shards = num_shards
         self.wire = self._lay_out(self.params[0].dtype)
         self.flat, self.views, self.used, self.stop = self.wire.flat, self.wire.views, self.wire.used, self.wire.stop
         self.pending = 0
@@ -67,7 +72,9 @@ class Bucket:
 
     def _lay_out(self, dtype: torch.dtype) -> Layout:
         offsets, end = _offsets(self.params)
-        flat = self._empty(end + len(self.params) + 1, dtype, self.params[0].device).zero_()
+        num_flags = len(self.params) + 1
+        end += -(end + num_flags) % self._num_shards
+        flat = self._empty(end + num_flags, dtype, self.params[0].device).zero_()
         views = [_view_like(flat, offset, param) for offset, param in zip(offsets, self.params, strict=True)]
         flags = flat[end:].real if flat.is_complex() else flat[end:]
         return Layout(flat, views, flags[:-1], flags[-1:])
@@ -129,6 +136,7 @@ def plan_buckets(
     bucket_cap_mb: float,
     first_bucket_mb: float = 1.0,
     empty: Empty = torch_empty,
+    num_shards: int = 1,
 ) -> list[Bucket]:
     """Fill buckets with ``named_params`` in the order given (the reverse of use), one dtype and device to a bucket.
 
@@ -137,6 +145,7 @@ def plan_buckets(
         bucket_cap_mb: Size in MiB past which a bucket takes no further parameter; one larger parameter fills one alone.
         first_bucket_mb: The same for the first bucket of each dtype and device, smaller so that the wire starts early.
         empty: Where buffers get their memory, `Communicator.empty` for instance.
+        num_shards: What each buffer's length is to be divisible by: the world size.
     """
     kinds = {(param.dtype, param.device) for _, param in named_params}
     groups: list[tuple[int, tuple[str, ...], tuple[Parameter, ...]]] = []
@@ -147,7 +156,7 @@ def plan_buckets(
             last, names, params = zip(*(member for _, member in group), strict=True)
             groups.append((last[-1], names, params))
     # a bucket can leave once its last gradient is there: that position decides the one order of travel on every rank
-    return [Bucket(names, params, empty) for _, names, params in sorted(groups, key=lambda group: group[0])]
+    return [Bucket(names, params, empty, num_shards) for _, names, params in sorted(groups, key=lambda group: group[0])]
 
 
 def number_by_size(params: Sequence[Parameter], cap: float, first_cap: float) -> list[int]:

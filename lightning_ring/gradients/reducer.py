@@ -103,7 +103,7 @@ class Reducer:
         for name, param in new:
             self._names[param] = name
             self._hooks.append(param.register_post_accumulate_grad_hook(self._on_gradient))
-        self._take(plan_buckets(new[::-1], self._cap, empty=self._comm.empty))
+        self._take(self._plan(new[::-1]))
         return [param for _, param in new]
 
     def is_tracked(self, param: Parameter) -> bool:
@@ -317,7 +317,10 @@ class Reducer:
         then = sorted(now, key=lambda pair: position.get(pair[0], len(position)))
         if [name for name, _ in then] != [name for name, _ in now]:
             self.buckets = []
-            self._take(plan_buckets(then, self._cap, empty=self._comm.empty))
+            self._take(self._plan(then))
+
+    def _plan(self, params: Sequence[tuple[str, Parameter]]) -> list[Bucket]:
+        return plan_buckets(params, self._cap, empty=self._comm.empty, num_shards=self._comm.world_size)
 
     def _in_buckets(self) -> list[tuple[str, Parameter]]:
         return [pair for bucket in self.buckets for pair in zip(bucket.names, bucket.params, strict=True)]

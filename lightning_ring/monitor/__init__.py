@@ -1,9 +1,10 @@
 """Callbacks that show what a run is doing."""
 
 from lightning_ring.monitor.gap_meter import GapMeter
+from lightning_ring.monitor.profile import RingProfile
 from lightning_ring.monitor.ring_monitor import RingMonitor
 from lightning_ring.monitor.ring_report import RingReport
 from lightning_ring.monitor.step_timer import StepTimer, StepTimes
 from lightning_ring.monitor.throughput import ThroughputMonitor
 
-__all__ = ["GapMeter", "RingMonitor", "RingReport", "StepTimer", "StepTimes", "ThroughputMonitor"]
+__all__ = ["GapMeter", "RingMonitor", "RingProfile", "RingReport", "StepTimer", "StepTimes", "ThroughputMonitor"]

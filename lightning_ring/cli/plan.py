@@ -1,0 +1,212 @@
+"""``lightning-ring plan``: how far a recorded job will scale, and what to change first."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from lightning_ring.bench.plot import check_plot
+from lightning_ring.errors import ConfigurationError
+from lightning_ring.plan import report
+from lightning_ring.plan.advice import advise
+from lightning_ring.plan.model import COMPRESSED, Cluster, Link, Settings, predict, world_sizes
+from lightning_ring.plan.networks import parse_link
+from lightning_ring.plan.profile import Profile, check_same_model, read_profile
+
+MOST_RANKS = 10_000
+
+
+def main(arguments: Sequence[str]) -> int:
+    """
+    Raises:
+        ConfigurationError: The command line is wrong, or a file is no profile, damaged, or one of another model.
+    """
+    options = _parser().parse_args(arguments)
+    _check_files(options)
+    profile = read_profile(options.profile)
+    others = [(path, read_profile(path)) for path in options.check]
+    for path, other in others:
+        check_same_model(options.profile, profile, path, other)
+    per_node = chosen_ranks_per_node(options.ranks_per_node, profile)
+    network, node = chosen_links(options, profile, per_node)
+    settings = chosen_settings(options, profile)
+    sizes = chosen_sizes(options.ranks, per_node)
+    table = tabulate(profile, network, node, per_node, settings, sizes)
+    at = options.at if options.at is not None else max(size for size in sizes if size <= max(64, sizes[0]))
+    _check_size(at, per_node, "--at")
+    advice = advise(profile, _cluster(at, per_node, network, node), settings)
+    checks = [check(path, other, profile, options, network, node) for path, other in others]
+    print(*report.heading(profile, network, node, per_node, settings), sep="\n")
+    print("", *report.table_lines(table, profile.run.batch_size), sep="\n")
+    print("", report.advice_line(advice), report.ASSUMED, sep="\n")
+    for found in checks:
+        print(report.check_line(found["profile"], found, found["predicted_seconds"], found["measured_seconds"]))
+    if options.json is not None:
+        content = report.as_json(profile, network, node, per_node, settings, table, advice, checks)
+        Path(options.json).write_text(json.dumps(content, indent=1) + "\n")
+    if options.plot is not None:
+        report.plot(table, f"{profile.model.name}, {network.name}", options.plot)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="lightning-ring plan",
+        description="Predict step time and efficiency on 1 to 10,000 ranks, for one ring, rings nested by node, and a "
+        "sharded optimizer, from a profile that lightning_ring.monitor.RingProfile recorded, on one rank or more.",
+        epilog="NETWORK is a name (1gbit, 10gbit, 25gbit, 100gbit, roce-100, ib-hdr, ib-ndr, nvlink4, ...), 8xib-ndr "
+        "for eight adapters a host, MICROSECONDS,GBIT of a message, or the file of `lightning-ring bench --json`.",
+    )
+    parser.add_argument("profile", metavar="PROFILE.json")
+    parser.add_argument("--network", metavar="NETWORK", help="between nodes (default: as recorded)")
+    parser.add_argument("--node", metavar="NETWORK", help="between the ranks of a node (default: as recorded)")
+    parser.add_argument("--ranks-per-node", type=int, metavar="N", help="default: as recorded")
+    parser.add_argument("--ranks", metavar="N,...", help="these numbers of ranks (default: powers of two to 10,000)")
+    parser.add_argument("--at", type=int, metavar="N", help="ranks that the advice is for (default: 64)")
+    parser.add_argument("--compression", choices=("none", *COMPRESSED), help="default: as recorded")
+    parser.add_argument("--bucket-cap-mb", type=float, metavar="MIB", help="default: as recorded")
+    parser.add_argument(
+        "--check", nargs="+", default=[], metavar="OTHER.json", help="profiles of runs to compare the prediction with"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write all numbers, in bytes and seconds")
+    parser.add_argument("--plot", metavar="FILE.png", help="draw efficiency and step time (needs matplotlib)")
+    return parser
+
+
+def chosen_ranks_per_node(asked: int | None, profile: Profile) -> int:
+    """
+    Raises:
+        ConfigurationError: It is less than 1.
+    """
+    if asked is None:
+        return profile.run.world_size // profile.run.num_nodes
+    if not 1 <= asked <= MOST_RANKS:
+        raise ConfigurationError(f"--ranks-per-node {asked}: must be from 1 to {MOST_RANKS:,}.")
+    return asked
+
+
+def chosen_links(options: argparse.Namespace, profile: Profile, per_node: int) -> tuple[Link, Link | None]:
+    """
+    Raises:
+        ConfigurationError: A link is neither given nor recorded.
+    """
+    measured = None if profile.link is None else Link(f"measured by {Path(options.profile).name}", profile.link)
+    level = profile.link_level
+    network = parse_link(options.network, "--network") if options.network else measured if level == "network" else None
+    node = parse_link(options.node, "--node") if options.node else measured if level == "node" else None
+    if network is None:
+        raise ConfigurationError(
+            f"{options.profile} was recorded on {profile.run.num_nodes} node(s) and has not measured a network. Say "
+            "which one to plan for, such as --network 10gbit, --network 30,10 (µs, Gbit/s) or --network bench.json."
+        )
+    if node is None and per_node > 1:
+        raise ConfigurationError(
+            f"{per_node} ranks a node, and {options.profile} has not measured how those talk. Say it, such as "
+            "--node nvlink4, --node pcie4, or --node bench.json (of `lightning-ring bench` on one node)."
+        )
+    return network, node
+
+
+def chosen_settings(options: argparse.Namespace, profile: Profile) -> Settings:
+    """Those of the run, where the command line does not say others.
+
+    Raises:
+        ConfigurationError: A bucket size that cannot be, or a compression whose messages cannot be predicted.
+    """
+    run = profile.run
+    cap = options.bucket_cap_mb
+    if cap is not None and not 0 < cap < float("inf"):
+        raise ConfigurationError(f"--bucket-cap-mb {cap:g}: must be a size in MiB greater than 0, such as 25.")
+    if cap is None:
+        cap = 25.0 if isinstance(run.bucket_cap_mb, str) else run.bucket_cap_mb
+    compression = run.compression if options.compression is None else options.compression
+    if compression not in (None, "none", *COMPRESSED):
+        raise ConfigurationError(
+            f"{options.profile} was recorded with compression {compression!r}, whose messages `plan` cannot predict. "
+            f"Say --compression none, or one of {', '.join(COMPRESSED)}."
+        )
+    return Settings(run.topology, run.sharded, None if compression == "none" else compression, cap)
+
+
+def chosen_sizes(asked: str | None, per_node: int) -> list[int]:
+    """
+    Raises:
+        ConfigurationError: ``asked`` holds something else than numbers of ranks that fill nodes.
+    """
+    if asked is None:
+        return world_sizes(per_node, MOST_RANKS)
+    sizes = []
+    for text in asked.split(","):
+        if not text.strip().isdigit():
+            raise ConfigurationError(f"--ranks {asked}: {text!r} is no number of ranks. Write for instance 1,8,64.")
+        _check_size(int(text), per_node, "--ranks")
+        sizes.append(int(text))
+    return sorted(set(sizes))
+
+
+def _check_size(size: int, per_node: int, option: str) -> None:
+    if not 1 <= size <= MOST_RANKS:
+        raise ConfigurationError(f"{option} {size}: must be from 1 to {MOST_RANKS:,}.")
+    if size > per_node and size % per_node:
+        raise ConfigurationError(
+            f"{option} {size}: does not fill nodes of {per_node} ranks. Take a multiple, such as "
+            f"{size // per_node * per_node}, or another --ranks-per-node."
+        )
+
+
+def _cluster(size: int, per_node: int, network: Link, node: Link | None) -> Cluster:
+    return Cluster(size, per_node, network, node or network)  # with one rank a node nothing travels inside one
+
+
+def tabulate(
+    profile: Profile, network: Link, node: Link | None, per_node: int, settings: Settings, sizes: Sequence[int]
+) -> dict[str, list[report.Step]]:
+    """Steps of each way, for all sizes. The sharded one nests by node wherever that can be."""
+    ways = {
+        "flat": replace(settings, topology="flat", shard_optimizer=False),
+        "hierarchical": replace(settings, topology="hierarchical", shard_optimizer=False),
+        "sharded": replace(settings, topology="hierarchical", shard_optimizer=True),
+    }
+    if per_node == 1:
+        del ways["hierarchical"]  # the same as flat
+    return {
+        way: [predict(profile, _cluster(size, per_node, network, node), chosen) for size in sizes]
+        for way, chosen in ways.items()
+    }
+
+
+def check(
+    path: str, other: Profile, profile: Profile, options: argparse.Namespace, network: Link, node: Link | None
+) -> dict[str, Any]:
+    """Predict the run that ``other`` recorded from ``profile``'s computation, and compare."""
+    run = other.run
+    per_node = run.world_size // run.num_nodes
+    if other.link is not None and other.link_level == "node":
+        node = node if options.node else Link(path, other.link)
+    if other.link is not None and other.link_level == "network" and not options.network:
+        network = Link(path, other.link)
+    if per_node > 1 and run.world_size > 1 and node is None:
+        raise ConfigurationError(f"--check {path}: {per_node} ranks shared a node; say how they talk (--node ...).")
+    settings = chosen_settings(argparse.Namespace(profile=path, compression=None, bucket_cap_mb=None), other)
+    step = predict(profile, _cluster(run.world_size, per_node, network, node), settings)
+    return {
+        "profile": path,
+        "world_size": run.world_size,
+        "num_nodes": run.num_nodes,
+        "predicted_seconds": step.seconds,
+        "measured_seconds": other.phases.total,
+        "error": step.seconds / other.phases.total - 1,
+    }
+
+
+def _check_files(options: argparse.Namespace) -> None:
+    if options.plot is not None:
+        check_plot(options.plot)
+    for option, path in (("--json", options.json), ("--plot", options.plot)):
+        if path is not None and (Path(path).is_dir() or not os.access(Path(path).absolute().parent, os.W_OK)):
+            raise ConfigurationError(f"{option} {path}: cannot be written. Name a file in a folder that is there.")

@@ -1,0 +1,107 @@
+"""What a `RingProfile` has to know of its Trainer: whether it can be recorded, where it runs, and over which link."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from statistics import median
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+
+from lightning_ring.comm.communicator import Communicator
+from lightning_ring.comm.cost import Collective, CostModel, fit
+from lightning_ring.comm.hierarchical import HierarchicalCommunicator
+from lightning_ring.errors import ConfigurationError
+from lightning_ring.monitor.stopwatch import now, seconds_between
+from lightning_ring.plan.profile import Run
+
+PROBE_BYTES = (2**16, 2**19, 2**22, 2**24)
+PROBE_REPEATS = 5
+_COLLECTIVES: tuple[Collective, ...] = ("all_reduce", "reduce_scatter", "all_gather")
+
+
+def check_can_record(path: Path, trainer: Trainer, module: LightningModule) -> None:
+    """
+    Raises:
+        ConfigurationError: Names what stands in the way.
+    """
+    name = f"RingProfile({str(path)!r})"
+    if trainer.is_global_zero and (path.is_dir() or not os.access(path.absolute().parent, os.W_OK)):
+        raise ConfigurationError(f"{name} cannot be written. Name a file in a folder that is there.")
+    if not module.automatic_optimization:
+        raise ConfigurationError(
+            f"{name} records steps of automatic optimization: with manual optimization Lightning does not announce "
+            "where backward begins and ends."
+        )
+    if trainer.accumulate_grad_batches != 1:
+        raise ConfigurationError(
+            f"{name} records steps of one batch, and accumulate_grad_batches is {trainer.accumulate_grad_batches}. "
+            "Record without accumulation."
+        )
+    if trainer.world_size == 1:
+        return
+    if communicator(trainer) is None:
+        raise ConfigurationError(
+            f"{name} records {type(trainer.strategy).__name__} on one rank only, and there are {trainer.world_size}. "
+            "Use strategy='ring', or devices=1."
+        )
+    if is_sharded(trainer) and trainer.strategy.root_device.type == "cuda":
+        raise ConfigurationError(
+            f"{name} cannot tell, on CUDA, a forward that waits for sharded parameters from one that computes. Record "
+            "with strategy='ring', or on one rank; `lightning-ring plan` predicts the sharded run from that."
+        )
+
+
+def communicator(trainer: Trainer) -> Communicator | None:
+    """That of the ring; `None` on one rank."""
+    return getattr(trainer.strategy, "_comm", None) if trainer.world_size > 1 else None
+
+
+def is_sharded(trainer: Trainer) -> bool:
+    return bool(getattr(getattr(trainer.strategy, "options", None), "shard_optimizer", False))
+
+
+def describe(trainer: Trainer, comm: Communicator | None, batch_size: int, steps: int) -> Run:
+    where = (trainer.world_size, num_nodes(trainer), trainer.strategy.root_device.type, batch_size, steps)
+    options = getattr(trainer.strategy, "options", None)
+    if options is None:  # not ours, on one rank
+        return Run(*where)
+    compression = options.compression
+    return Run(
+        *where,
+        topology="hierarchical" if isinstance(comm, HierarchicalCommunicator) else "flat",
+        sharded=options.shard_optimizer,
+        compression=compression if compression is None or isinstance(compression, str) else compression.name,
+        bucket_cap_mb=options.bucket_cap_mb,
+    )
+
+
+def num_nodes(trainer: Trainer) -> int:
+    environment = getattr(trainer.strategy, "ring_environment", None)
+    return int(trainer.num_nodes if environment is None else environment.num_nodes())
+
+
+def measure_link(comm: Communicator | None, trainer: Trainer) -> tuple[str | None, dict[str, CostModel] | None]:
+    """Whether the ranks talk inside a ``"node"`` or over the ``"network"``, and what a message costs there, by
+    collective. Nothing on one rank, and where several ranks on several nodes talk over both. Collective."""
+    if comm is None or num_nodes(trainer) not in (1, comm.world_size):
+        return None, None
+    flats = [comm.empty(size // 4, torch.float32, trainer.strategy.root_device).zero_() for size in PROBE_BYTES]
+    costs: dict[str, CostModel] = {}
+    for collective in _COLLECTIVES:
+        own = [median(_probe(comm, collective, flat)[1:]) for flat in flats]  # the first call opens what others use
+        slowest = [max(times) for times in zip(*comm.all_gather_object(own), strict=True)]
+        costs[collective] = fit([flat.nbytes for flat in flats], slowest, comm.world_size, collective=collective)
+    return "node" if num_nodes(trainer) == 1 else "network", costs
+
+
+def _probe(comm: Communicator, collective: Collective, flat: Tensor) -> list[float]:
+    seconds = []
+    for _ in range(1 + PROBE_REPEATS):
+        comm.barrier()
+        began = now(flat.device)
+        getattr(comm, f"{collective}_")(flat, name="probe of the profile").wait()
+        seconds.append(seconds_between(began, now(flat.device)))
+    return seconds

@@ -1,0 +1,206 @@
+"""What a training step consists of, as recorded: a JSON file that `lightning-ring plan` reads.
+
+Written by `lightning_ring.monitor.RingProfile`. Times are seconds, sizes bytes, and a step is that of the slowest rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from lightning_ring.comm.cost import CostModel
+from lightning_ring.errors import ConfigurationError
+
+FORMAT = 1
+_KIND = "lightning_ring profile"
+_HOW = "Record one with lightning_ring.monitor.RingProfile."
+
+
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """One trainable parameter's gradient; ``ready`` is when backward has produced it, from backward's begin."""
+
+    name: str
+    numel: int
+    dtype: str
+    num_bytes: int
+    ready: float
+
+
+@dataclass(frozen=True, slots=True)
+class Phases:
+    """Seconds of one step, without communication, except for ``exposed`` and ``total``.
+
+    Attributes:
+        backward: From its begin to the last gradient.
+        optimizer: Of all parameters; of one rank's shard times the number of shards, where it was sharded.
+        exposed: What the step waited for communication.
+        total: The step as it was.
+    """
+
+    data: float
+    copy: float
+    forward: float
+    backward: float
+    optimizer: float
+    other: float
+    exposed: float
+    total: float
+
+    @property
+    def alone(self) -> float:
+        """A step of one rank that communicates nothing."""
+        return self.data + self.copy + self.forward + self.backward + self.optimizer + self.other
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """How it was recorded. ``compression`` is the compressor's name; ``bucket_cap_mb`` is MiB or ``"auto"``."""
+
+    world_size: int
+    num_nodes: int
+    device: str
+    batch_size: int
+    steps: int
+    topology: str = "flat"
+    sharded: bool = False
+    compression: str | None = None
+    bucket_cap_mb: float | str = 25.0
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """``digest`` is that of all parameters' names, shapes and dtypes."""
+
+    name: str
+    digest: str
+    num_parameters: int
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.num_parameters:,} parameters, {self.digest[:8]})"
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """
+    Attributes:
+        gradients: In the order in which backward produced them.
+        link_level: Whether ``link`` was measured inside a ``"node"``, or over the ``"network"``; `None`: not at all.
+        link: Cost of a message, by collective.
+    """
+
+    model: Model
+    run: Run
+    phases: Phases
+    gradients: tuple[Gradient, ...]
+    link_level: str | None = None
+    link: Mapping[str, CostModel] | None = None
+
+
+def fingerprint(parameters: Iterable[tuple[str, Sequence[int], str]]) -> str:
+    """Digest of each parameter's name, shape and dtype, in order of registration."""
+    digest = hashlib.sha256()
+    for name, shape, dtype in parameters:
+        digest.update(f"{name} {tuple(shape)} {dtype}\n".encode())
+    return digest.hexdigest()
+
+
+def write_profile(profile: Profile, path: str | os.PathLike[str]) -> None:
+    """Whoever opens ``path`` meanwhile finds the old file or the new one, and never a part."""
+    content = {"kind": _KIND, "format": FORMAT} | asdict(profile)
+    beside = Path(f"{path}.{os.getpid()}.part")
+    try:
+        beside.write_text(json.dumps(content, indent=1) + "\n")
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def read_profile(path: str | os.PathLike[str]) -> Profile:
+    """
+    Raises:
+        ConfigurationError: It is not there, is no profile, or one of another format; or its numbers cannot be.
+    """
+    content = read_json(path)
+    if not isinstance(content, dict) or content.get("kind") != _KIND:
+        raise ConfigurationError(f"{path} is JSON, but no profile of lightning_ring. {_HOW}")
+    if content.get("format") != FORMAT:
+        raise ConfigurationError(
+            f"{path} has format {content.get('format')!r}, and this lightning_ring reads {FORMAT}. Record it anew with "
+            "RingProfile, or plan with the version that recorded it."
+        )
+    try:
+        link = content["link"]
+        profile = Profile(
+            Model(**content["model"]),
+            Run(**content["run"]),
+            Phases(**content["phases"]),
+            tuple(Gradient(**gradient) for gradient in content["gradients"]),
+            content["link_level"],
+            None if link is None else {name: CostModel(**model) for name, model in link.items()},
+        )
+        _check(profile)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigurationError(f"{path} is a damaged profile ({type(error).__name__}: {error}). {_HOW}") from None
+    return profile
+
+
+def read_json(path: str | os.PathLike[str]) -> Any:
+    """
+    Raises:
+        ConfigurationError: ``path`` cannot be read, or does not hold JSON.
+    """
+    try:
+        return json.loads(Path(path).read_text())
+    except OSError as error:
+        raise ConfigurationError(f"{path}: {error.strerror}. {_HOW}") from None
+    except ValueError as error:
+        raise ConfigurationError(f"{path} is not JSON ({error}). {_HOW}") from None
+
+
+def _check(profile: Profile) -> None:
+    run, phases = profile.run, profile.phases
+    if not profile.gradients:
+        raise ValueError("no gradients")
+    for field in fields(phases):
+        _check_number(field.name, getattr(phases, field.name))
+    for gradient in profile.gradients:
+        _check_number(f"ready of {gradient.name}", gradient.ready)
+        _check_number(f"num_bytes of {gradient.name}", gradient.num_bytes)
+    if phases.alone <= 0:
+        raise ValueError("a step that takes no time")
+    if min(run.world_size, run.num_nodes) < 1 or run.world_size % run.num_nodes:
+        raise ValueError(f"{run.world_size} ranks on {run.num_nodes} nodes")
+    for name in ("batch_size", "steps"):
+        _check_number(name, getattr(run, name))
+    for cost in (profile.link or {}).values():
+        _check_number("alpha_seconds", cost.alpha_seconds)
+        if not cost.bandwidth > 0:
+            raise ValueError(f"bandwidth is {cost.bandwidth!r}")
+    if profile.link is not None and {"all_reduce", "reduce_scatter", "all_gather"} - profile.link.keys():
+        raise ValueError(f"link has only {', '.join(profile.link)}")
+    if (profile.link is None) != (profile.link_level is None) or profile.link_level not in (None, "node", "network"):
+        raise ValueError(f"link_level is {profile.link_level!r}")
+
+
+def _check_number(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+        raise ValueError(f"{name} is {value!r}")
+
+
+def check_same_model(first: str, one: Profile, second: str, other: Profile) -> None:
+    """
+    Raises:
+        ConfigurationError: The two are of different models; the message names both.
+    """
+    if one.model.digest != other.model.digest:
+        raise ConfigurationError(
+            f"{first} is a profile of {one.model}, and {second} one of {other.model}. Only runs of one model can be "
+            "compared: record both with the same one."
+        )
