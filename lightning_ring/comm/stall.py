@@ -120,14 +120,15 @@ class StallReporter:
             self._answer_late(event)
         elif kind == _CALL:
             self._report(event, self._hear_out)
-        else:
+        elif not kind:
             self._tell_rank_0(event, self._own_place())
+        # what is left is an answer that came too late
 
     def _tell_rank_0(self, event: Message, place: Place) -> None:
-        """In the rank that waits, which by now may have gone on."""
+        """In the rank that waits, unless it has gone on meanwhile."""
         if place.collective:  # of several communicators, one inside the other, the same one on all ranks
             event |= {"collective": place.collective, "waited": place.seconds}
-        elif "late" not in event:
+        if "late" not in event and (not place.collective or place.seconds < self._warning()):
             return
         if not self._watch.tell(event | {"kind": _LATE, "to": 0, "number": self._number}, RELAY_SECONDS):
             self._do_without_rank_0(event)

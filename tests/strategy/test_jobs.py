@@ -117,7 +117,7 @@ def test_a_rank_that_stalls_is_shown_and_ends_the_job_after_the_timeout(tmp_path
     assert report, output
     for lines in (report[1], output[output.index("CollectiveError: ") :]):
         assert re.search(r"^  rank 1 \(host \S+, pid \d+\) is not in it, epoch 0, after optimizer step 3 ", lines, re.M)
-        assert re.search(r"^    \S*trainer_script\.py:\d+ _go_wrong: time\.sleep\(600\)$", lines, re.M), lines
+        assert re.search(r"^      \S*trainer_script\.py:\d+ _go_wrong: time\.sleep\(600\)$", lines, re.M), lines
         assert "\n  rank 0 waits in it, epoch 0, after optimizer step 3 and backward 3.\n" in lines
 
 
