@@ -14,7 +14,7 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import CheckpointIO, Precision
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 
@@ -116,6 +116,8 @@ class RankedStrategy(DDPStrategy):
                 stall_warning=options.stall_warning,
                 topology=options.topology,
             )
+            if self._job.stalls is not None:
+                self._job.stalls.tell_progress(self._progress)
         self._process_group_backend = torch.distributed.get_backend()
 
     # -- collectives that Lightning and the user call
@@ -173,6 +175,16 @@ class RankedStrategy(DDPStrategy):
     def _alone(self) -> bool:
         """After an exception ranks run different code: what they do on their way out must not wait for others."""
         return self._trainer is not None and self._trainer.state.status == TrainerStatus.INTERRUPTED
+
+    def _progress(self) -> str:
+        """How far this rank is, for the stall report, which asks from a thread of its own."""
+        trainer = self._trainer
+        if trainer is None or trainer.state.fn is None or trainer.state.stage is None:
+            return ""
+        if trainer.state.fn != TrainerFn.FITTING:
+            return f"in {trainer.state.fn.value}"
+        stage = "" if trainer.training else f" ({trainer.state.stage.value})"
+        return f"epoch {trainer.current_epoch}{stage}, after optimizer step {trainer.global_step}"
 
     def _report(self, exception: BaseException) -> None:
         if self._job is not None and self._job.watch is not None and not isinstance(exception, SystemExit):

@@ -434,6 +434,10 @@ class RingStrategy(ShardedSteps):
         if self._reducer is not None and self.world_size > 1:
             trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _nothing  # type: ignore[method-assign]
 
+    def _progress(self) -> str:
+        text, reducer = super()._progress(), self._reducer
+        return f"{text} and backward {reducer.num_finished}" if text and reducer is not None else text
+
     def _ask_to_stop(self) -> None:
         self._stop_asked = True
         if self._reducer is not None:

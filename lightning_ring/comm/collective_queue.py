@@ -47,11 +47,11 @@ class QueuedWork:
         "ended",
         "error",
         "inference",
+        "num_warnings",
         "over",
         "started",
         "steps",
         "submitted",
-        "warned",
     )
 
     def __init__(self, queue: CollectiveQueue, description: str, steps: Steps) -> None:
@@ -62,7 +62,7 @@ class QueuedWork:
         self.submitted = time.monotonic()
         self.inference = torch.is_inference_mode_enabled()  # a mode of the caller's thread, not of the one behind it
         self.started = 0.0
-        self.warned = False
+        self.num_warnings = 0
         self.over = False
         self.ended: float | None = None
         self.error: RingError | None = None
@@ -94,6 +94,7 @@ class CollectiveQueue:
         self._reached = reached
         self._missing = missing
         self.spin_seconds = SPIN_SECONDS
+        self.last: tuple[str, float] | None = None
         self._open: deque[QueuedWork] = deque()
         self._moving = threading.Lock()
         self._waiters: deque[QueuedWork] = deque()  # appending and popping are atomic, counting is not
@@ -102,10 +103,18 @@ class CollectiveQueue:
         self._thread: threading.Thread | None = None
         self._closed = False
         _queues.add(self)
+        patience.runners.append(weakref.ref(self))
 
     @property
     def idle(self) -> bool:
         return not self._open
+
+    def under_way(self) -> tuple[str, float] | None:
+        try:
+            work = self._open[0]
+        except IndexError:
+            return None
+        return work.description, work.started or work.submitted
 
     def submit(self, description: str, steps: Steps, *, background: bool) -> QueuedWork:
         """Queue ``steps`` and take those that need no waiting; a thread takes the rest if it is for the ``background``.
@@ -199,6 +208,7 @@ class CollectiveQueue:
             self._open.popleft()
             work.steps = None  # lets go of the tensors
             work.ended = time.perf_counter()
+            self.last = work.description, work.started
             work.over = True
         except RingError as error:
             self._end_all(self.patience.fail(error))
@@ -240,8 +250,7 @@ class CollectiveQueue:
         self.patience.ask_check()
         seconds = time.monotonic() - work.started
         missing = self._missing(work.awaits)
-        if not work.warned:
-            work.warned = self.patience.warn_of_stall(work.description, seconds, missing)
+        work.num_warnings += self.patience.warn_of_stall(work.description, seconds, missing, work.num_warnings)
         if seconds > self.patience.seconds:
             raise self.patience.late(work.description, missing)
 

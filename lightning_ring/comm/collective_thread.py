@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 
@@ -21,13 +22,19 @@ class CollectiveThread:
     def __init__(self, patience: Patience) -> None:
         self.patience = patience
         self.running: ThreadWork | None = None
+        self.last: tuple[str, float] | None = None
         self._jobs: SimpleQueue[ThreadWork | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._closed = False
+        patience.runners.append(weakref.ref(self))
 
     @property
     def idle(self) -> bool:
         return self.running is None and self._jobs.empty()
+
+    def under_way(self) -> tuple[str, float] | None:
+        work = self.running
+        return None if work is None else (work.description, work.started)
 
     def submit(self, description: str, run: Callable[[], None]) -> ThreadWork:
         """Queue ``run``; ``description`` stands in errors.
@@ -69,8 +76,9 @@ class CollectiveThread:
             if running is None:
                 continue
             seconds = time.monotonic() - running.started
-            if not running.warned:
-                running.warned = self.patience.warn_of_stall(running.description, seconds, running.waits_for)
+            running.num_warnings += self.patience.warn_of_stall(
+                running.description, seconds, running.waits_for, running.num_warnings
+            )
             if seconds > self.patience.seconds + STUCK_SECONDS:
                 raise self.patience.fail(self.patience.late(running.description, running.waits_for))
         if work.error is not None:
@@ -112,13 +120,13 @@ class CollectiveThread:
             self.patience.fail(error)
         except BaseException as error:
             self.patience.fail(transport_error(work.description, error))
-        self.running = None
+        self.last, self.running = (work.description, work.started), None
 
 
 class ThreadWork:
     """A `Work` of a `CollectiveThread`."""
 
-    __slots__ = ("_thread", "description", "ended", "error", "finished", "run", "started", "waits_for", "warned")
+    __slots__ = ("_thread", "description", "ended", "error", "finished", "num_warnings", "run", "started", "waits_for")
 
     def __init__(self, thread: CollectiveThread, description: str, run: Callable[[], None]) -> None:
         self._thread = thread
@@ -126,7 +134,7 @@ class ThreadWork:
         self.run: Callable[[], None] = run
         self.started = 0.0
         self.waits_for: Sequence[int] = ()
-        self.warned = False
+        self.num_warnings = 0
         self.ended: float | None = None
         self.error: RingError | None = None
         self.finished = threading.Event()

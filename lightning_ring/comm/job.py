@@ -17,6 +17,7 @@ from lightning_ring.comm.patience import Patience
 from lightning_ring.comm.ranks import RankInfo, check_gpu_assignment
 from lightning_ring.comm.rendezvous import open_store
 from lightning_ring.comm.shared_memory import open_shared_memory
+from lightning_ring.comm.stall import StallReporter
 from lightning_ring.comm.store_bootstrap import StoreBootstrap
 from lightning_ring.comm.threads import fit_threads
 from lightning_ring.comm.topology import (
@@ -36,8 +37,8 @@ from lightning_ring.errors import ConfigurationError, RankDiscoveryError
 class Job:
     """This process among its peers.
 
-    ``watch`` is `None` in a single process; ``places`` are those of all ranks, empty on one node; ``communicator`` is
-    the one opened last, open until the next one is.
+    ``watch`` and ``stalls`` are `None` in a single process; ``places`` are those of all ranks, empty on one node;
+    ``communicator`` is the one opened last, open until the next one is.
     """
 
     info: RankInfo
@@ -47,6 +48,7 @@ class Job:
     communicator: Communicator | None = None
     num_groups: int = 0
     num_opened: int = 0
+    stalls: StallReporter | None = None
 
     def check(self) -> None:
         """Raise `PeerFailedError` once another rank has failed."""
@@ -92,6 +94,7 @@ def connect(info: RankInfo, device: torch.device, timeout: timedelta) -> Job:
         if device.type == "cuda":  # before NCCL starts and says it in its own words
             _check_gpus(info, device, store)
     job = Job(info, watch, store, exchange_places(info, store) if info.num_nodes > 1 else [])
+    job.stalls = StallReporter(watch, store) if watch is not None else None
     _open_default_group(job, device, timeout)
     install_excepthook(info, watch)
     _job = job
@@ -115,7 +118,7 @@ def open_communicator(
             than TCP (`carrier_between_nodes`).
         device: Where gradients live.
         timeout: Past it a collective raises.
-        stall_warning: After it a collective that has not finished is reported in the log.
+        stall_warning: After it a collective that has not finished is reported in the log, with every rank's place.
         topology: ``"auto"``, ``"flat"`` or ``"hierarchical"``; auto is hierarchical on CPU where there are several
             nodes, each with the same number of ranks and more than one.
 
@@ -130,12 +133,14 @@ def open_communicator(
     nested = is_hierarchical(topology, nodes, device.type, job.info.rank)
     chosen = _chosen(backend, job, device)
     carrier = carrier_between_nodes(job.places) if backend == "auto" and chosen == "mpi" and job.places else chosen
+    patience = Patience(timeout, job.check, stall_warning)
+    if job.stalls is not None:
+        job.stalls.follow(patience, job.num_opened)
     if nested:
-        patience = Patience(timeout, job.check, stall_warning)
         store = dist.PrefixStore(f"nodes/{job.num_opened}", job.store) if backend == "auto" else None
         job.communicator = open_hierarchical(nodes, job.info.rank, chosen, carrier, patience, store)
     else:
-        job.communicator = _open(job, carrier, timeout, stall_warning)
+        job.communicator = _open(job, carrier, patience)
 
 
 def _chosen(backend: str, job: Job, device: torch.device) -> str:
@@ -161,21 +166,20 @@ def _by_messages(info: RankInfo) -> str:
     return "mpi" if info.source == "mpi" else "gloo"
 
 
-def _open(job: Job, backend: str, timeout: timedelta, stall_warning: timedelta) -> Communicator:
+def _open(job: Job, backend: str, patience: Patience) -> Communicator:
     if backend == "shared memory":
-        shared = _open_shared_memory(job, timeout, stall_warning)
+        shared = _open_shared_memory(job, patience)
         if shared is not None:
             return shared
         backend = _by_messages(job.info)
     if backend == "mpi":
         from lightning_ring.comm.mpi_backend import MPICommunicator  # imports mpi4py, which starts MPI
 
-        return MPICommunicator(timeout=timeout, stall_warning=stall_warning, check=job.check)
-    return open_torch_communicator(backend, timeout=timeout, stall_warning=stall_warning, check=job.check)
+        return MPICommunicator(patience=patience)
+    return open_torch_communicator(backend, patience=patience)
 
 
-def _open_shared_memory(job: Job, timeout: timedelta, stall_warning: timedelta) -> Communicator | None:
-    patience = Patience(timeout, job.check, stall_warning)
+def _open_shared_memory(job: Job, patience: Patience) -> Communicator | None:
     store = dist.PrefixStore(f"shared memory/{job.num_opened}", job.store)
     return open_shared_memory(StoreBootstrap(store, range(job.info.world_size), job.info.rank, patience), patience)
 

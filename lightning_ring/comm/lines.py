@@ -73,13 +73,14 @@ class LineConnection:
         except OSError as error:
             over = error.strerror or str(error)
         *lines, self._received = self._received.split(b"\n")
-        return [message for line in lines if (message := _parse(line)) is not None], over
+        return [message for line in lines if (message := parse(line)) is not None], over
 
     def close(self) -> None:
         self.socket.close()
 
 
-def _parse(line: bytes) -> Message | None:
+def parse(line: bytes) -> Message | None:
+    """The message on ``line``; `None` if it is none."""
     try:
         message = json.loads(line)
     except ValueError:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Protocol
 
 from lightning_ring.errors import CollectiveError, RingError
 
@@ -26,11 +28,39 @@ class TransportError(CollectiveError):
     """What MPI or torch.distributed raised; the cause is often a peer that failed, which a check may name later."""
 
 
+class Runner(Protocol):
+    """What runs the collectives of one communicator in order; it can be asked from any thread."""
+
+    last: tuple[str, float] | None
+    """The collective that ended last, and when it had begun, by the monotonic clock."""
+
+    def under_way(self) -> tuple[str, float] | None:
+        """The first collective that was called and has not ended, and since when."""
+        ...
+
+
+class StallReports(Protocol):
+    """Who asks all ranks where they are: `stall.StallReporter`."""
+
+    def notice(self, description: str, seconds: float) -> None:
+        """A collective is late; returns at once."""
+        ...
+
+    def verdict(self, description: str, late: str, advice: str) -> str:
+        """What every rank's error says of a collective that ends the job: ``late``, what was found, ``advice``."""
+        ...
+
+
 class Patience:
     """Shared by all that a communicator has under way.
 
     ``check`` raises a `RingError` once a peer is known to have failed. A rank that has waited for ``stall_warning``
-    logs what it waits for, once a collective.
+    logs what it waits for, once a collective; with ``stalls``, all ranks are asked instead, and again after twice, four
+    times, eight times as long.
+
+    Attributes:
+        runners: Who runs collectives under this patience.
+        verdict: The error of a collective that was late on some rank, and is that of all ranks.
     """
 
     def __init__(
@@ -43,6 +73,9 @@ class Patience:
         self.stall_warning = stall_warning
         self.check = check
         self.error: RingError | None = None
+        self.stalls: StallReports | None = None
+        self.verdict: RingError | None = None
+        self.runners: list[weakref.ref[Runner]] = []
         self._lock = threading.Lock()
         self._doomed_since: float | None = None
 
@@ -57,11 +90,17 @@ class Patience:
                 self.error = error
             return self.error
 
+    def end(self, verdict: RingError) -> None:
+        """Break the communicator, and end waits that a transport cannot interrupt, because a collective is too late."""
+        self.verdict = self.fail(verdict)
+
     def raise_if_broken(self) -> None:
         if self.error is not None:
             raise self.error
 
     def ask_check(self) -> None:
+        if self.verdict is not None:
+            raise self.verdict
         if self.check is None:
             return
         try:
@@ -86,19 +125,29 @@ class Patience:
                 time.sleep(CHECK_SECONDS)
         raise error
 
-    def warn_of_stall(self, description: str, seconds: float, peers: Sequence[int] = ()) -> bool:
-        """Log that a wait has lasted ``seconds``, if that is long; returns whether it is."""
-        if self.stall_warning is None or seconds < self.stall_warning.total_seconds():
+    def warn_of_stall(self, description: str, seconds: float, peers: Sequence[int] = (), before: int = 0) -> bool:
+        """Report a wait of ``seconds``, reported ``before`` times, if the next report is due; returns whether it is."""
+        if self.stall_warning is None or seconds < self.stall_warning.total_seconds() * (2 ** (before + 1) - 1):
+            return False
+        if self.stalls is not None:
+            self.stalls.notice(description, seconds)
+            return True
+        if before:
             return False
         whom = f" for {ranks_text(peers)}" if peers else ""
         _log.warning("%s has waited %.0f s%s; it fails after %g s.", description, seconds, whom, self.seconds)
         return True
 
     def late(self, description: str, peers: Sequence[int] = ()) -> CollectiveError:
-        waits = f"still waiting for {ranks_text(peers)}" if peers else "it is not known which ranks are missing"
+        """The error of a collective that ran out of time. With `stalls` it takes a few seconds to ask all ranks."""
+        late = f"{description} did not finish within {self.seconds:g} s"
+        waits = f": still waiting for {ranks_text(peers)}" if peers else ""
+        advice = "If a rank is only slow, give a longer timeout."
+        if self.stalls is not None:
+            return CollectiveError(self.stalls.verdict(description, late + waits, advice))
         return CollectiveError(
-            f"{description} did not finish within {self.seconds:g} s: {waits}. A rank left the job, is busy elsewhere "
-            "or never called this collective: see that rank's output. If it is only slow, give a longer timeout."
+            f"{late}{waits or ': it is not known which ranks are missing'}. A rank left the job, is busy elsewhere or "
+            f"never called this collective: see that rank's output. {advice}"
         )
 
 

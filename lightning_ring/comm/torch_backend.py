@@ -36,8 +36,11 @@ def open_torch_communicator(
     timeout: timedelta = DEFAULT_TIMEOUT,
     stall_warning: timedelta | None = None,
     check: Check | None = None,
+    patience: Patience | None = None,
 ) -> Communicator:
     """A communicator over ``ranks`` (all by default) with process groups of its own; ``backend`` is gloo or nccl.
+
+    ``patience`` stands for ``timeout``, ``stall_warning`` and ``check`` where they are known to others too.
 
     Collective over the whole default group, which must be up; NCCL uses the current CUDA device.
 
@@ -55,11 +58,12 @@ def open_torch_communicator(
             "backend='nccl' needs CUDA GPUs and a torch built with NCCL; this process sees none. Use 'gloo' on CPU."
         )
     # Gloo's own limit comes second, so that the error of this communicator, which names the collective, comes first.
-    host_group = _own_group(ranks, timeout + timedelta(seconds=30), "gloo")
-    host = GlooCommunicator(host_group, timeout=timeout, stall_warning=stall_warning, check=check, owns_group=True)
+    patience = patience or Patience(timeout, check, stall_warning)
+    host_group = _own_group(ranks, patience.timeout + timedelta(seconds=30), "gloo")
+    host = GlooCommunicator(host_group, patience=patience, owns_group=True)
     if backend == "gloo":
         return host
-    return NCCLCommunicator(_own_group(ranks, timeout, "nccl"), host, owns_group=True)
+    return NCCLCommunicator(_own_group(ranks, patience.timeout, "nccl"), host, owns_group=True)
 
 
 def open_gloo_transport(patience: Patience) -> GlooTransport:

@@ -21,7 +21,7 @@ from lightning_ring.comm.ending import LauncherProbe, end_process, remove_what_m
 from lightning_ring.comm.lines import LineConnection, Message
 from lightning_ring.comm.peers import PeerEvent, PeerLedger, comes_from_a_peer
 from lightning_ring.comm.ranks import RankInfo
-from lightning_ring.comm.watch_relay import Relay, join_relay
+from lightning_ring.comm.watch_relay import Relay, host_of, join_relay
 from lightning_ring.errors import PeerFailedError
 
 FAILED_GRACE = 20.0  # seconds a rank may go on after another one failed, before the watch ends it
@@ -94,19 +94,21 @@ class JobWatch:
             text = f"{type(exception).__name__}: {str(exception).strip()}"[:2000]
             self.tell({"kind": "failed", "text": text, "echo": comes_from_a_peer(exception)}, wait=1.0)
 
-    def tell(self, event: Message, wait: float = 0.0) -> None:
+    def tell(self, event: Message, wait: float = 0.0) -> bool:
         """Send ``event`` (JSON, with a ``"kind"``) to the `on_event` callbacks of all ranks, this one's included.
 
-        With ``wait``, return once rank 0 has passed it on, at most after so many seconds.
+        With a rank under ``"to"``, to that one's and this one's only. With ``wait``, return once rank 0 has passed it
+        on, at most after so many seconds; returns whether it has.
         """
         with self._news:
             if self._closed or self._connection is None:
-                return
+                return False
             self._told += 1
             number = self._told
             self._connection.send(event | {"fit": self._fit})
             if wait:
                 self._news.wait_for(lambda: self._returned >= number or self._connection is None, timeout=wait)
+            return self._returned >= number
 
     def on_event(self, callback: Callable[[Message], None]) -> None:
         """Call ``callback`` with every message of any rank: ``kind, rank, host, pid`` and what was told.
@@ -114,6 +116,19 @@ class JobWatch:
         In the watch's thread: be quick and raise nothing.
         """
         self._callbacks.append(callback)
+
+    def address(self) -> str:
+        """Under which other ranks can reach this host: that of the connection to rank 0."""
+        assert self._connection is not None
+        address = str(self._connection.socket.getsockname()[0])
+        return self._host_of_rank_0 if address.startswith("127.") else address
+
+    def peers(self) -> dict[int, Message]:
+        """In rank 0: ``host`` and ``pid`` of the ranks that take part, without those that have left or died."""
+        with self._news:
+            over = self._ledger.left.keys() | self._ledger.gone
+        hellos = self._relay.hellos() if self._relay is not None else {}
+        return {rank: hello for rank, hello in hellos.items() if rank not in over}
 
     @contextlib.contextmanager
     def blocking(self, what: str) -> Iterator[None]:
@@ -176,7 +191,8 @@ class JobWatch:
             self._relay.close()
 
     def _open(self, store: Store) -> None:
-        self._relay, self._connection, self._rank_0 = join_relay(self.info, store)
+        self._relay, self._connection, self.rank_0 = join_relay(self.info, store)
+        self._host_of_rank_0 = host_of(store)
         self._wake = os.pipe()
         self._launcher = LauncherProbe()
         forget = weakref.WeakMethod(self._forget)
@@ -224,7 +240,7 @@ class JobWatch:
     def _lose_relay(self, why: str) -> None:
         with self._news:
             if 0 not in self._ledger.left and not any(event.rank == 0 for event in self._ledger.events):
-                self._ledger.take({"kind": "dead", "rank": 0, "why": why} | self._rank_0, self._fit)
+                self._ledger.take({"kind": "dead", "rank": 0, "why": why} | self.rank_0, self._fit)
             self._ledger.gone.add(0)
             self._connection = None
             self._news.notify_all()

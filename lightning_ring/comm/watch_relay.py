@@ -26,7 +26,7 @@ def join_relay(info: RankInfo, store: Store) -> tuple[Relay | None, LineConnecti
     Raises:
         RankDiscoveryError: The relay could not be reached.
     """
-    address = _host_of(store)
+    address = host_of(store)
     store = PrefixStore("lightning_ring/watch", store)
     home = {"host": os.uname().nodename, "pid": os.getpid()}
     relay: Relay | None = None
@@ -49,7 +49,8 @@ def join_relay(info: RankInfo, store: Store) -> tuple[Relay | None, LineConnecti
     return relay, connection, rank_0
 
 
-def _host_of(store: Store) -> str:
+def host_of(store: Store) -> str:
+    """The host of rank 0, by the name or address under which this rank reached it."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return store.host if isinstance(store, TCPStore) else "127.0.0.1"
@@ -58,6 +59,7 @@ def _host_of(store: Store) -> str:
 class Relay:
     """Accepts the ranks that know ``token`` on ``listener`` and sends every message of one to all, its sender included.
 
+    A message with a rank under ``"to"`` goes to that one and to its sender only.
     A connection that ends without a ``failed`` or ``left`` message of its rank becomes a ``dead`` message; otherwise a
     ``gone`` one. All ranks get all messages in the same order. A rank that connects late gets what was said before.
     """
@@ -67,6 +69,7 @@ class Relay:
         self._token = token
         self._selector = selectors.DefaultSelector()
         self._ranks: dict[LineConnection, Message] = {}  # its hello, once it has said it
+        self._by_rank: dict[int, LineConnection] = {}
         self._excused: set[int] = set()  # ranks that said failed or left
         self._history: list[Message] = []
         self._closing = threading.Event()
@@ -77,6 +80,10 @@ class Relay:
         self._selector.register(self._listener, selectors.EVENT_READ, None)
         os.register_at_fork(after_in_child=self._forget)
         self._thread.start()
+
+    def hellos(self) -> dict[int, Message]:
+        """``host`` and ``pid`` of the ranks that are connected, from any thread."""
+        return {hello["rank"]: hello for hello in list(self._ranks.values()) if hello}
 
     def close(self) -> None:
         """End the thread. What was said before has been handed to the kernel."""
@@ -127,6 +134,7 @@ class Relay:
         if hello["kind"] != "hello" or hello.get("token") != self._token:
             return "a stranger"
         self._ranks[connection] = hello
+        self._by_rank[hello["rank"]] = connection
         for message in self._history:
             connection.send(message)
         return None
@@ -136,15 +144,16 @@ class Relay:
         hello = self._ranks.pop(connection)
         connection.close()
         if hello:
+            self._by_rank.pop(hello["rank"], None)
             kind = "gone" if hello["rank"] in self._excused else "dead"
             self._broadcast({"kind": kind, "why": why} | {name: hello[name] for name in ("rank", "host", "pid")})
 
     def _broadcast(self, message: Message) -> None:
         if message["kind"] in ("failed", "left", "dead"):
             self._history.append(message)
-        for connection, hello in self._ranks.items():
-            if hello:
-                connection.send(message)
+        receivers = self._by_rank.keys() if "to" not in message else {message["to"], message["rank"]}
+        for rank in receivers & self._by_rank.keys():
+            self._by_rank[rank].send(message)
 
     def _flush(self, connection: LineConnection) -> None:
         connection.flush()

@@ -208,6 +208,20 @@ def test_a_long_message_arrives_whole():
         assert eventually(lambda: heard == ["x" * 1_000_000])
 
 
+def test_a_message_to_one_rank_reaches_that_one_and_its_sender():
+    with job(4) as watches:
+        heard: list[list[object]] = [[], [], [], []]
+        for rank, watch in enumerate(watches):
+            watch.on_event(lambda message, rank=rank: heard[rank].append(message.get("place")))
+        assert watches[2].tell({"kind": "place", "place": 1, "to": 1}, wait=5)
+        assert watches[2].tell({"kind": "place", "place": 2}, wait=5)
+        assert eventually(lambda: all(2 in places for places in heard))
+        assert heard == [[2], [1, 2], [1, 2], [2]]
+        assert watches[0].peers().keys() == {0, 1, 2, 3}
+        watches[3].leave()
+        assert eventually(lambda: watches[0].peers().keys() == {0, 1, 2})
+
+
 def test_strangers_and_nonsense_are_ignored():
     with job(2) as watches:
         assert watches[0]._relay is not None

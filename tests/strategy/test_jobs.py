@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -104,7 +105,7 @@ def test_a_rank_killed_is_named(way: str, tmp_path: Path) -> None:
     assert "rank 1" in output or "rank      : 1" in output, output
 
 
-def test_a_rank_that_stalls_ends_the_job_after_the_timeout(tmp_path: Path) -> None:
+def test_a_rank_that_stalls_is_shown_and_ends_the_job_after_the_timeout(tmp_path: Path) -> None:
     with job("python", "sleep", tmp_path) as process:
         ranks_in_step_3(process, tmp_path)
         output, _ = process.communicate(timeout=40)
@@ -112,6 +113,12 @@ def test_a_rank_that_stalls_ends_the_job_after_the_timeout(tmp_path: Path) -> No
     assert "CollectiveError" in output
     assert "bucket 0 (layer." in output
     assert "waiting for rank 1" in output, output
+    report = re.search(r"^all_reduce \"bucket 0 .* has waited 1 s; it fails after 4 s\.\n((?:  .*\n)+)", output, re.M)
+    assert report, output
+    for lines in (report[1], output[output.index("CollectiveError: ") :]):
+        assert re.search(r"^  rank 1 \(host \S+, pid \d+\) is not in it, epoch 0, after optimizer step 3 ", lines, re.M)
+        assert re.search(r"^      \S*trainer_script\.py:\d+ _go_wrong: time\.sleep\(600\)$", lines, re.M), lines
+        assert "\n  rank 0 waits in it, epoch 0, after optimizer step 3 and backward 3.\n" in lines
 
 
 @pytest.mark.parametrize(("way", "signum"), [("python", signal.SIGTERM), ("ringrun", signal.SIGINT)])

@@ -47,7 +47,9 @@ class Module(L.LightningModule):
 
 
 def main() -> None:
-    kwargs: dict[str, Any] = {"timeout": timedelta(seconds=6)} if ACTION == "sleep" else {}
+    kwargs: dict[str, Any] = {}
+    if ACTION == "sleep":
+        kwargs = {"timeout": timedelta(seconds=4), "stall_warning": timedelta(seconds=1)}
     if ACTION in ("spawn", "fork"):
         kwargs["start_method"] = ACTION
     if ACTION == "gloo":
