@@ -1,8 +1,9 @@
-"""Runs every ``check_*`` function of one module on all ranks of one launch, so that many checks share one start-up.
+"""Runs every ``check_*`` function of one module, or of a folder of modules, on all ranks of one launch, so that many
+checks share one start-up.
 
 ``mpirun -n 2 python -m tests.battery tests.checks.comm OUT_DIR`` writes ``OUT_DIR/<rank>.json``:
-``{check name: null, or its traceback}``. Checks run in the order of the file, each after a barrier of its own; names
-after OUT_DIR choose some. A check may take the argument ``tmp_path`` (a folder shared by all ranks).
+``{check name: null, or its traceback}``. Checks run in the order of the file (files: of the alphabet), each after a
+barrier of its own; names after OUT_DIR choose some. A check may take ``tmp_path`` (a folder shared by all ranks).
 """
 
 from __future__ import annotations
@@ -20,10 +21,24 @@ import pytest
 from tests.launch import ROOT, mpirun
 
 
+def checks_of(module: str) -> dict[str, str]:
+    """The checks of ``module``, a file or a folder of files, and the file that each is in.
+
+    Read from their text, so that collecting tests imports nothing heavy.
+    """
+    path = ROOT / module.replace(".", "/")
+    files = {f"{module}.{file.stem}": file for file in sorted(path.glob("*.py"))} or {module: path.with_suffix(".py")}
+    found: dict[str, str] = {}
+    for name, file in files.items():
+        checks = [line[4 : line.index("(")] for line in file.read_text().splitlines() if line.startswith("def check_")]
+        twice = found.keys() & checks
+        assert not twice, f"{twice} in {name} and elsewhere in {module}"
+        found |= dict.fromkeys(checks, name)
+    return found
+
+
 def check_names(module: str) -> list[str]:
-    """Names of the checks in ``module``, read from its text, so that collecting tests imports nothing heavy."""
-    text = (ROOT / (module.replace(".", "/") + ".py")).read_text()
-    return [line[4 : line.index("(")] for line in text.splitlines() if line.startswith("def check_")]
+    return list(checks_of(module))
 
 
 class Battery:
@@ -65,9 +80,10 @@ def main(module_name: str, out: str, *only: str) -> None:
     from mpi4py import MPI  # deferred: pytest imports this file too, and MPI must start in the ranks only
 
     world = MPI.COMM_WORLD
-    module = importlib.import_module(module_name)
+    files = checks_of(module_name)
     results: dict[str, str | None] = {}
-    for name in only or check_names(module_name):
+    for name in only or files:
+        module = importlib.import_module(files[name])
         world.Barrier()
         faulthandler.dump_traceback_later(100, exit=True)  # a check that hangs shows where, and ends the launch
         check = getattr(module, name)
