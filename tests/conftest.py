@@ -11,11 +11,6 @@ from tests.battery import Battery
 from tests.launch import SEGMENTS
 
 
-@pytest.fixture(scope="session")
-def battery(tmp_path_factory: pytest.TempPathFactory) -> Battery:
-    return Battery(tmp_path_factory.mktemp("battery"))
-
-
 @pytest.fixture(scope="session", autouse=True)
 def _segments_of_open_mpi() -> Iterator[None]:
     """A folder for Open MPI's shared memory, this session's alone. A job whose mpirun is killed leaves files there, and
@@ -24,3 +19,10 @@ def _segments_of_open_mpi() -> Iterator[None]:
     os.environ[SEGMENTS] = folder
     yield
     shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="session")
+def battery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Battery]:
+    battery = Battery(tmp_path_factory.mktemp("battery"))
+    yield battery
+    battery.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -22,6 +21,7 @@ from lightning_ring.comm.shared_memory import open_shared_memory
 from lightning_ring.comm.topology import open_hierarchical
 from lightning_ring.comm.torch_backend import GlooCommunicator, open_torch_communicator
 from lightning_ring.errors import CollectiveError, ConfigurationError, PeerFailedError, RingError
+from tests.checks.world import open_gloo
 from tests.comm.test_ring import COMPLEX, FLOATS, INTEGERS, allowed, plain, tolerance, values
 
 WORLD = MPI.COMM_WORLD
@@ -50,32 +50,15 @@ def opened(backend: str, timeout: float = 60.0) -> Iterator[Communicator]:
         assert shared is not None
         comm = shared
     elif backend == "hierarchical":
-        if not dist.is_initialized():
-            start_gloo()
+        open_gloo()
         comm = open_hierarchical(
             [[0, 2], [1, 3]], WORLD.rank, "mpi", "gloo", Patience(timedelta(seconds=timeout)), None
         )
     else:
-        if not dist.is_initialized():
-            start_gloo()
+        open_gloo()
         comm = open_torch_communicator("gloo", timeout=timedelta(seconds=timeout))
     yield comm
     comm.close()
-
-
-def start_gloo() -> None:
-    """torch.distributed's default group, whose port rank 0 hands out over MPI."""
-    listener = socket.create_server(("127.0.0.1", 0)) if WORLD.rank == 0 else None
-    port = WORLD.bcast(listener.getsockname()[1] if listener else None)
-    store = dist.TCPStore(
-        "127.0.0.1",
-        port,
-        WORLD.size,
-        is_master=WORLD.rank == 0,
-        timeout=timedelta(seconds=30),
-        master_listen_fd=listener.detach() if listener else None,
-    )
-    dist.init_process_group("gloo", store=store, rank=WORLD.rank, world_size=WORLD.size, timeout=timedelta(seconds=60))
 
 
 def each() -> Iterator[Communicator]:

@@ -10,15 +10,7 @@ from torch.nn import Parameter
 
 from lightning_ring.gradients import Bucket
 from lightning_ring.gradients.compression import PowerSGD
-from tests.checks.compression.ways import (
-    WAYS,
-    assert_same_bits,
-    average,
-    gradients,
-    make,
-    parameters,
-    send,
-)
+from tests.checks.compression.ways import WAYS, assert_same_bits, average, gradients, make, parameters, send
 from tests.checks.world import communicator, open_gloo
 
 

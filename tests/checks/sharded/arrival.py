@@ -15,14 +15,7 @@ from torch import Tensor, nn
 
 from lightning_ring import RingStrategy
 from lightning_ring.errors import RingError
-from tests.checks.models import (
-    RANK,
-    Classifier,
-    fit,
-    loader,
-    parameters,
-    trainer,
-)
+from tests.checks.models import RANK, Classifier, fit, loader, parameters, trainer
 from tests.checks.sharded.late import LateRing, Noting, Patient, Tied, run_late
 from tests.checks.sharded.references import CAP, assert_same
 

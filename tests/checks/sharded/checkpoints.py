@@ -22,17 +22,7 @@ from torch.utils.data import DistributedSampler
 
 from lightning_ring import RingStrategy
 from lightning_ring.errors import CollectiveError, ConfigurationError, RingError
-from tests.checks.models import (
-    RANK,
-    SIZE,
-    Classifier,
-    data,
-    fit,
-    loader,
-    parameters,
-    relative_difference,
-    trainer,
-)
+from tests.checks.models import RANK, SIZE, Classifier, data, fit, loader, parameters, relative_difference, trainer
 from tests.checks.sharded.late import Late, LateRing, LateWork, run_late
 from tests.checks.sharded.references import CAP, With, assert_same, make_sgd, sharded
 

@@ -11,11 +11,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
 from lightning_ring import RingStrategy
-from tests.checks.models import (
-    Classifier,
-    fit,
-    loader,
-)
+from tests.checks.models import Classifier, fit, loader
 from tests.checks.sharded.references import CAP
 
 

@@ -18,13 +18,7 @@ from torch.optim import SGD, AdamW
 from lightning_ring import RingStrategy
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.optim import LAMB, LARS, exclude_bias_and_norm
-from tests.checks.models import (
-    RANK,
-    Classifier,
-    assert_all_ranks_equal,
-    fit,
-    parameters,
-)
+from tests.checks.models import RANK, Classifier, assert_all_ranks_equal, fit, parameters
 from tests.checks.sharded.references import With, assert_same, both, sharded
 
 OPTIMIZERS = [  # the others: tests/sharded

@@ -9,14 +9,7 @@ from torch import nn
 from torch.optim import SGD
 
 from lightning_ring import RingStrategy
-from tests.checks.models import (
-    SIZE,
-    Classifier,
-    assert_all_ranks_equal,
-    fit,
-    parameters,
-    relative_difference,
-)
+from tests.checks.models import SIZE, Classifier, assert_all_ranks_equal, fit, parameters, relative_difference
 
 CAP = 0.0005  # MiB: about one layer a bucket
 

@@ -9,23 +9,11 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import (
-    ModelCheckpoint,
-)
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_ring import RingStrategy
 from lightning_ring.gradients.compression import PowerSGD
-from tests.checks.models import (
-    RANK,
-    SIZE,
-    Classifier,
-    assert_all_ranks_equal,
-    ddp,
-    fit,
-    loader,
-    parameters,
-    trainer,
-)
+from tests.checks.models import RANK, SIZE, Classifier, assert_all_ranks_equal, ddp, fit, loader, parameters, trainer
 from tests.checks.strategy.references import WORLD
 
 

@@ -11,15 +11,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 from lightning_ring import RingStrategy
-from tests.checks.models import (
-    SIZE,
-    Classifier,
-    assert_all_ranks_equal,
-    ddp,
-    fit,
-    parameters,
-    relative_difference,
-)
+from tests.checks.models import SIZE, Classifier, assert_all_ranks_equal, ddp, fit, parameters, relative_difference
 
 WORLD = MPI.COMM_WORLD
 

@@ -11,15 +11,7 @@ from torch import Tensor, nn
 
 from lightning_ring import RingStrategy
 from lightning_ring.errors import ModelMismatchError
-from tests.checks.models import (
-    RANK,
-    SIZE,
-    Classifier,
-    assert_all_ranks_equal,
-    fit,
-    loader,
-    parameters,
-)
+from tests.checks.models import RANK, SIZE, Classifier, assert_all_ranks_equal, fit, loader, parameters
 from tests.checks.strategy.references import WORLD
 
 

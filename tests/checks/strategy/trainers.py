@@ -8,24 +8,12 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import (
-    EarlyStopping,
-    LearningRateFinder,
-)
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateFinder
 from torch import Tensor
 
 from lightning_ring import RingStrategy
 from lightning_ring.errors import CollectiveError, ConfigurationError, RingError
-from tests.checks.models import (
-    RANK,
-    SIZE,
-    Classifier,
-    assert_all_ranks_equal,
-    fit,
-    loader,
-    parameters,
-    trainer,
-)
+from tests.checks.models import RANK, SIZE, Classifier, assert_all_ranks_equal, fit, loader, parameters, trainer
 from tests.checks.strategy.references import WORLD, assert_like_ddp, both
 
 
