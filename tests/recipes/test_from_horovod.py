@@ -22,7 +22,7 @@ def on_two_ranks(script: str, folder: Path) -> str:
 
 def test_the_script_moved_over_trains_and_saves_on_two_ranks(tmp_path: Path) -> None:
     output = on_two_ranks(AFTER, tmp_path)
-    accuracies = [float(value) for value in re.findall(r"^epoch \d: accuracy (0\.\d+)$", output, re.MULTILINE)]
+    accuracies = [float(value) for value in re.findall(r"epoch \d: accuracy (0\.\d+)", output)]
     assert len(accuracies) == 5, f"one line an epoch, from rank 0 alone:\n{output}"
     assert accuracies[-1] > 0.85, output
     assert sorted(file.name for file in tmp_path.glob("epoch*.ckpt")) == [f"epoch{epoch}.ckpt" for epoch in range(5)]
