@@ -1,8 +1,15 @@
-"""Runs every ``check_*`` function of one module on all ranks of one launch, so that many checks share one start-up.
+"""Runs every ``check_*`` function of one module, or of a folder of modules, on all ranks, many modules in one launch.
 
-``mpirun -n 2 python -m tests.battery tests.checks.comm OUT_DIR`` writes ``OUT_DIR/<rank>.json``:
-``{check name: null, or its traceback}``. Checks run in the order of the file, each after a barrier of its own; names
-after OUT_DIR choose some. A check may take the argument ``tmp_path`` (a folder shared by all ranks).
+Starting ranks costs seconds, most of them imports. So the ranks of a launch (a world size and an environment) stay when
+a module is through, blocked in the kernel, until the next one is asked for or the session ends; a launch that a check
+ended or that is late is replaced by a new one.
+
+Each rank reads orders from a FIFO, one a line: ``module TAB folder TAB check TAB check ...`` (no checks: all). After
+each check it writes ``folder/<rank>.json``, ``{check name: null, or its traceback}``, and ``folder/<rank>.done`` in the
+end. Checks run in the order of the file (files: of the alphabet), each after a barrier of its own. A check may take the
+argument ``tmp_path`` (a folder shared by all ranks).
+
+By hand: ``mpirun -n 2 python -m tests.battery tests.checks.comm FOLDER [CHECK ...]``.
 """
 
 from __future__ import annotations
@@ -11,26 +18,105 @@ import faulthandler
 import importlib
 import inspect
 import json
+import os
+import subprocess
 import sys
+import time
 import traceback
 from pathlib import Path
 
 import pytest
 
-from tests.launch import ROOT, mpirun
+from tests.launch import ROOT, clean_env, end_session, mpirun_command
+
+IDLE_RANKS = 10  # of all launches together: 1, 2, 3 and 4
+
+
+def checks_of(module: str) -> dict[str, str]:
+    """The checks of ``module``, a file or a folder of files, and the file that each is in.
+
+    Read from their text, so that collecting tests imports nothing heavy.
+    """
+    path = ROOT / module.replace(".", "/")
+    files = {f"{module}.{file.stem}": file for file in sorted(path.glob("*.py"))} or {module: path.with_suffix(".py")}
+    found: dict[str, str] = {}
+    for name, file in files.items():
+        checks = [line[4 : line.index("(")] for line in file.read_text().splitlines() if line.startswith("def check_")]
+        twice = found.keys() & checks
+        assert not twice, f"{twice} in {name} and elsewhere in {module}"
+        found |= dict.fromkeys(checks, name)
+    return found
 
 
 def check_names(module: str) -> list[str]:
-    """Names of the checks in ``module``, read from its text, so that collecting tests imports nothing heavy."""
-    text = (ROOT / (module.replace(".", "/") + ".py")).read_text()
-    return [line[4 : line.index("(")] for line in text.splitlines() if line.startswith("def check_")]
+    return list(checks_of(module))
+
+
+class Launch:
+    """Ranks under one mpirun that run checks when they are told to. They end when this process does."""
+
+    def __init__(self, folder: Path, world_size: int, env: dict[str, str]) -> None:
+        self.world_size = world_size
+        self._output = folder / "output"
+        fifos = [folder / f"{rank}.orders" for rank in range(world_size)]
+        for fifo in fifos:
+            os.mkfifo(fifo)
+        # for reading too: opening it for writing alone would wait for the rank
+        self._orders = [os.open(fifo, os.O_RDWR | os.O_CLOEXEC) for fifo in fifos]
+        with self._output.open("w") as output:
+            self._process = subprocess.Popen(
+                mpirun_command(world_size, sys.executable, "-m", "tests.battery", str(folder)),
+                env=clean_env(**env),
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            )
+
+    def run(self, module: str, only: tuple[str, ...], out: Path, timeout: float) -> str:
+        """Run checks of ``module`` on all ranks; what the ranks printed meanwhile. Ends the launch if that is late."""
+        begin = self._output.stat().st_size
+        for orders in self._orders:
+            os.write(orders, ("\t".join([module, str(out), *only]) + "\n").encode())
+        deadline = time.monotonic() + timeout
+        while self.is_alive() and len(list(out.glob("*.done"))) < self.world_size:
+            if time.monotonic() > deadline:
+                self.kill()
+                return f"{module} did not end within {timeout} s. {self._said(begin)}"
+            time.sleep(0.02)
+        return self._said(begin)
+
+    def _said(self, begin: int) -> str:
+        return self._output.read_bytes()[begin:].decode(errors="replace")
+
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def dismiss(self) -> None:
+        """The ranks read the end of their orders, and end."""
+        for orders in self._orders:
+            os.close(orders)
+        self._orders.clear()
+
+    def end(self, timeout: float = 20) -> None:
+        self.dismiss()
+        try:
+            self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self.kill()
+
+    def kill(self) -> None:
+        self.dismiss()
+        end_session(self._process)
+        self._process.wait(10)
 
 
 class Battery:
-    """Results of one module's checks at one world size; the launch happens when the first result is asked for."""
+    """Results of modules at world sizes; a module runs when the first result is asked for."""
 
     def __init__(self, tmp: Path) -> None:
         self._tmp = tmp
+        self._launches: dict[tuple[object, ...], Launch] = {}  # the one used last at the end
         self._results: dict[tuple[object, ...], tuple[dict[int, dict[str, str | None]], str]] = {}
 
     def __call__(
@@ -41,12 +127,7 @@ class Battery:
         if key not in self._results:
             out = self._tmp / f"{module}-{world_size}-{len(self._results)}"
             out.mkdir()
-            try:
-                output = mpirun(
-                    world_size, "-m", "tests.battery", module, str(out), *only, timeout=timeout, **env
-                ).stdout
-            except AssertionError as late:
-                output = str(late)
+            output = self._launch(world_size, env).run(module, only, out, timeout)
             files = {rank: out / f"{rank}.json" for rank in range(world_size)}
             results = {rank: json.loads(file.read_text()) for rank, file in files.items() if file.exists()}
             self._results[key] = results, output
@@ -60,20 +141,41 @@ class Battery:
         if failures:
             pytest.fail("\n".join(failures) + f"\n--- output of the ranks (last 4,000 characters)\n{output[-4000:]}")
 
+    def _launch(self, world_size: int, env: dict[str, str]) -> Launch:
+        key = (world_size, *sorted(env.items()))
+        launch = self._launches.pop(key, None)
+        if launch is not None and not launch.is_alive():
+            launch.end()
+            launch = None
+        if launch is None:
+            while self._launches and sum(each.world_size for each in self._launches.values()) + world_size > IDLE_RANKS:
+                self._launches.pop(next(iter(self._launches))).end()
+            folder = self._tmp / f"launch-{time.monotonic_ns()}"
+            folder.mkdir()
+            launch = Launch(folder, world_size, env)
+        self._launches[key] = launch
+        return launch
 
-def main(module_name: str, out: str, *only: str) -> None:
+    def close(self) -> None:
+        for launch in self._launches.values():
+            launch.dismiss()
+        for launch in self._launches.values():
+            launch.end()
+
+
+def run_checks(module: str, out: Path, only: list[str]) -> None:
     from mpi4py import MPI  # deferred: pytest imports this file too, and MPI must start in the ranks only
 
     world = MPI.COMM_WORLD
-    module = importlib.import_module(module_name)
+    files = checks_of(module)
     results: dict[str, str | None] = {}
-    for name in only or check_names(module_name):
+    for name in only or files:
+        check = getattr(importlib.import_module(files[name]), name)
         world.Barrier()
         faulthandler.dump_traceback_later(100, exit=True)  # a check that hangs shows where, and ends the launch
-        check = getattr(module, name)
         kwargs = {}
         if "tmp_path" in inspect.signature(check).parameters:
-            kwargs["tmp_path"] = Path(out) / name
+            kwargs["tmp_path"] = out / name
             kwargs["tmp_path"].mkdir(exist_ok=True)
         try:
             check(**kwargs)
@@ -81,7 +183,24 @@ def main(module_name: str, out: str, *only: str) -> None:
         except BaseException:
             results[name] = traceback.format_exc()
         faulthandler.cancel_dump_traceback_later()
-        (Path(out) / f"{world.rank}.json").write_text(json.dumps(results))
+        (out / f"{world.rank}.json").write_text(json.dumps(results))
+    (out / f"{world.rank}.done").touch()
+
+
+def follow_orders(folder: str) -> None:
+    from mpi4py import MPI
+
+    with Path(folder, f"{MPI.COMM_WORLD.rank}.orders").open() as orders:
+        for order in orders:
+            module, out, *only = order.rstrip("\n").split("\t")
+            run_checks(module, Path(out), only)
+
+
+def main(first: str, *rest: str) -> None:
+    if rest:
+        run_checks(first, Path(rest[0]), list(rest[1:]))
+    else:
+        follow_orders(first)
 
 
 if __name__ == "__main__":

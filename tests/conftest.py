@@ -1,10 +1,28 @@
 from __future__ import annotations
 
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+
 import pytest
 
 from tests.battery import Battery
+from tests.launch import SEGMENTS
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _segments_of_open_mpi() -> Iterator[None]:
+    """A folder for Open MPI's shared memory, this session's alone. A job whose mpirun is killed leaves files there, and
+    so does every process that starts MPI without mpirun, as Lightning's own strategies do to look for ranks."""
+    folder = tempfile.mkdtemp(prefix="tests-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
+    os.environ[SEGMENTS] = folder
+    yield
+    shutil.rmtree(folder)
 
 
 @pytest.fixture(scope="session")
-def battery(tmp_path_factory: pytest.TempPathFactory) -> Battery:
-    return Battery(tmp_path_factory.mktemp("battery"))
+def battery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Battery]:
+    battery = Battery(tmp_path_factory.mktemp("battery"))
+    yield battery
+    battery.close()

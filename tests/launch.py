@@ -11,6 +11,8 @@ from pathlib import Path
 from lightning_ring.comm.ending import remove_segments
 
 ROOT = Path(__file__).resolve().parent.parent
+# Where Open MPI keeps shared memory: tests have a folder of their own, made and removed by `conftest.py`
+SEGMENTS = "OMPI_MCA_btl_sm_backing_directory"
 
 
 def mpirun_path() -> str | None:
@@ -29,7 +31,7 @@ def clean_env(**extra: str) -> dict[str, str]:
     """This process's environment without any launcher's variables, with one thread per rank."""
     prefixes = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "SLURM_", "RING_", "TORCHELASTIC_", "PL_")
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
-    env = {k: v for k, v in os.environ.items() if not k.startswith(prefixes) and k not in names}
+    env = {k: v for k, v in os.environ.items() if k == SEGMENTS or not (k.startswith(prefixes) or k in names)}
     path = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
     return env | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"} | extra
 

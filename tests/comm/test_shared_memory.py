@@ -37,7 +37,7 @@ patience = Patience(timedelta(seconds=1 if case == "absent" else 20), check)
 bootstrap = StoreBootstrap(dist.PrefixStore("node", store), [0, 1, 2], rank, patience)
 try:
     if case == "absent" and rank == 1:
-        time.sleep(8)
+        store.wait(["rank 0 is through", "rank 2 is through"])
         os._exit(0)
     comm = open_shared_memory(bootstrap, patience)
     flat = comm.empty(1_000_000, torch.float32, torch.device("cpu")).fill_(1)
@@ -51,7 +51,11 @@ try:
     comm.barrier()
 except RingError as error:
     print(f"{type(error).__name__}: {error}", flush=True)
-    time.sleep(2 * (rank == 0))  # the store is here
+    store.set(f"rank {rank} is through", "")
+    if rank == 0:  # the store is here
+        time.sleep(0.2)
+        store.wait(["rank 2 is through"])
+        time.sleep(0.2)
     os._exit(7)
 """
 

@@ -1,4 +1,4 @@
-"""What is chosen from planted times, on thread-ranks; `tests/checks/gradients.py` has it on real ranks and times."""
+"""What is chosen from planted times, on thread-ranks; `tests/checks/gradients` has it on real ranks and times."""
 
 from __future__ import annotations
 

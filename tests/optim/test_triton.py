@@ -17,17 +17,11 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreted run")
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    "selection",
-    [
-        # converges is 150 steps, the oracles 50: hours for an interpreter; the battery compares with the plain way.
-        ["tests/optim/test_battery.py", "-k", "fused and not converges"],
-        ["tests/optim/test_runners.py", "-k", "skipped and fused"],
-    ],
-    ids=["battery", "skipping"],
-)
-def test_under_the_interpreter(selection):
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *selection]
+def test_under_the_interpreter():
+    # converges is 150 steps, the oracles 50: hours for an interpreter; the battery compares with the plain way.
+    which = "fused and ((test_battery and not converges) or skipped)"
+    files = ["tests/optim/test_battery.py", "tests/optim/test_runners.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files, "-k", which]
     done = subprocess.run(
         command, env=clean_env(TRITON_INTERPRET="1"), cwd=ROOT, capture_output=True, text=True, timeout=560, check=False
     )

@@ -1,0 +1,210 @@
+"""What arrives is the average, on all ranks the same bits, whatever it travelled as."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from lightning_ring.comm.communicator import ReduceOp, Work, shard
+from lightning_ring.gradients import Bucket, Reducer
+from lightning_ring.gradients.compression import BF16, COMPRESSORS, FP16, Compressor, PowerSGD
+from tests.checks.compression.ways import (
+    ERROR_FED,
+    WAYS,
+    assert_same_bits,
+    average,
+    captured_log,
+    gradients,
+    make,
+    parameters,
+    send,
+)
+from tests.checks.world import communicator
+
+
+def check_mean_over_steps_is_the_true_average_on_all_ranks() -> None:
+    """Unbiased, or what is lost in one step comes with a later one: `steps` times the same gradient."""
+    for way in WAYS:
+        reducer, params, _ = make(way)
+        mine = gradients(communicator().rank)
+        steps = 60 if way in ERROR_FED else 2
+        total = [torch.zeros(p.shape, dtype=torch.float64) for p in params]
+        for _ in range(steps):
+            got = send(reducer, params, mine)
+            assert_same_bits(*got)
+            for sum_, grad in zip(total, got, strict=True):
+                sum_ += grad
+        wanted = torch.cat([g.reshape(-1) for g in average()])
+        mean = torch.cat([g.reshape(-1) for g in total]) / steps
+        error = float((mean - wanted).norm() / wanted.norm())
+        assert error < (0.15 if way in ERROR_FED else 0.004), (way, error)
+        if way not in ERROR_FED:  # rounding to nearest: as often up as down
+            assert abs(float((mean - wanted).mean() / wanted.abs().mean())) < 0.002, way
+
+
+def check_repeated_from_the_start_gives_the_same_bits() -> None:
+    for way in WAYS:
+        runs = []
+        for _ in range(2):
+            reducer, params, _ = make(way, bucket_cap_mb=0.002)
+            steps = [send(reducer, params, gradients(communicator().rank, step)) for step in range(3)]
+            runs.append(torch.cat([grad.reshape(-1) for step in steps for grad in step]))
+        assert torch.equal(runs[0], runs[1]), way
+
+
+def check_flags_survive() -> None:
+    """A gradient that one rank has is averaged with zeros, one that none has stays `None`, and a stop reaches all."""
+    rank, size = communicator().rank, communicator().world_size
+    for way in WAYS:
+        reducer, params, _ = make(way)
+        for step in range(4):
+            mine: list[Tensor | None] = list(gradients(rank, step))
+            if rank != size - 1:
+                mine[0] = None
+            mine[4] = mine[4] if step == 3 else None
+            reducer.stop_requested = step == 2 and rank == size - 1
+            got = send(reducer, params, mine)
+            assert got[0] is not None, way
+            assert (got[4] is None) == (step < 3), (way, step)
+            assert reducer.agreed_to_stop() == (step == 2), (way, step)
+            assert_same_bits(*got)
+
+
+def check_what_nobody_got_is_still_owed() -> None:
+    """PowerSGD's error of a gradient that no rank used is not lost with the `None` that everybody is left with."""
+    compressor = PowerSGD(start_iter=0)
+    reducer, params, _ = make(compressor)
+    mine: list[Tensor | None] = list(gradients(communicator().rank))
+    send(reducer, params, mine)
+    before = compressor._matrices["conv"].error.clone()
+    assert before.norm() > 0
+    send(reducer, params, [*mine[:4], None])
+    assert torch.equal(compressor._matrices["conv"].error, before)
+
+
+def check_divides_by_the_ranks_that_hold_data() -> None:
+    size = communicator().world_size
+    active = max(1, size - 1)
+    for way in COMPRESSORS:
+        exact = PowerSGD(rank=24, start_iter=0, min_compression=1) if way == "powersgd" else way
+        reducer, params, _ = make(exact)
+        reducer.active_ranks = active
+        has_data = communicator().rank < active
+        got = send(reducer, params, list(gradients(communicator().rank)) if has_data else [None] * len(params))
+        for grad, wanted in zip(got, average(ranks=active), strict=True):
+            torch.testing.assert_close(grad.double(), wanted, rtol=0.01, atol=0.02)
+        assert_same_bits(*got)
+
+
+def check_shards_hold_the_bits_of_the_whole() -> None:
+    comm = communicator()
+    for way in COMPRESSORS:
+        compressor = WAYS[way]()
+        if not compressor.can_shard:
+            continue
+        (name, param), flats = parameters()[4], []
+        for collective in ("all_reduce", "reduce_scatter"):
+            bucket = Bucket([name], [param])
+            compressor.prepare(bucket)
+            param.grad = gradients(comm.rank)[4]
+            bucket.fill([True], stop=False)
+            for divisor in (comm.world_size, comm.world_size + 1):
+                getattr(compressor, collective)(bucket, comm, divisor=divisor, name=collective).wait()
+                flats.append(shard(bucket.flat, comm.world_size, comm.shard_index).clone())
+                param.grad = gradients(comm.rank)[4]
+                bucket.fill([True], stop=False)
+        assert torch.equal(flats[0], flats[2]), way
+        assert torch.equal(flats[1], flats[3]), way
+
+
+def check_large_values() -> None:
+    """An average that float16 holds survives a sum that it does not; beyond it comes inf, on all ranks, and is said."""
+    for way in ("fp16", "bf16"):
+        with captured_log() as records:
+            reducer, params, _ = make(way)
+            got = send(reducer, params, [torch.full_like(p, 60_000.0) for p in params])
+            assert all(torch.equal(g, torch.full_like(g, got[0][0, 0].item())) for g in got)
+            torch.testing.assert_close(got[0][0, 0].item(), 60_000.0, rtol=4e-3, atol=0)
+            assert not records
+            last = communicator().rank == communicator().world_size - 1
+            for _ in range(2):
+                got = send(reducer, params, [torch.full_like(p, 7e4 if last else 0.0) for p in params])
+                assert_same_bits(*got)
+            assert torch.isinf(got[0]).all() == (way == "fp16")
+            assert len(records) == (way == "fp16" and communicator().rank == 0), records
+
+
+def check_converges_as_without() -> None:
+    """A small classification problem that needs all of its gradient; every rank sees other data."""
+    comm = communicator()
+    generator = torch.Generator().manual_seed(5)
+    xs = torch.randn(64 * comm.world_size, 20, generator=generator)
+    ys = (xs @ torch.randn(20, 5, generator=generator)).argmax(1)
+    torch.manual_seed(1)
+    start = nn.Sequential(nn.Linear(20, 40), nn.Tanh(), nn.Linear(40, 5))
+
+    def train(compressor: Compressor | None) -> float:
+        net = copy.deepcopy(start)
+        reducer = Reducer(comm, net.named_parameters(), compressor=compressor)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        for _ in range(60):
+            optimizer.zero_grad()
+            with reducer.backward():
+                F.cross_entropy(net(xs[comm.rank :: comm.world_size]), ys[comm.rank :: comm.world_size]).backward()
+            optimizer.step()
+        assert_same_bits(*net.parameters())
+        return F.cross_entropy(net(xs), ys).item()
+
+    uncompressed = train(None)
+    assert uncompressed < 0.25
+    for way in COMPRESSORS:
+        loss = train(WAYS[way]())
+        assert loss < uncompressed * (1.35 if way in ERROR_FED else 1.02), (way, loss, uncompressed)
+
+
+def check_other_dtypes_travel_as_they_are_and_this_is_said_once() -> None:
+    comm = communicator()
+    kinds = [torch.float64, torch.bfloat16, torch.complex64]
+    for way in COMPRESSORS:
+        named = [(f"{kind}", Parameter(torch.zeros(40, 40, dtype=kind))) for kind in kinds]
+        warnings: list[str] = []
+        reducer = Reducer(comm, named, compressor=WAYS[way](), warn=warnings.append)
+        exact = [1.0 + 2.0**-7 + 2.0**-40, 1.0 + 2.0**-7, 1.0 + 2.0**-20]
+        for _ in range(2):
+            for _, param in named:
+                param.grad = None
+            with reducer.backward():
+                sum((param * value).real.sum() for (_, param), value in zip(named, exact, strict=True)).backward()
+        for (_, param), value in zip(named, exact, strict=True):
+            tolerance = 1e-12 if way == "powersgd" else 0
+            torch.testing.assert_close(param.grad.real, torch.full_like(param.real, value), rtol=tolerance, atol=0)
+        refused = [kind for kind in kinds if not (way == "powersgd" and kind is torch.float64)]
+        assert len(warnings) == len(refused), warnings
+        assert all(any(str(kind) in warning for warning in warnings) for kind in refused), warnings
+
+
+def check_half_the_bytes_leave() -> None:
+    class Counting:
+        def __init__(self) -> None:
+            self.bytes = 0
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(communicator(), name)
+
+        def all_reduce_(self, tensor: Tensor, *, op: ReduceOp = ReduceOp.SUM, name: str = "") -> Work:
+            self.bytes += tensor.nbytes
+            return communicator().all_reduce_(tensor, op=op, name=name)
+
+    sent = {}
+    for way in (None, BF16(), FP16(), PowerSGD(rank=1, start_iter=0)):
+        counting = Counting()
+        named = parameters()
+        send(Reducer(counting, named, compressor=way), [p for _, p in named], gradients(communicator().rank))
+        sent[way.name if way else None] = counting.bytes
+    assert sent["bf16"] == sent["fp16"] == sent[None] // 2, sent
+    assert sent["powersgd"] < sent[None] / 5, sent

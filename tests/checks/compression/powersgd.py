@@ -1,0 +1,143 @@
+"""PowerSGD: against torch's own hook, and what it keeps between steps."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.nn import Parameter
+
+from lightning_ring.gradients import Bucket
+from lightning_ring.gradients.compression import PowerSGD
+from tests.checks.compression.ways import WAYS, assert_same_bits, average, gradients, make, parameters, send
+from tests.checks.world import communicator, open_gloo
+
+
+def check_a_step_that_is_not_finite_leaves_no_trace_in_powersgd() -> None:
+    compressor = PowerSGD(start_iter=0)
+    reducer, params, _ = make(compressor)
+    mine = gradients(communicator().rank)
+    send(reducer, params, mine)
+    before = {name: matrix.error.clone() for name, matrix in compressor._matrices.items()}
+    broken = [g.clone() for g in mine]
+    if communicator().rank == 0:
+        broken[0][3, 3] = torch.inf
+    got = send(reducer, params, broken)
+    assert not got[0].isfinite().any()
+    assert_same_bits(*got)
+    for name, matrix in compressor._matrices.items():
+        assert torch.equal(matrix.error, before[name]), name
+    for _ in range(3):
+        got = send(reducer, params, mine)
+        assert all(grad.isfinite().all() for grad in got)
+
+
+def check_powersgd_original_is_sent_and_error() -> None:
+    comm = communicator()
+    compressor = PowerSGD(rank=2, start_iter=1)
+    reducer, params, _ = make(compressor)
+    names = [name for name, _ in parameters()]
+    for step in range(5):
+        mine = gradients(comm.rank, step)
+        before = {name: matrix.error.clone() for name, matrix in compressor._matrices.items()}
+        got = send(reducer, params, mine)
+        if step == 0:  # whole
+            wanted = average(step)
+            assert all(torch.allclose(g.double(), w, atol=1e-6) for g, w in zip(got, wanted, strict=True))
+        for name, matrix in compressor._matrices.items():
+            index = names.index(name)
+            original = as_rows(mine[index]) + before[name]
+            sent = as_rows(got[index])
+            if step == 0:
+                assert not matrix.error.any()
+                continue
+            torch.testing.assert_close(sent + matrix.error, original, rtol=1e-5, atol=1e-6)
+            assert torch.linalg.matrix_rank(sent.double(), rtol=1e-5) <= 2
+            errors = torch.stack(comm.all_gather(matrix.error)).mean(0)
+            originals = torch.stack(comm.all_gather(original)).mean(0)
+            torch.testing.assert_close(sent + errors, originals, rtol=1e-5, atol=1e-5)
+        assert set(before) == {"matrix", "conv"}
+
+
+def as_rows(gradient: Tensor) -> Tensor:
+    """The gradient of a weight as PowerSGD sees it: a row an output, in the order of memory."""
+    order = (0, 2, 3, 1) if gradient.dim() == 4 else (0, 1)
+    return gradient.permute(order).reshape(gradient.shape[0], -1).contiguous()
+
+
+class HookBucket:
+    """What torch's hook asks of a `GradBucket`, which has no constructor."""
+
+    def __init__(self, flat: Tensor, views: list[Tensor]) -> None:
+        self._flat, self._views = flat, views
+
+    def buffer(self) -> Tensor:
+        return self._flat
+
+    def index(self) -> int:
+        return 0
+
+    def gradients(self) -> list[Tensor]:
+        return self._views
+
+    def is_last(self) -> bool:
+        return True
+
+
+def check_powersgd_equals_torchs_hook() -> None:
+    """The same factors in, the same gradients and errors out, over several steps with warm start."""
+    open_gloo()
+    comm = communicator()
+    group = dist.new_group(backend="gloo")
+    weights = [(f"w{i}", Parameter(torch.zeros(shape))) for i, shape in enumerate([(20, 30), (16, 8, 3, 3), (9,)])]
+    compressor = PowerSGD(rank=2, start_iter=0)
+    bucket = Bucket([name for name, _ in weights], [param for _, param in weights])
+    compressor.prepare(bucket)
+    state = PowerSGDState(group, matrix_approximation_rank=2, start_powerSGD_iter=2)
+    state.iter = 2
+    plan = compressor._plans[bucket]
+    state.q_memory_dict[0] = plan.second.clone()
+    state.p_memory_dict[0] = torch.zeros(sum(matrix.p.numel() for matrix in plan.matrices))
+    for step in range(4):
+        generator = torch.Generator().manual_seed(10 * step + comm.rank)
+        for _, param in weights:
+            param.grad = torch.randn(param.shape, generator=generator)
+        flat = torch.cat([param.grad.reshape(-1) for _, param in weights])
+        sizes = [param.numel() for _, param in weights]
+        views = [part.view_as(param) for part, (_, param) in zip(flat.split(sizes), weights, strict=True)]
+        powerSGD_hook(state, HookBucket(flat, views)).wait()  # type: ignore[arg-type]
+        bucket.fill([True] * 3, stop=False)
+        compressor.begin_backward()
+        compressor.all_reduce(bucket, comm, divisor=comm.world_size, name="bucket").wait()
+        for ours, theirs in zip(bucket.views, views, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+        errors = torch.cat([matrix.error.reshape(-1) for matrix in plan.matrices])
+        torch.testing.assert_close(errors, state.error_dict[0][: errors.numel()], rtol=1e-4, atol=1e-4)
+
+
+def check_state_goes_on_at_the_same_size_and_resets_at_another() -> None:
+    comm = communicator()
+    whole, first = PowerSGD(start_iter=1), PowerSGD(start_iter=1)
+    runs = [make(whole), make(first)]
+    for step in range(3):
+        for reducer, params, _ in runs:
+            send(reducer, params, gradients(comm.rank, step))
+    state = comm.broadcast_object(first.state_dict(comm))  # through a checkpoint that rank 0 wrote
+    resumed = PowerSGD(start_iter=1)
+    reducer, params, _ = make(resumed, bucket_cap_mb=0.002)  # in other buckets too
+    assert resumed.load_state_dict(state, comm.rank, comm.world_size) is None
+    for step in range(3, 6):
+        again = send(reducer, params, gradients(comm.rank, step))
+        expected = send(runs[0][0], runs[0][1], gradients(comm.rank, step))
+        for a, b in zip(again, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    other = PowerSGD(start_iter=1)
+    make(other)
+    problem = other.load_state_dict(state, 0, comm.world_size + 1)
+    assert problem is not None
+    assert f"of {comm.world_size} ranks" in problem
+    assert f"has {comm.world_size + 1} ranks" in problem
+    assert all(not matrix.error.any() for matrix in other._matrices.values())
+    for way in ("fp16", "bf16"):
+        assert WAYS[way]().state_dict(comm) == {}

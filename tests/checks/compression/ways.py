@@ -1,0 +1,112 @@
+"""Every way to compress, and one backward sent through each."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from lightning_ring.comm.communicator import Work
+from lightning_ring.gradients import Bucket, Reducer
+from lightning_ring.gradients.compression import COMPRESSORS, Compressor, PowerSGD
+from lightning_ring.gradients.sending import average_
+from tests.checks.world import communicator
+
+torch.set_num_threads(1)
+
+
+class Ternary(Compressor):
+    """A user's own, as the documentation describes one: signs and a scale, with error feedback, and nothing but
+    `all_reduce`."""
+
+    name = "ternary"
+
+    def __init__(self) -> None:
+        self.errors: dict[str, Tensor] = {}
+
+    def all_reduce(self, bucket: Bucket, comm: Any, *, divisor: int, name: str) -> Work:
+        size = bucket.flat.numel() - bucket.used.numel() - 1
+        gradient = bucket.flat[:size]
+        error = self.errors.setdefault(bucket.names[0], torch.zeros_like(gradient))
+        wanted = gradient + error
+        gradient.copy_(wanted.sign() * wanted.abs().mean())
+        error.copy_(wanted - gradient)
+        return average_(bucket.flat, comm, divisor, name)
+
+
+WAYS: dict[str, Callable[[], Compressor]] = {**COMPRESSORS, "ternary": Ternary}
+
+
+WAYS["powersgd"] = partial(PowerSGD, rank=2, start_iter=0)
+
+
+ERROR_FED = ("powersgd", "ternary")
+
+
+def parameters(seed: int = 0) -> list[tuple[str, Parameter]]:
+    """A matrix, a vector, a scalar, an empty one, and a convolution as channels-last has it."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"matrix": (24, 31), "vector": (13,), "scalar": (), "empty": (0, 4), "conv": (16, 8, 3, 3)}
+    made = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    made["conv"] = made["conv"].to(memory_format=torch.channels_last)
+    return [(name, Parameter(value)) for name, value in made.items()]
+
+
+def gradients(rank: int, step: int = 0, scale: float = 1.0) -> list[Tensor]:
+    """What ``rank`` contributes: known to every rank, so that each can compute the average itself."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return [
+        torch.empty_like(param).copy_(torch.randn(param.shape, generator=generator) * scale)
+        for _, param in parameters()
+    ]
+
+
+def average(step: int = 0, scale: float = 1.0, ranks: int | None = None) -> list[Tensor]:
+    """In float64, over the first ``ranks``."""
+    size = ranks or communicator().world_size
+    every = [gradients(rank, step, scale) for rank in range(size)]
+    return [torch.stack([g.double() for g in same]).mean(0) for same in zip(*every, strict=True)]
+
+
+def send(reducer: Reducer, params: list[Parameter], grads: list[Tensor | None]) -> list[Any]:
+    """One backward that produces ``grads``, through the reducer; what it left in ``param.grad``."""
+    for param in params:
+        param.grad = None
+    used = [(param, grad) for param, grad in zip(params, grads, strict=True) if grad is not None]
+    with reducer.backward():
+        if used:
+            sum((param * grad).sum() for param, grad in used).backward()
+    return [param.grad if param.grad is None else param.grad.clone() for param in params]
+
+
+def make(way: str | Compressor, **kwargs: Any) -> tuple[Reducer, list[Parameter], list[str]]:
+    named = parameters()
+    warnings: list[str] = []
+    compressor = WAYS[way]() if isinstance(way, str) else way
+    reducer = Reducer(communicator(), named, compressor=compressor, warn=warnings.append, **kwargs)
+    return reducer, [param for _, param in named], warnings
+
+
+def assert_same_bits(*tensors: Tensor | None) -> None:
+    flat = torch.cat([t.detach().reshape(-1).double() for t in tensors if t is not None] + [torch.zeros(1)])
+    for other in communicator().all_gather(flat):
+        assert torch.equal(other.nan_to_num(nan=7.0), flat.nan_to_num(nan=7.0)), "ranks hold different bits"
+
+
+@contextmanager
+def captured_log() -> Iterator[list[logging.LogRecord]]:
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = records.append  # type: ignore[method-assign]
+    logger = logging.getLogger("lightning_ring")
+    logger.addHandler(handler)
+    try:
+        yield records
+    finally:
+        logger.removeHandler(handler)

@@ -1,0 +1,173 @@
+"""When gradients travel: in every kind of backward each is averaged once, on all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.checks.gradients.nets import Net, assert_same, batches, fresh_gradients, make, mine, reference_mean
+from tests.checks.world import communicator
+
+
+def check_mean_equals_one_process() -> None:
+    net, reference, reducer, _, _ = make()
+    for step in range(4):
+        xs = batches(step)
+        with fresh_gradients(net, reference, set_to_none=step % 2 == 0), reducer.backward():
+            net(mine(xs)).backward()
+        reference_mean(reference, lambda x, _: reference(x), xs)
+        assert_same(net, reference)
+
+
+def check_plain_backward_is_finished_by_the_engine() -> None:
+    for reentrant in (None, False):
+        net, reference, reducer, _, _ = make(reentrant=reentrant)
+        xs = batches()
+        net(mine(xs)).backward()
+        assert reducer.num_finished == 1
+        reference_mean(reference, lambda x, _: reference(x), xs)  # noqa: B023
+        assert_same(net, reference)
+
+
+def check_first_bucket_leaves_before_the_last_gradient() -> None:
+    net, _, reducer, comm, _ = make()
+    with reducer.backward():
+        net(mine(batches())).backward()
+    total = len(list(net.parameters()))
+    assert len(comm.sent) == len(reducer.buckets) > 2
+    assert comm.produced_when_sent[0] < total / 2, comm.produced_when_sent
+    assert comm.produced_when_sent == sorted(comm.produced_when_sent)
+
+
+def check_checkpointing_of_both_kinds() -> None:
+    for reentrant in (True, False):
+        for path in ((0, 1, 2, 3, 4, 5), (2, 3, 2, 3, 4, 5)):  # the second uses a checkpointed segment twice
+            net, reference, reducer, _, warnings = make(reentrant=reentrant)
+            for step in range(3):
+                xs = batches(step)
+                with fresh_gradients(net, reference), reducer.backward():
+                    net(mine(xs), path).backward()
+                reference_mean(reference, lambda x, _: reference(x, path), xs)  # noqa: B023
+                assert_same(net, reference)
+            twice = reentrant and path[0] == 2
+            assert len(warnings) == (1 if twice else 0), warnings
+
+
+def check_rank_without_backward_averages_zeros() -> None:
+    net, reference, reducer, _, _ = make()
+    xs = batches()
+    if communicator().rank == 0:
+        with reducer.backward():
+            net(mine(xs)).backward()
+    else:
+        reducer.reduce_without_backward()
+    (reference(xs[0]) / len(xs)).backward()
+    assert_same(net, reference)
+
+
+def check_no_rank_with_a_backward_leaves_no_gradient() -> None:
+    net, reference, reducer, _, _ = make()
+    reducer.reduce_without_backward()
+    assert_same(net, reference)
+
+
+def check_second_backward_does_not_average_the_first_twice() -> None:
+    net, reference, reducer, _, _ = make()
+    for step in range(2):
+        xs = batches(step)
+        with reducer.backward():
+            net(mine(xs)).backward()
+        reference_mean(reference, lambda x, _: reference(x), xs)
+    assert_same(net, reference)
+
+
+def check_accumulation_travels_once() -> None:
+    net, reference, reducer, comm, _ = make()
+    for window in range(2):
+        with fresh_gradients(net, reference, set_to_none=window == 0):
+            comm.sent.clear()
+        for micro in range(3):
+            xs = batches(10 * window + micro)
+            # layers 4 and 5 only in the first micro-batch: their gradient travels though the last has none for them
+            path = (0, 1, 2, 3, 4, 5) if micro == 0 else (0, 1, 2, 3)
+            if micro < 2:
+                with reducer.no_sync(), reducer.backward():
+                    net(mine(xs), path).backward()
+                assert not comm.sent
+            else:
+                with reducer.backward():
+                    net(mine(xs), path).backward()
+            reference_mean(reference, lambda x, _: reference(x, path), xs)  # noqa: B023
+        assert len(comm.sent) == len(reducer.buckets)
+        assert_same(net, reference)
+
+
+def check_double_backward() -> None:
+    net, reference, reducer, _, _ = make()
+
+    def penalised(module: Net, x: Tensor) -> Tensor:
+        x = x.detach().clone().requires_grad_()
+        loss = module(x)
+        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+        return loss + slope.square().sum()
+
+    xs = batches()
+    with reducer.backward():
+        penalised(net, mine(xs)).backward()
+    reference_mean(reference, lambda x, _: penalised(reference, x), xs)
+    assert_same(net, reference)
+
+
+def check_request_to_stop_reaches_all_ranks() -> None:
+    net, _, reducer, _, _ = make()
+    last = communicator().world_size - 1
+    for step in range(3):
+        if step == 1 and communicator().rank == last:
+            reducer.stop_requested = True
+        with reducer.backward():
+            net(mine(batches())).backward()
+        assert reducer.agreed_to_stop() == (step >= 1)
+        assert not reducer.agreed_to_stop()  # asked and answered
+
+
+def check_divides_by_the_ranks_that_hold_data() -> None:
+    net, reference, reducer, _, _ = make()
+    xs = batches()
+    size = communicator().world_size
+    active = max(1, size - 1)
+    reducer.active_ranks = active
+    if communicator().rank < active:
+        with reducer.backward():
+            net(mine(xs)).backward()
+    else:
+        reducer.reduce_without_backward()
+    (sum(reference(x) for x in xs[:active]) / active).backward()
+    assert_same(net, reference)
+
+
+def check_exception_in_backward_leaves_the_reducer_usable() -> None:
+    net, reference, reducer, _, _ = make()
+
+    class Failing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            raise ValueError("planted")
+
+    try:
+        with reducer.backward():
+            net(Failing.apply(mine(batches()))).backward()
+    except ValueError:
+        pass
+    else:
+        raise AssertionError("the planted error was swallowed")
+    xs = batches(1)
+    with fresh_gradients(net, reference), reducer.backward():
+        net(mine(xs)).backward()
+    reference_mean(reference, lambda x, _: reference(x), xs)
+    assert_same(net, reference)

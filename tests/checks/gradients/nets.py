@@ -1,0 +1,112 @@
+"""Networks whose gradients are reduced, and the same in one process on all ranks' batches."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_ring.comm.communicator import ReduceOp, Work
+from lightning_ring.gradients import Reducer
+from tests.checks.world import communicator
+
+torch.set_num_threads(1)
+
+
+class Recorder:
+    """Passes everything on to ``comm`` and notes what leaves, and which gradients exist by then."""
+
+    def __init__(self, comm: Any, module: nn.Module) -> None:
+        self._comm = comm
+        self._module = module
+        self.sent: list[str] = []
+        self.elements = 0
+        self.produced: set[str] = set()
+        self.produced_when_sent: list[int] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._comm, name)
+
+    def all_reduce_(self, tensor: Tensor, *, op: ReduceOp = ReduceOp.SUM, name: str = "") -> Work:
+        self.sent.append(name)
+        self.elements += tensor.numel()
+        self.produced_when_sent.append(len(self.produced))
+        return self._comm.all_reduce_(tensor, op=op, name=name)
+
+
+class Net(nn.Module):
+    """Six layers, float64; ``path`` says which are used, in order; segments of two may be checkpointed."""
+
+    def __init__(self, reentrant: bool | None = None) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(6)])
+        self.reentrant = reentrant
+        self.double()
+
+    def _segment(self, x: Tensor, *indices: int) -> Tensor:
+        for index in indices:
+            x = torch.tanh(self.layers[index](x))
+        return x
+
+    def forward(self, x: Tensor, path: tuple[int, ...] = (0, 1, 2, 3, 4, 5)) -> Tensor:
+        for first in range(0, len(path), 2):
+            pair = path[first : first + 2]
+            if self.reentrant is None:
+                x = self._segment(x, *pair)
+            else:
+                x = checkpoint(self._segment, x, *pair, use_reentrant=self.reentrant)
+        return x.square().mean()
+
+
+def make(cap_mb: float = 0.0006, **kwargs: Any) -> tuple[Net, Net, Reducer, Recorder, list[str]]:
+    """A net, its copy for the comparison, and a reducer whose buckets hold about one layer each."""
+    torch.manual_seed(0)
+    net = Net(**kwargs)
+    reference = copy.deepcopy(net)
+    reference.reentrant = None
+    warnings: list[str] = []
+    comm = Recorder(communicator(), net)
+    for name, param in net.named_parameters():
+        param.register_post_accumulate_grad_hook(lambda _, name=name: comm.produced.add(name))
+    reducer = Reducer(comm, net.named_parameters(), bucket_cap_mb=cap_mb, warn=warnings.append)
+    return net, reference, reducer, comm, warnings
+
+
+def batches(step: int = 0) -> list[Tensor]:
+    """The batch of every rank, the same on every rank."""
+    generator = torch.Generator().manual_seed(step)
+    size = communicator().world_size
+    return [torch.randn(4, 8, dtype=torch.float64, generator=generator) for _ in range(size)]
+
+
+def mine(xs: list[Tensor]) -> Tensor:
+    return xs[communicator().rank].clone().requires_grad_()  # reentrant checkpointing wants an input with gradient
+
+
+def reference_mean(reference: Net, losses: Callable[[Tensor, int], Tensor], xs: list[Tensor]) -> None:
+    (sum(losses(x, rank) for rank, x in enumerate(xs)) / len(xs)).backward()
+
+
+def assert_same(net: nn.Module, reference: nn.Module, *, rtol: float = 1e-12) -> None:
+    for (name, param), expected in zip(net.named_parameters(), reference.parameters(), strict=True):
+        if expected.grad is None:
+            assert param.grad is None, f"{name} has a gradient, expected none"
+            continue
+        assert param.grad is not None, f"{name} has no gradient"
+        torch.testing.assert_close(param.grad, expected.grad, rtol=rtol, atol=1e-14, msg=lambda m, n=name: f"{n}: {m}")
+    grads = [param.grad for param in net.parameters() if param.grad is not None]
+    flat = torch.cat([grad.reshape(-1).double() for grad in grads]) if grads else torch.zeros(0)
+    for other in communicator().all_gather(flat):
+        assert torch.equal(other, flat), "ranks hold different bits"
+
+
+@contextmanager
+def fresh_gradients(*modules: nn.Module, set_to_none: bool = True) -> Iterator[None]:
+    for module in modules:
+        module.zero_grad(set_to_none=set_to_none)
+    yield

@@ -1,0 +1,194 @@
+"""Whose gradients travel: unused, frozen, shared, sparse and mixed parameters, and the buckets they lie in."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor, nn
+
+from lightning_ring.gradients import AutoBuckets, Reducer, plan_buckets
+from tests.checks.gradients.nets import Net, Recorder, assert_same, batches, fresh_gradients, make, mine, reference_mean
+from tests.checks.world import communicator
+
+
+def check_unused_parameters_differ_by_rank() -> None:
+    net, reference, reducer, _, _ = make()
+
+    def path(rank: int, step: int) -> tuple[int, ...]:
+        return (0, 1, 2, 3) if (rank + step) % 2 else (0, 1, 3, 2) if step == 2 else (2, 3)  # 4 and 5: never
+
+    for step in range(3):
+        xs = batches(step)
+        with fresh_gradients(net, reference), reducer.backward():
+            net(mine(xs), path(communicator().rank, step)).backward()
+        reference_mean(reference, lambda x, rank: reference(x, path(rank, step)), xs)  # noqa: B023
+        assert_same(net, reference)
+
+
+def check_earlier_average_of_unused_parameters_stays() -> None:
+    net, reference, reducer, _, _ = make()
+    for path in ((0, 1, 2, 3), (4, 5), (4, 5)):  # no zero_grad between: gradients of 0 to 3 must survive the others
+        xs = batches()
+        with reducer.backward():
+            net(mine(xs), path).backward()
+        reference_mean(reference, lambda x, _: reference(x, path), xs)  # noqa: B023
+        assert_same(net, reference)
+
+
+def check_frozen_and_thawed_parameters() -> None:
+    torch.manual_seed(0)
+    net = Net()
+    for index in (0, 1, 2):
+        net.layers[index].requires_grad_(False)
+    reference = copy.deepcopy(net)
+    comm = Recorder(communicator(), net)
+    reducer = Reducer(comm, net.named_parameters(), bucket_cap_mb=0.0006)
+    for thawed in (False, True):
+        if thawed:
+            for module in (net, reference):
+                module.layers[2].requires_grad_(True)
+                module.layers[5].requires_grad_(False)
+            reducer.track(net.named_parameters())
+        comm.sent.clear()
+        xs = batches()
+        with fresh_gradients(net, reference), reducer.backward():
+            net(mine(xs)).backward()
+        reference_mean(reference, lambda x, _: reference(x), xs)
+        assert_same(net, reference)
+        assert len(comm.sent) == 3, comm.sent  # three layers train; the frozen ones stay at home
+
+
+def check_two_optimizers_of_a_gan() -> None:
+    torch.manual_seed(0)
+    generator, critic = Net(), Net()
+    references = copy.deepcopy((generator, critic))
+    both = nn.ModuleList([generator, critic])
+    reducer = Reducer(communicator(), both.named_parameters(), bucket_cap_mb=0.0006)
+
+    def losses(pair: tuple[Net, Net], x: Tensor) -> tuple[Tensor, Tensor]:
+        fake = pair[0]._segment(x, 0, 1, 2)
+        return pair[1](fake.detach()) - pair[1](x), -pair[1](fake)
+
+    for step in range(2):
+        xs = batches(step)
+        for which in (
+            0,
+            1,
+        ):  # the critic's gradients must survive the generator's backward, which reaches the critic too
+            with reducer.backward():
+                losses((generator, critic), mine(xs))[which].backward()
+            reference_mean(references[0], lambda x, _: losses(references, x)[which], xs)  # noqa: B023
+        assert_same(generator, references[0])
+        assert_same(critic, references[1])
+
+
+def check_shared_parameters() -> None:
+    net, reference, reducer, _, _ = make()
+    for module in (net, reference):
+        module.layers[5] = module.layers[0]
+    reducer.remove()
+    reducer = Reducer(communicator(), net.named_parameters(remove_duplicate=False), bucket_cap_mb=0.0006)
+    xs = batches()
+    with reducer.backward():
+        net(mine(xs)).backward()
+    reference_mean(reference, lambda x, _: reference(x), xs)
+    assert_same(net, reference)
+
+
+def check_sparse_gradients_become_dense() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 2)).double()
+    reference = copy.deepcopy(net)
+    reference[0].sparse = False
+    warnings: list[str] = []
+    reducer = Reducer(communicator(), net.named_parameters(), warn=warnings.append)
+    rank, size = communicator().rank, communicator().world_size
+    for _ in range(2):
+        with fresh_gradients(net, reference), reducer.backward():
+            net(torch.tensor([rank, 7])).sum().backward()
+        (sum(reference(torch.tensor([r, 7])).sum() for r in range(size)) / size).backward()
+        assert_same(net, reference)
+    assert len(warnings) == 1
+    assert "0.weight" in warnings[0]
+
+
+def check_mixed_dtypes_and_layouts() -> None:
+    torch.manual_seed(0)
+    net = nn.ModuleList(
+        [
+            nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last),
+            nn.Linear(4, 4, dtype=torch.float64),
+            nn.Linear(4, 2),
+        ]
+    )
+    scalar = nn.Parameter(torch.tensor(2.0))
+    net.register_parameter("scalar", scalar)
+    net.register_parameter("empty", nn.Parameter(torch.zeros(0, 3)))
+    reference = copy.deepcopy(net)
+
+    def loss(module: nn.ModuleList, x: Tensor) -> Tensor:
+        hidden = module[0](x).mean((2, 3))
+        return (module[2](module[1](hidden.double()).float()) * module.scalar).sum() + module.empty.sum()
+
+    reducer = Reducer(communicator(), net.named_parameters())
+    rank, size = communicator().rank, communicator().world_size
+    xs = [torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(r)) for r in range(size)]
+    for _ in range(2):
+        with fresh_gradients(net, reference), reducer.backward():
+            loss(net, xs[rank]).backward()
+        (sum(loss(reference, x) for x in xs) / size).backward()
+        assert_same(net, reference, rtol=1e-5)
+        assert net[0].weight.grad.stride() == net[0].weight.stride()
+
+
+def check_order_of_use_replaces_order_of_registration() -> None:
+    torch.manual_seed(0)
+    net = Net()
+    reference = copy.deepcopy(net)
+    path = (5, 4, 3, 2, 1, 0)  # used in the reverse of registration: before the rebuild nothing can leave early
+    comm = Recorder(communicator(), net)
+    for name, param in net.named_parameters():
+        param.register_post_accumulate_grad_hook(lambda _, name=name: comm.produced.add(name))
+    reducer = Reducer(comm, net.named_parameters(), bucket_cap_mb=0.0006)
+    for step in range(2):
+        comm.produced.clear()
+        comm.produced_when_sent.clear()
+        xs = batches(step)
+        with fresh_gradients(net, reference), reducer.backward():
+            net(mine(xs), path).backward()
+        reference_mean(reference, lambda x, _: reference(x, path), xs)
+        assert_same(net, reference)
+    assert comm.produced_when_sent[0] < 6, comm.produced_when_sent
+    assert reducer.buckets[0].names[0].startswith("layers.0"), reducer.buckets[0].names
+
+
+def check_buckets_are_filled_in_order_and_bounded() -> None:
+    params = [(f"p{i}", nn.Parameter(torch.zeros(size))) for i, size in enumerate([10, 200_000, 200_000, 5_000_000, 7])]
+    params.insert(2, ("half", nn.Parameter(torch.zeros(9, dtype=torch.float16))))
+    buckets = plan_buckets(params, bucket_cap_mb=2.0, first_bucket_mb=1.0)
+    assert [bucket.names for bucket in buckets] == [["p0", "p1"], ["half"], ["p2"], ["p3"], ["p4"]]
+
+
+def check_automatic_buckets_are_the_same_on_all_ranks_and_change_no_number() -> None:
+    comm = communicator()
+    said: list[str] = []
+    results = []
+    for auto in (None, AutoBuckets(comm, said.append, default_cap_mb=0.0006)):
+        torch.manual_seed(0)
+        net = Net()
+        net.register_parameter("other", nn.Parameter(torch.ones(3)))  # a dtype of its own
+        reducer = Reducer(comm, net.named_parameters(), bucket_cap_mb=0.0006, auto=auto)
+        for step in range(7):
+            with fresh_gradients(net), reducer.backward():
+                (net(mine(batches(step))) * net.other.sum()).backward()
+            results.append(torch.cat([param.grad.reshape(-1).double() for param in net.parameters()]))
+        names = [bucket.names for bucket in reducer.buckets]
+        assert sorted(name for bucket in names for name in bucket) == sorted(name for name, _ in net.named_parameters())
+        assert comm.broadcast_object(names) == names
+    for fixed, chosen in zip(results[:7], results[7:], strict=True):
+        torch.testing.assert_close(chosen, fixed, rtol=0 if comm.world_size <= 2 else 1e-12, atol=0)
+    assert len(said) == 1
+    assert f"chose {len(reducer.buckets)} bucket(s)" in said[0]
+    last = {bucket.flat.dtype: bucket for bucket in reducer.buckets}
+    assert set(last) == {torch.float32, torch.float64}

@@ -1,0 +1,210 @@
+"""Whoever reads a parameter under ``ring_sharded`` reads the new one, and forward does not wait for the others."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor, nn
+
+from lightning_ring import RingStrategy
+from lightning_ring.errors import RingError
+from tests.checks.models import RANK, Classifier, fit, loader, parameters, trainer
+from tests.checks.sharded.late import LateRing, Noting, Patient, Tied, run_late
+from tests.checks.sharded.references import CAP, assert_same
+
+
+def check_late_parameters_are_waited_for_by_whoever_reads_them() -> None:
+    L.seed_everything(7, verbose=False)
+    start = Tied()
+    results = []
+    for kind in (LateRing, Patient, None):
+        module = copy.deepcopy(start)
+        if kind is not None:
+            late = run_late(module, kind=kind)
+            assert late._sharding._coverage.trusted
+            assert len(late.late.gathered) > 6
+        else:
+            fit(RingStrategy(bucket_cap_mb=CAP), module, loader(24), max_epochs=1)
+        results.append(module)
+    assert torch.equal(parameters(results[0]), parameters(results[1]))
+    assert_same(results[0], results[2])
+
+
+def check_hooks_between_steps_read_new_values() -> None:
+    L.seed_everything(7, verbose=False)
+    start, sums = Classifier(), []
+    for kind in (LateRing, Patient):
+        noting = Noting()
+        run_late(copy.deepcopy(start), [noting], kind)
+        assert not {"on_train_batch_start", "on_train_batch_end"} & vars(noting).keys()  # what watched them is gone
+        sums.append(torch.stack(noting.sums))
+    assert torch.equal(sums[0], sums[1])
+    assert len(sums[0].unique()) > 4  # they change from step to step
+
+
+def check_parameters_travel_in_the_order_of_use_while_forward_goes_on() -> None:
+    events: list[str] = []
+
+    class Layers(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)), nn.Linear(8, 4))
+            for index, layer in enumerate(self.net):
+                layer.register_forward_hook(lambda *_, index=index: events.append(f"used {index}"))
+
+    module = Layers()
+    waits: list[int] = []
+
+    class Counting(LateRing):
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            waits.append(len(self._sharding._parameters._coming))
+            events.append("step")
+            return super().training_step(*args, **kwargs)
+
+    strategy = run_late(module, kind=Counting)
+    assert waits[0] == 0
+    assert set(waits[1:]) == {len(strategy._sharding._parameters.buckets)}, waits  # all still on their way
+    first = [name.split("(")[1].split(".")[1] for name in strategy.late.gathered[: waits[1]]]
+    assert first == sorted(first), first
+    assert first[0] == "0"
+
+
+@torch.jit.script
+def doubled(x: Tensor, weight: Tensor) -> Tensor:
+    return 2 * torch.mm(x, weight)
+
+
+OUT_OF_SIGHT = {"doubled": doubled}  # in a dict it is not found before training
+
+
+def check_reads_that_nobody_sees_switch_to_waiting_and_say_so() -> None:
+    class Hidden(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.hidden = nn.Linear(8, 8)
+
+        def loss(self, batch: Any) -> Tensor:
+            return F.cross_entropy(self.net(OUT_OF_SIGHT["doubled"](batch[0], self.hidden.weight)), batch[1])
+
+    late, plain = Hidden(), Hidden()
+    plain.load_state_dict(late.state_dict())
+    with pytest.warns(UserWarning, match=r"hidden.weight got a gradient") if RANK == 0 else contextlib.nullcontext():
+        strategy = run_late(late)
+    assert not strategy._sharding._coverage.trusted
+    fit(RingStrategy(bucket_cap_mb=CAP), plain, loader(24), max_epochs=1)
+    assert_same(late, plain)
+
+    class Later(Hidden):
+        def loss(self, batch: Any) -> Tensor:
+            if len(self.seen["loss"]) < 2:
+                return F.cross_entropy(self.net(batch[0] @ self.hidden.weight), batch[1])
+            return super().loss(batch)
+
+    with pytest.raises(RingError, match=r"hidden.weight got a gradient.*wait_parameters"):
+        run_late(Later())
+
+    class Told(Later):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.trainer.strategy.wait_parameters()
+            return super().training_step(batch, batch_idx)
+
+    told, plain = Told(), Told()
+    plain.load_state_dict(told.state_dict())
+    run_late(told)
+    fit(RingStrategy(bucket_cap_mb=CAP), plain, loader(24), max_epochs=1)
+    assert_same(told, plain)
+
+
+def check_scripted_and_compiled_code_is_found_before_it_reads() -> None:
+    class Scripted(Classifier):
+        """Reads a weight unseen before it is read seen."""
+
+        def loss(self, batch: Any) -> Tensor:
+            x = batch[0]
+            return F.cross_entropy(self.net(doubled(x, self.square.weight) + self.square(x)), batch[1])
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.square = nn.Linear(8, 8)
+
+    class Compiled(Scripted):
+        def loss(self, batch: Any) -> Tensor:
+            x = batch[0]
+            return F.cross_entropy(self.net(compiled(x, self.square.weight) + self.square(x)), batch[1])
+
+    class Within(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.also = torch.jit.script(nn.Linear(8, 8))
+
+        def loss(self, batch: Any) -> Tensor:
+            return F.cross_entropy(self.net(self.also(batch[0])), batch[1])
+
+    compiled = torch.compile(lambda x, weight: torch.mm(x, weight), backend="eager")
+    for make, name in ((Scripted, "doubled"), (Compiled, "compiled"), (Within, "also")):
+        late, plain = make(), make()
+        plain.load_state_dict(late.state_dict())
+        expected = pytest.warns(UserWarning, match=f"{name} is scripted or compiled")
+        with expected if RANK == 0 else contextlib.nullcontext():
+            run_late(late)
+        fit(RingStrategy(bucket_cap_mb=CAP), plain, loader(24), max_epochs=1)
+        assert_same(late, plain)
+
+
+def check_hooks_and_callbacks_see_whole_parameters() -> None:
+    class Reading(Classifier):
+        def read(self) -> None:
+            assert self.trainer.strategy._sharding._parameters.whole
+
+        def on_train_epoch_end(self) -> None:
+            self.read()
+
+        def on_validation_model_eval(self) -> None:
+            self.read()
+            super().on_validation_model_eval()
+
+        def on_validation_model_zero_grad(self) -> None:
+            self.read()
+            super().on_validation_model_zero_grad()
+
+        def val_dataloader(self) -> Any:
+            if self.trainer.global_step:
+                self.read()
+                reloaded.append(self.trainer.global_step)
+            return loader(8)
+
+        def on_validation_start(self) -> None:
+            self.read()
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.read()
+            super().validation_step(batch, batch_idx)
+
+        def on_save_checkpoint(self, checkpoint: Any) -> None:
+            self.read()
+
+    class Ends(Callback):
+        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+            module.read()
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"a": 1}
+
+    module = Reading()
+    strategy = LateRing(shard_optimizer=True, bucket_cap_mb=CAP)
+    reloaded: list[int] = []
+    run = trainer(strategy, callbacks=[Ends()], max_epochs=2, val_check_interval=2, reload_dataloaders_every_n_epochs=1)
+    run.fit(module, loader(24))
+    assert reloaded
+    assert strategy._sharding.overlaps
+    assert module.seen["eval"]
+    assert [type(callback) for callback in run.callbacks if isinstance(callback, Ends)] == [Ends]
+    # the module is left as it was: no storage that other parameters lie in
+    assert all(p.untyped_storage().nbytes() == p.nbytes for p in module.parameters())

@@ -1,0 +1,102 @@
+"""Parameters that arrive late: a strategy whose all-gathers are over only when somebody waits for them."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor, nn
+
+from lightning_ring import RingStrategy
+from tests.checks.models import Classifier, fit, loader
+from tests.checks.sharded.references import CAP
+
+
+class LateWork:
+    def __init__(self, work: Any, buffer: Tensor, flat: Tensor) -> None:
+        self._work, self._buffer, self._flat = work, buffer, flat
+        self._until = time.monotonic() + 0.1
+
+    def wait(self) -> None:
+        self._work.wait()
+        time.sleep(max(0.0, self._until - time.monotonic()))
+        self._flat.copy_(self._buffer)
+
+    def done(self) -> bool:
+        return False
+
+
+class Late:
+    """A communicator whose all-gathers arrive 100 ms late, and not before somebody waits for them."""
+
+    def __init__(self, comm: Any) -> None:
+        self._comm = comm
+        self.gathered: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._comm, name)
+
+    def all_gather_(self, flat: Tensor, *, name: str = "") -> Any:
+        self.gathered.append(name)
+        buffer = flat.clone()
+        return LateWork(self._comm.all_gather_(buffer, name=name), buffer, flat)
+
+
+class LateRing(RingStrategy):
+    def setup_distributed(self) -> None:
+        super().setup_distributed()
+        self._job.communicator = self.late = Late(self._job.communicator)
+
+    def teardown(self) -> None:
+        super().teardown()
+        self._job.communicator = self.late._comm
+
+
+class Tied(Classifier):
+    """Reads parameters in every way that is not a plain call of the module they belong to."""
+
+    def __init__(self) -> None:
+        super().__init__(lr=0.3)
+        self.net = nn.Linear(8, 4)
+        self.table = nn.Embedding(6, 8)
+        self.head = nn.Linear(8, 6)
+        self.head.weight = self.table.weight
+        self.scale = nn.Parameter(torch.ones(8))
+        self.lstm = nn.LSTM(8, 8)
+
+    def loss(self, batch: Any) -> Tensor:
+        penalty = sum(p.square().sum() for p in reversed(list(self.parameters())))  # before any module was called
+        x = F.linear(batch[0], self.table.weight)  # the embedding is used before, and without, its forward
+        x = self.head.forward(F.embedding(x.argmax(1), self.table.weight) * self.scale)
+        x = self.lstm(F.linear(x, self.table.weight.t())[None])[0][0]
+        return F.cross_entropy(self.net(x), batch[1]) + 0.01 * penalty
+
+
+class Patient(LateRing):
+    """Waits after each step."""
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self._sharding.overlaps = False
+
+
+class Noting(Callback):
+    """Reads parameters in hooks between two steps."""
+
+    def __init__(self) -> None:
+        self.sums: list[Tensor] = []
+
+    def on_train_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
+        self.sums += [p.detach().double().sum() for p in module.parameters()]
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        self.sums += [p.detach().double().sum() for p in list(module.parameters())[-1:]]
+
+
+def run_late(module: Any, callbacks: list[Callback] | None = None, kind: Any = LateRing) -> LateRing:
+    strategy = kind(shard_optimizer=True, bucket_cap_mb=CAP)
+    fit(strategy, module, loader(24), callbacks=callbacks, max_epochs=1)
+    return strategy

@@ -1,0 +1,53 @@
+"""Modules under ``ring_sharded``, and under ``ring`` to compare."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+from torch import nn
+from torch.optim import SGD
+
+from lightning_ring import RingStrategy
+from tests.checks.models import SIZE, Classifier, assert_all_ranks_equal, fit, parameters, relative_difference
+
+CAP = 0.0005  # MiB: about one layer a bucket
+
+
+def sharded(**kwargs: Any) -> RingStrategy:
+    return RingStrategy(shard_optimizer=True, bucket_cap_mb=CAP, **kwargs)
+
+
+def both(make: Any, train: Any = None, **kwargs: Any) -> tuple[Any, Any]:
+    """``make()`` trained with sharded and with whole optimizers, from the same seed."""
+    modules = []
+    for shard_optimizer in (True, False):
+        L.seed_everything(7, verbose=False)
+        module = make()
+        arguments = {key: value() if key in ("plugins", "callbacks") else value for key, value in kwargs.items()}
+        fit(RingStrategy(shard_optimizer=shard_optimizer, bucket_cap_mb=CAP), module, train, **arguments)
+        modules.append(module)
+    return modules[0], modules[1]
+
+
+def assert_same(mine: nn.Module, reference: nn.Module, tolerance: float = 0.0) -> None:
+    """``tolerance`` 0 means the same bits, on up to two ranks: with more, additions come in another order."""
+    assert_all_ranks_equal(parameters(mine))
+    difference = relative_difference(parameters(mine), parameters(reference))
+    limit = max(tolerance, 0.0 if SIZE <= 2 else 1e-5)
+    assert difference <= limit, difference
+
+
+class With(Classifier):
+    """A classifier whose optimizer is what ``make(module)`` returns."""
+
+    def __init__(self, make: Any, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.make = make
+
+    def configure_optimizers(self) -> Any:
+        return self.make(self)
+
+
+def make_sgd(module: nn.Module) -> Any:
+    return SGD(module.parameters(), lr=0.1)

@@ -1,0 +1,150 @@
+"""Parameters, buffers and samples: what every rank holds, and that the ranks' models are one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_ring import RingStrategy
+from lightning_ring.errors import ModelMismatchError
+from tests.checks.models import RANK, SIZE, Classifier, assert_all_ranks_equal, fit, loader, parameters
+from tests.checks.strategy.references import WORLD
+
+
+def check_buffers_follow_rank_0() -> None:
+    for when in ("start", "epoch", "step"):
+
+        class Watching(Classifier):
+            def on_validation_epoch_start(self) -> None:
+                self.seen["mean"].append(self.net[1].running_mean.clone())
+
+        module = Watching(batch_norm=True)
+        module.seen["mean"] = []
+        fit(RingStrategy(broadcast_buffers=when), module, val=loader())
+        means = WORLD.allgather(module.seen["mean"][-1].numpy().tobytes())
+        assert (len(set(means)) == 1) == (when != "start" or SIZE == 1), when
+        assert_all_ranks_equal(parameters(module))
+
+
+def check_rank_0_weights_reach_all_before_the_first_step() -> None:
+    class First(Classifier):
+        def on_train_start(self) -> None:
+            self.first = parameters(self)
+
+    torch.manual_seed(RANK)  # every rank begins elsewhere
+    module = First(batch_norm=True)
+    expected = WORLD.bcast(parameters(module))
+    fit("ring", module)
+    assert torch.equal(module.first, expected)
+
+
+def check_sampler_is_put_in_for_training_and_evaluation() -> None:
+    module = Classifier()
+    run = fit("ring", module, loader(shuffle=True), loader())
+    train = WORLD.allgather(module.seen["index"])
+    per_epoch = len(train[0]) // 2
+    for epoch in range(2):
+        rows = [
+            index for rank in train for batch in rank[epoch * per_epoch : (epoch + 1) * per_epoch] for index in batch
+        ]
+        assert sorted(rows) == list(range(48))
+    assert train[0][:per_epoch] != train[0][per_epoch:], "the second epoch is shuffled as the first: no set_epoch"
+    assert sorted(i for rank in WORLD.allgather(module.seen["eval"][-per_epoch:]) for b in rank for i in b) == list(
+        range(48)
+    )
+    predictions = run.predict(module, loader())
+    assert sorted(torch.cat(WORLD.allreduce(predictions)).tolist()) == list(range(48))
+    module.seen["eval"].clear()
+    run.test(module, loader(), verbose=False)
+    run.validate(module, loader(), verbose=False)
+    assert sorted(i for rank in WORLD.allgather(module.seen["eval"]) for b in rank for i in b) == sorted(
+        2 * list(range(48))
+    )
+
+
+def check_padding_is_said_once() -> None:
+    if SIZE == 1:
+        return
+    with pytest.warns(UserWarning, match=r"repeats \d+ of them") if RANK == 0 else _no_warning():
+        fit("ring", Classifier(), loader(num=48 * SIZE + 1), max_epochs=1)
+
+
+class _no_warning:
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: Any) -> None: ...
+
+
+def check_thawed_parameters_are_averaged() -> None:
+    class Thawing(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net[0].requires_grad_(False)
+
+        def on_train_epoch_start(self) -> None:
+            if self.current_epoch == 1:
+                self.net[0].requires_grad_(True)
+                self.optimizers().add_param_group({"params": list(self.net[0].parameters())})
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.net[3].parameters(), lr=0.1)
+
+    module = Thawing()
+    before = module.net[0].weight.detach().clone()
+    fit("ring", module)
+    assert not torch.equal(before, module.net[0].weight)
+    assert_all_ranks_equal(parameters(module))
+
+
+def check_parameters_added_in_training_begin_alike() -> None:
+    class Growing(Classifier):
+        def on_train_epoch_start(self) -> None:
+            if self.current_epoch == 1:
+                self.head = nn.Linear(4, 4)
+                self.optimizers().add_param_group({"params": list(self.head.parameters())})
+
+        def loss(self, batch: Any) -> Tensor:
+            return F.cross_entropy(
+                self.head(self.net(batch[0])) if self.current_epoch else self.net(batch[0]), batch[1]
+            )
+
+    torch.manual_seed(RANK)  # the new layer begins elsewhere on each rank
+    module = Growing()
+    fit("ring", module)
+    assert_all_ranks_equal(parameters(module))
+
+
+def check_mismatched_models_are_an_error_on_every_rank() -> None:
+    if SIZE == 1:
+        return
+    for make in (_wider, _other_dtype, _one_more):
+        with pytest.raises(ModelMismatchError) as caught:
+            fit("ring", make())
+        texts = WORLD.allgather(str(caught.value))
+        assert len(set(texts)) == 1, texts
+        assert str(SIZE - 1) in texts[0]
+
+
+def _wider() -> Classifier:
+    module = Classifier()
+    if RANK == SIZE - 1:
+        module.net[3] = nn.Linear(16, 5)
+    return module
+
+
+def _other_dtype() -> Classifier:
+    module = Classifier()
+    if RANK == SIZE - 1:
+        module.net[3].half()
+    return module
+
+
+def _one_more() -> Classifier:
+    module = Classifier()
+    if RANK == SIZE - 1:
+        module.extra = nn.Linear(2, 2)
+    return module

@@ -1,0 +1,165 @@
+"""What a Trainer and its callbacks ask of the strategy: ranks, collectives, decisions of all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateFinder
+from torch import Tensor
+
+from lightning_ring import RingStrategy
+from lightning_ring.errors import CollectiveError, ConfigurationError, RingError
+from tests.checks.models import RANK, SIZE, Classifier, assert_all_ranks_equal, fit, loader, parameters, trainer
+from tests.checks.strategy.references import WORLD, assert_like_ddp, both
+
+
+def check_sync_dist_and_all_gather() -> None:
+    class Gathering(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            hidden = self.net(batch[0])
+            gathered = self.all_gather(hidden, sync_grads=True)
+            assert gathered.shape == (SIZE, *hidden.shape)
+            self.log("rank", float(RANK), sync_dist=True)
+            self.log("highest", float(RANK), sync_dist=True, reduce_fx="max")
+            self.log("total", torch.tensor(RANK + 1), sync_dist=True, reduce_fx="sum")
+            return F.cross_entropy(gathered.flatten(0, 1), self.all_gather(batch[1]).flatten())
+
+    ring, reference = both(Gathering, max_epochs=1)
+    assert_like_ddp(ring, reference)
+    metrics = ring.trainer.callback_metrics
+    assert metrics["rank"] == (SIZE - 1) / 2
+    assert metrics["highest"] == SIZE - 1
+    assert metrics["total"] == SIZE * (SIZE + 1) / 2
+
+
+def check_collectives_of_the_strategy() -> None:
+    module = Classifier()
+    strategy = fit("ring", module, max_epochs=1)
+    strategy = trainer("ring")
+    seen: dict[str, Any] = {}
+
+    class Probe(L.Callback):
+        def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+            ring = trainer.strategy
+            seen["broadcast"] = ring.broadcast({"rank": RANK}, src=SIZE - 1)
+            seen["mean"] = ring.reduce(torch.tensor([RANK, 2 * RANK]), reduce_op="mean")
+            seen["sum"] = ring.reduce(torch.tensor(float(RANK)), reduce_op="sum")
+            seen["all"] = ring.reduce_boolean_decision(RANK == 0)
+            seen["any"] = ring.reduce_boolean_decision(RANK == 0, all=False)
+            ring.barrier("named")
+
+    strategy.callbacks.append(Probe())
+    strategy.fit(module, loader())
+    total = SIZE * (SIZE - 1) // 2
+    assert seen["broadcast"] == {"rank": SIZE - 1}
+    torch.testing.assert_close(seen["mean"].float(), torch.tensor([total / SIZE, 2 * total / SIZE]))
+    assert seen["sum"] == total
+    assert (seen["all"], seen["any"]) == (SIZE == 1, True)
+
+
+def check_stopping_on_one_rank_alone_is_an_error_on_every_rank() -> None:
+    if SIZE == 1:
+        return
+
+    class Stopping(Classifier):
+        def on_train_batch_end(self, *_: Any) -> None:
+            self.trainer.should_stop = RANK == 0
+
+    with pytest.raises(CollectiveError, match="different collectives"):
+        fit("ring", Stopping(), max_epochs=4)
+
+
+def check_early_stopping_decides_alike() -> None:
+    class Noisy(Classifier):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("watched", float(self.current_epoch if RANK == 0 else -self.current_epoch), sync_dist=False)
+
+    run = fit("ring", Noisy(), val=loader(), max_epochs=6, callbacks=[EarlyStopping("watched", patience=1)])
+    assert len(set(WORLD.allgather(run.current_epoch))) == 1
+
+
+def check_learning_rate_finder() -> None:
+    module = Classifier(lr=1e-3)
+    fit("ring", module, loader(num=960), callbacks=[LearningRateFinder(num_training_steps=50)], max_epochs=1)
+    assert module.lr != 1e-3
+    assert len(set(WORLD.allgather(module.lr))) == 1
+    assert_all_ranks_equal(parameters(module))
+
+
+def check_devices_that_disagree_with_the_launcher() -> None:
+    for devices in (SIZE + 1, 1) if SIZE > 1 else (2,):
+        with pytest.raises(RingError, match=rf"devices={devices}.*{SIZE}"):
+            trainer("ring", devices=devices)
+        with pytest.raises(RingError, match=rf"devices={devices}.*{SIZE}"):
+            trainer(RingStrategy(), devices=devices)
+    with pytest.raises(RingError, match="num_nodes=3"):
+        trainer("ring", devices=SIZE, num_nodes=3)
+    assert trainer("ring").world_size == trainer("ring", devices=SIZE).world_size == SIZE
+
+
+def check_one_rank_communicates_nothing() -> None:
+    if SIZE > 1:
+        return
+    import torch.distributed as dist
+
+    calls: list[str] = []
+    originals = {
+        name: getattr(dist, name) for name in ("all_reduce", "broadcast", "barrier", "all_gather", "new_group")
+    }
+    for name, original in originals.items():
+        setattr(dist, name, lambda *a, _n=name, _o=original, **k: (calls.append(_n), _o(*a, **k))[1])
+    try:
+        module = Classifier()
+        fit("ring", module, val=loader())
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)
+    assert not calls, calls
+    assert not any(p._post_accumulate_grad_hooks for p in module.parameters() if p._post_accumulate_grad_hooks)
+    assert torch.equal(_trained_alone("ring"), _trained_alone("auto"))
+
+
+def check_forced_communication_on_one_rank() -> None:
+    if SIZE == 1:
+        forced = _trained_alone(RingStrategy(force_communication=True))
+        assert torch.equal(forced, _trained_alone("auto"))
+
+
+def _trained_alone(strategy: Any) -> Tensor:
+    L.seed_everything(7, verbose=False)
+    module = Classifier()
+    # as with DDP, Lightning puts a sampler of one replica in; without it both see the data in one order
+    fit(strategy, module, use_distributed_sampler=False)
+    return parameters(module)
+
+
+def check_module_of_the_other_lightning_is_refused() -> None:
+    import pytorch_lightning
+
+    class Foreign(pytorch_lightning.LightningModule):
+        pass
+
+    with pytest.raises(ConfigurationError, match="Foreign is a pytorch_lightning module"):
+        fit("ring", Foreign())
+
+
+def check_batch_size_finder_says_it_is_for_one_rank() -> None:
+    from lightning.pytorch.callbacks import BatchSizeFinder
+    from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+    with pytest.raises(MisconfigurationException, match="distributed"):
+        fit("ring", Classifier(), callbacks=[BatchSizeFinder()])
+
+
+def check_trains_again_after_the_script_destroyed_the_group() -> None:
+    for backend in ("gloo", "auto"):
+        module = Classifier()
+        fit(RingStrategy(backend=backend), module, max_epochs=1)
+        torch.distributed.destroy_process_group()
+        fit(RingStrategy(backend=backend), module, max_epochs=1)
+        assert torch.distributed.is_initialized()
+        assert_all_ranks_equal(parameters(module))

@@ -1,0 +1,213 @@
+"""Ranks with different numbers of batches: an error on every rank, or `uneven="join"`."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.utilities import CombinedLoader
+from torch.utils.data import DataLoader, IterableDataset, Subset
+
+from lightning_ring import RingStrategy
+from lightning_ring.errors import ConfigurationError, UnevenBatchesError
+from tests.checks.models import (
+    RANK,
+    SIZE,
+    Classifier,
+    assert_all_ranks_equal,
+    data,
+    fit,
+    parameters,
+    relative_difference,
+    trainer,
+)
+from tests.checks.strategy.references import WORLD, one_process
+
+
+def _uneven_loader(extra: int = 2) -> DataLoader:
+    """The last rank has ``extra`` batches fewer than the others."""
+    num = 4 * (6 - extra if RANK == SIZE - 1 else 6)
+    return DataLoader(Subset(data(), range(RANK * 4, RANK * 4 + num)), batch_size=4)
+
+
+def check_uneven_batches_are_an_error_on_every_rank() -> None:
+    if SIZE == 1:
+        return
+    with pytest.raises(UnevenBatchesError, match=rf"rank {SIZE - 1} has 4.*step 4"):
+        fit("ring", Classifier(), _uneven_loader(), use_distributed_sampler=False)
+    # training that ends before anybody runs out is nobody's error
+    fit("ring", Classifier(), _uneven_loader(), use_distributed_sampler=False, max_steps=4, max_epochs=1)
+    fit("ring", Classifier(), _uneven_loader(), use_distributed_sampler=False, limit_train_batches=3)
+
+
+def check_uneven_batches_with_steps_of_the_users_own_are_an_error() -> None:
+    class Seldom(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            self.manual_backward(self.loss(batch))
+            if batch_idx % 4 == 3:  # `max_steps` counts these
+                self.optimizers().step()
+
+    if SIZE == 1:
+        return
+    module = Seldom()
+    module.automatic_optimization = False
+    with pytest.raises(UnevenBatchesError, match=rf"rank {SIZE - 1} has 4"):
+        fit("ring", module, _uneven_loader(), use_distributed_sampler=False, max_steps=2, max_epochs=-1)
+
+
+class _Stream(IterableDataset):
+    def __init__(self, num: int) -> None:
+        self.rows = [data()[i] for i in range(num)]
+
+    def __iter__(self) -> Any:
+        return iter(self.rows)
+
+
+def check_uneven_streams_are_an_error_at_the_step() -> None:
+    if SIZE == 1:
+        return
+    module = Classifier()
+    with pytest.raises(UnevenBatchesError, match=rf"rank {SIZE - 1} ran out .*step 4"):
+        fit("ring", module, DataLoader(_Stream(16 if RANK == SIZE - 1 else 24), batch_size=4))
+
+
+def check_join_goes_on_with_the_ranks_that_have_data() -> None:
+    if SIZE == 1:
+        return
+    for train in (_uneven_loader(), DataLoader(_Stream(16 if RANK == SIZE - 1 else 24), batch_size=4)):
+        L.seed_everything(3, verbose=False)
+        module = Classifier().double()
+        whole = copy.deepcopy(module)
+        run = fit(
+            RingStrategy(uneven="join"), module, train, use_distributed_sampler=False, max_epochs=1, precision="64-true"
+        )
+        assert run.global_step == 6
+        rows = WORLD.allgather(module.seen["index"])
+        assert [len(rank) for rank in rows] == [6] * SIZE
+        rows[-1] = rows[-1][:4]  # the last two repeat its last batch and count nowhere
+        xs, ys, _ = data().tensors
+        steps = [[i for rank in rows if step < len(rank) for i in rank[step]] for step in range(6)]
+        one_process(whole, [[xs[row].double(), ys[row]] for row in steps], lr=0.1, momentum=0.9)
+        assert relative_difference(parameters(module), parameters(whole)) < 1e-12
+        assert_all_ranks_equal(parameters(module))
+        losses = WORLD.allgather(module.seen["loss"])
+        counted = [loss for rank, own in enumerate(losses) for loss in own[: 6 if rank < SIZE - 1 else 4]]
+        torch.testing.assert_close(run.callback_metrics["loss_epoch"].double(), torch.stack(counted).mean())
+
+
+def check_join_ends_with_the_loader_that_needed_it() -> None:
+    if SIZE == 1:
+        return
+
+    class Reloading(Classifier):
+        def train_dataloader(self) -> Any:
+            return _uneven_loader() if self.current_epoch == 0 else _uneven_loader(extra=0)
+
+    L.seed_everything(3, verbose=False)
+    module = Reloading().double()
+    whole = copy.deepcopy(module)
+    arguments = {"use_distributed_sampler": False, "precision": "64-true", "reload_dataloaders_every_n_epochs": 1}
+    run = trainer(RingStrategy(uneven="join"), **arguments)
+    run.fit(module)
+    assert run.global_step == 12
+    rows = WORLD.allgather(module.seen["index"])
+    xs, ys, _ = data().tensors
+    steps = [
+        [i for rank in range(SIZE) if step not in (4, 5) or rank < SIZE - 1 for i in rows[rank][step]]
+        for step in range(12)
+    ]
+    one_process(whole, [[xs[row].double(), ys[row]] for row in steps], lr=0.1, momentum=0.9)
+    assert relative_difference(parameters(module), parameters(whole)) < 1e-12
+
+
+def check_join_counts_no_metric_twice_and_allows_inner_gradients() -> None:
+    from torchmetrics import SumMetric
+
+    class Penalised(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.batches = SumMetric()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.batches.update(1.0)
+            self.log("batches", self.batches, on_epoch=True)
+            x = batch[0].clone().requires_grad_(True)
+            (slope,) = torch.autograd.grad(self.net(x).sum(), x, create_graph=True)
+            return self.loss(batch) + slope.square().mean()
+
+    if SIZE == 1:
+        return
+    module = Penalised()
+    run = fit(RingStrategy(uneven="join"), module, _uneven_loader(), use_distributed_sampler=False, max_epochs=1)
+    assert run.callback_metrics["batches"] == 6 * SIZE - 2
+    assert_all_ranks_equal(parameters(module))
+
+
+def check_join_takes_part_in_collectives_inside_backward() -> None:
+    class Gathering(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.all_gather(self.loss(batch), sync_grads=True).mean()
+
+    if SIZE == 1:
+        return
+    for accumulate in (1, 2):
+        module = Gathering(batch_norm=True)
+        run = fit(
+            RingStrategy(uneven="join"),
+            module,
+            _uneven_loader(),
+            use_distributed_sampler=False,
+            accumulate_grad_batches=accumulate,
+        )
+        assert run.global_step == 12 // accumulate
+        assert_all_ranks_equal(parameters(module))
+
+
+def check_streams_in_a_combined_loader_and_behind_an_iterator() -> None:
+    class Both(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return sum(self.loss(part) for part in batch.values() if part is not None)
+
+    class Fetching(Classifier):
+        def training_step(self, dataloader_iter: Any) -> Any:
+            batch, _, _ = next(dataloader_iter)
+            return self.loss(batch)
+
+    for mode in ("max_size_cycle", "min_size", "max_size"):
+        streams = {name: DataLoader(_Stream(num), batch_size=4) for name, num in (("a", 24), ("b", 8))}
+        module = Both()
+        run = fit("ring", module, CombinedLoader(streams, mode))
+        assert run.global_step == 2 * (2 if mode == "min_size" else 6)
+        assert_all_ranks_equal(parameters(module))
+    module = Fetching()
+    run = fit("ring", module, DataLoader(_Stream(24), batch_size=4))
+    assert run.current_epoch == 2
+    assert_all_ranks_equal(parameters(module))
+    if SIZE > 1:
+        assert not run.strategy._job.watch._reported, "the end of the data was reported as a failure"
+        with pytest.raises(ConfigurationError, match="dataloader_iter"):
+            fit(RingStrategy(uneven="join"), Fetching(), _uneven_loader(), use_distributed_sampler=False)
+
+
+class _Promising(_Stream):
+    def __len__(self) -> int:
+        return 24
+
+
+def check_streams_that_end_before_their_length_are_an_error_at_the_step() -> None:
+    if SIZE == 1:
+        return
+    with pytest.raises(UnevenBatchesError, match=rf"rank {SIZE - 1} ran out .*step 4"):
+        fit("ring", Classifier(), DataLoader(_Promising(16 if RANK == SIZE - 1 else 24), batch_size=4))
+
+
+def check_join_refuses_manual_optimization() -> None:
+    if SIZE == 1:
+        return
+    module = Classifier()
+    module.automatic_optimization = False
+    with pytest.raises(ConfigurationError, match="manual optimization"):
+        fit(RingStrategy(uneven="join"), module, _uneven_loader(), use_distributed_sampler=False)

@@ -1,0 +1,38 @@
+"""The scripts that the guide from Horovod ends in run on two ranks as they are printed."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+from tests.launch import ROOT, mpirun_command, run
+
+GUIDE = (ROOT / "docs" / "from-horovod.md").read_text()
+BEFORE, AFTER, WITHOUT_TRAINER = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
+
+
+def on_two_ranks(script: str, folder: Path) -> str:
+    (folder / "script.py").write_text(script)
+    command = mpirun_command(2, "--wdir", str(folder), sys.executable, "script.py")
+    result = run(command, timeout=90, CUDA_VISIBLE_DEVICES="")
+    assert result.returncode == 0, result.stdout
+    return result.stdout
+
+
+def test_the_script_moved_over_trains_and_saves_on_two_ranks(tmp_path: Path) -> None:
+    output = on_two_ranks(AFTER, tmp_path)
+    accuracies = [float(value) for value in re.findall(r"epoch \d: accuracy (0\.\d+)", output)]
+    assert len(accuracies) == 5, f"one line an epoch, from rank 0 alone:\n{output}"
+    assert accuracies[-1] > 0.85, output
+    assert sorted(file.name for file in tmp_path.glob("epoch*.ckpt")) == [f"epoch{epoch}.ckpt" for epoch in range(5)]
+
+
+def test_collectives_work_without_a_trainer(tmp_path: Path) -> None:
+    assert "mean 0.5 of rank 0, rank 1\n" in on_two_ranks(WITHOUT_TRAINER, tmp_path)
+
+
+def test_both_scripts_have_the_same_settings() -> None:
+    before, after = (re.findall(r"^EPOCHS, .*$", script, re.MULTILINE) for script in (BEFORE, AFTER))
+    assert before == after != []
+    compile(BEFORE, "before.py", "exec")
