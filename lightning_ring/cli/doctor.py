@@ -39,11 +39,13 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigurationError(f"--timeout {options.timeout:g}: must be more than 0 seconds, such as 60.")
     if options.ranks is not None and options.ranks < 1:
         raise ConfigurationError(f"-n {options.ranks}: the number of ranks must be 1 or more.")
-    signal.signal(signal.SIGTERM, _stop)
+    before = signal.signal(signal.SIGTERM, _stop)
     try:
         return _run(options)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -107,7 +107,7 @@ def examine_hosts(
         deadline = time.monotonic() + _START_SECONDS + _CHECKS_SECONDS + 2 * request.seconds
         reports = [_report(doctor, deadline) for doctor in doctors]
         alive = [doctor for doctor in doctors if "report" in doctor.messages]
-        between = compare([report for report in reports if "start" not in report.families])
+        between = compare([report for report in reports if "start" not in report.families]) if len(alive) > 1 else []
         if "network" in chosen and len(alive) > 1:
             between += _knock(alive)
     finally:

@@ -26,7 +26,7 @@ _COMPROMISED = ("2.6.2", "2.6.3")
 
 def check(request: Request) -> list[Finding]:
     findings = [ok("python", f"{platform.python_version()}, {sys.executable}"), ok("system", _system())]
-    findings.append(ok("lightning_ring", _own_version()))
+    findings.append(_own())
     for package in (*_NEEDED, *_OPTIONAL):
         findings += _package(package)
     return [*findings, *_shadowed()]
@@ -36,13 +36,17 @@ def _system() -> str:
     return f"{platform.system()} {platform.release()}, {platform.machine()}, glibc {platform.libc_ver()[1] or 'none'}"
 
 
-def _own_version() -> str:
+def _own() -> Finding:
     """Version, folder, and a digest of the code: a checkout that is behind on one host has the same version."""
     folder = Path(__file__).resolve().parent.parent
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
         digest.update(path.relative_to(folder).as_posix().encode() + path.read_bytes())
-    return f"{version('lightning-ring') or 'not installed'}, code {digest.hexdigest()[:8]}, {folder}"
+    found = f"{version('lightning-ring') or 'not installed'}, code {digest.hexdigest()[:8]}, {folder}"
+    unmet = list(_unmet("lightning-ring"))
+    if unmet:
+        return broken("lightning_ring", f"{found}, which {'; '.join(unmet)}", "pip install -U lightning-ring")
+    return ok("lightning_ring", found)
 
 
 def version(package: str) -> str | None:
@@ -83,7 +87,7 @@ def _unmet(package: str) -> Iterator[str]:
         from packaging.requirements import InvalidRequirement, Requirement  # Lightning brings it
     except ImportError:
         return
-    for text in importlib.metadata.requires(package) or []:
+    for text in (importlib.metadata.requires(package) if version(package) else None) or []:
         try:
             requirement = Requirement(text)
             wanted = requirement.marker is None or requirement.marker.evaluate({"extra": ""})

@@ -100,9 +100,17 @@ def test_too_many_threads(healthy):
     assert report.code == 0, "warnings alone are no failure"
 
 
-def test_threads_of_all_ranks_placed_on_the_same_cores(healthy):
-    report = doctor(only=["threads"], OMP_PROC_BIND="true")
-    assert_found(report, healthy, "binding", "warning", "OMP_PROC_BIND=true", "same first cores")
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ({"OMP_PROC_BIND": "true"}, "same first cores"),
+        ({"PRTE_MCA_hwloc_default_binding_policy": "core"}, "ringrun binds nothing"),
+    ],
+    ids=["OpenMP", "Open MPI"],
+)
+def test_setting_that_binds_ranks(healthy, setting, words):
+    report = doctor(only=["threads"], **setting)
+    assert_found(report, healthy, "binding", "warning", "=".join(*setting.items()), words)
 
 
 @pytest.mark.skipif(shutil.which("taskset") is None, reason="needs taskset")
@@ -156,6 +164,14 @@ def test_compromised_release_of_lightning(tmp_path, healthy):
     changed.rename(changed.with_name("lightning-2.6.2.dist-info"))
     report = doctor(only=["versions"], python=environment / "bin" / "python")
     assert_found(report, healthy, "lightning", "broken", "2.6.2, a compromised release", "!=2.6.2", "replace it")
+
+
+def test_torch_that_is_too_old_for_lightning_ring(tmp_path, healthy):
+    environment = own_environment(tmp_path / "venv")
+    changed = change_metadata(environment, "torch", "^Version: .*", "Version: 2.4.1")
+    changed.rename(changed.with_name("torch-2.4.1.dist-info"))
+    report = doctor(only=["versions"], python=environment / "bin" / "python")
+    assert_found(report, healthy, "lightning_ring", "broken", "needs torch>=2.6, found 2.4.1")
 
 
 def test_torchvision_for_another_torch(tmp_path, healthy):
