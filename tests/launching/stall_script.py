@@ -1,6 +1,6 @@
 """What a rank of the stall tests does: meets the others again and again, while one of them comes late.
 
-``stall_script.py FOLDER``: each rank writes ``pid.RANK``, and at the end the error of the timeout to ``error.RANK``.
+``stall_script.py FOLDER [BACKEND]``: each rank writes ``pid.RANK``, and at the end the error of the timeout to ``error.RANK``.
 """
 
 import os
@@ -66,7 +66,8 @@ def main() -> None:
     training = Training()
     assert job.stalls is not None
     job.stalls.tell_progress(training.progress)
-    open_communicator(job, "auto", CPU, timedelta(seconds=60), WARNING)
+    backend = sys.argv[2] if len(sys.argv) > 2 else "auto"
+    open_communicator(job, backend, CPU, timedelta(seconds=60), WARNING)
 
     def phase(name: str, late: tuple[int, ...], act: Callable[[float], None], seconds: float) -> None:
         training.phase = name
@@ -84,7 +85,6 @@ def main() -> None:
     phase("rank 0 stopped", (0,), stop_for, 2.5)
     phase("both stopped", (0, 1), stop_for, 3)
     phase("after", (1,), nap, 0.3)  # rank 0 hears only now what it was asked while it was stopped
-    backend = sys.argv[2] if len(sys.argv) > 2 else "auto"
     open_communicator(job, backend, CPU, timedelta(seconds=1.5), WARNING)
     try:
         phase("timeout", (1,), nap, 2.5)
