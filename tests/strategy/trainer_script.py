@@ -50,8 +50,6 @@ def main() -> None:
     kwargs: dict[str, Any] = {"timeout": timedelta(seconds=6)} if ACTION == "sleep" else {}
     if ACTION in ("spawn", "fork"):
         kwargs["start_method"] = ACTION
-    if ACTION == "gloo":
-        kwargs["backend"] = "gloo"
     trainer = L.Trainer(
         accelerator="cpu",
         devices="auto" if "OMPI_COMM_WORLD_SIZE" in os.environ else 2,
