@@ -52,8 +52,6 @@ def main() -> None:
         kwargs = {"timeout": timedelta(seconds=4), "stall_warning": timedelta(seconds=1)}
     if ACTION in ("spawn", "fork"):
         kwargs["start_method"] = ACTION
-    if ACTION == "gloo":
-        kwargs["backend"] = "gloo"
     trainer = L.Trainer(
         accelerator="cpu",
         devices="auto" if "OMPI_COMM_WORLD_SIZE" in os.environ else 2,
