@@ -53,7 +53,7 @@ def test_a_part_has_the_pixels_of_the_whole(size: tuple[int, int], subsampling: 
     layout = read_layout(data)
     block = 8 if subsampling in ("gray", "4:4:4") else 16
     if interval and -(-width // block) % interval and interval % -(-width // block):
-        assert layout is None  # rows do not begin with a stretch
+        assert layout is None  # rows do not begin with an interval
         return
     assert layout is not None
     assert (layout.height, layout.width) == size
@@ -79,7 +79,7 @@ def test_what_is_left_out_is_what_the_part_does_not_need() -> None:
     assert smaller is not None
     assert smaller[1:] == (33 - 32, 65 - 64, 32, 32)
     assert cut(data, layout, 0, 0, 256, 352) is None
-    assert cut(data, layout, 16, 32, 230, 300) is None  # all stretches are touched
+    assert cut(data, layout, 16, 32, 230, 300) is None  # all intervals are touched
 
 
 @pytest.mark.parametrize("size", [64, 20])  # 20: decoded at a half
@@ -95,12 +95,12 @@ def test_markers_change_no_crop(size: int) -> None:
 def test_packed_jpegs_hold_the_same_pixels_with_markers_and_nothing_of_the_file_that_was() -> None:
     image = Image.fromarray(picture(4, 100, 160))
     image.info["comment"] = b"taken at home"
-    for mode, colors, stretches in (("RGB", "RGB", (7, 5)), ("L", "GRAY", (13, 1))):
+    for mode, colors, intervals in (("RGB", "RGB", (7, 5)), ("L", "GRAY", (13, 1))):
         data, plain = encode_jpeg(image.convert(mode), 90), BytesIO()
         image.convert(mode).save(plain, "JPEG", quality=90)
         layout = read_layout(data)
         assert layout is not None
-        assert (layout.down, layout.across) == stretches
+        assert (layout.down, layout.across) == intervals
         assert np.array_equal(simplejpeg.decode_jpeg(data, colors), simplejpeg.decode_jpeg(plain.getvalue(), colors))
         assert b"taken at home" not in data
 

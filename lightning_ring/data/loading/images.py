@@ -95,8 +95,8 @@ class ImageBatches:
             shape = (len(samples), self.crop.size, self.crop.size, 3)
             with torch.inference_mode(False):  # an evaluation's, in which the next training would not write
                 rows = torch.empty(shape, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
-            batch = rows.permute(0, 3, 1, 2)
-            memory = _Memory(batch, batch.split(1))
+                batch = rows.permute(0, 3, 1, 2)
+                memory = _Memory(batch, batch.split(1))
         if memory.copied is not None:
             memory.copied.synchronize()
         return _Room(memory, samples, numbers)

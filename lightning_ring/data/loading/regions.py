@@ -21,14 +21,14 @@ _HEADER = 16384  # bytes in which a restart interval is looked for: after colour
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where a baseline JPEG with one scan may be cut: a grid of stretches that are coded independently of each other.
+    """Where a baseline JPEG with one scan may be cut: its restart intervals, which are coded independently, as a grid.
 
     Attributes:
         height, width: Of the image, in pixels.
         frame: Offset of height and width in the file.
         scan: Offset of the first coded byte.
-        unit_height, unit_width: Pixels of a stretch; those at the right and at the bottom may be smaller.
-        down, across: Stretches.
+        unit_height, unit_width: Pixels of an interval; those at the right and at the bottom may be smaller.
+        down, across: Intervals.
     """
 
     height: int
@@ -68,7 +68,7 @@ def _layout(header: bytes) -> Layout | None:
                 return None
             frame, num = at + 5, header[at + 9]
             factors = header[at + 11 : at + 2 + length : 3]
-            if num > 1:  # with one component, a stretch is counted in blocks of 8 x 8
+            if num > 1:  # with one component, intervals are counted in blocks of 8 x 8
                 block = 8 * max(factor & 15 for factor in factors), 8 * max(factor >> 4 for factor in factors)
         elif marker == 0xDD:
             interval = header[at + 4] << 8 | header[at + 5]
@@ -95,8 +95,8 @@ def _grid(header: bytes, frame: int, scan: int, block: tuple[int, int], interval
 def cut(data: bytes, layout: Layout, top: int, left: int, height: int, width: int) -> Cut | None:
     """A smaller JPEG that decodes to the very pixels of ``data`` in the rectangle given; the rectangle's place in it.
 
-    Stretches outside are left out, the markers between the others are numbered anew (ITU-T T.81, E.1.4), and the header
-    states the new size. One pixel around the rectangle is kept: chroma is interpolated over the edges of stretches.
+    Intervals outside are left out, the markers between the others are numbered anew (ITU-T T.81, B.2.1), and the header
+    states the new size. One pixel around the rectangle is kept: chroma is interpolated over the edges of intervals.
 
     Returns:
         `None` where nothing can be left out, or markers are not where the header says.
@@ -115,8 +115,8 @@ def cut(data: bytes, layout: Layout, top: int, left: int, height: int, width: in
     pieces = [data[: layout.scan]]
     pieces += [data[a:b] for a, b in zip(begins.tolist(), ends.tolist(), strict=True)]
     smaller = bytearray().join(pieces)
-    ends -= begins  # lengths, from here on
-    places = kept + (ends.cumsum() - ends - begins + (layout.scan + 1))[:, None]
+    lengths = ends - begins
+    places = kept + (lengths.cumsum() - lengths - begins + (layout.scan + 1))[:, None]
     np.frombuffer(smaller, dtype=np.uint8)[places.ravel()] = _restarts(places.size)
     smaller[-1] = _END
     y, x = first * layout.unit_height, start * layout.unit_width
@@ -126,14 +126,14 @@ def cut(data: bytes, layout: Layout, top: int, left: int, height: int, width: in
 
 
 def _span(start: int, length: int, unit: int, num: int) -> tuple[int, int]:
-    """Stretches, from the first to the one after the last."""
+    """Intervals, from the first to the one after the last."""
     first, stop = max(0, (start - 1) // unit), min((start + length) // unit + 1, num)
     # not a narrow last one alone: chroma of one or two pixels is interpolated by another rule
     return max(0, min(first, num - 2)) if stop == num else first, stop
 
 
 def _marks(data: bytes, layout: Layout) -> npt.NDArray[np.int64] | None:
-    """Offset of the marker after each stretch, in the file's order, behind that of the one before the first."""
+    """Offset of the marker after each interval, in the file's order, behind that of the one before the first."""
     num = layout.down * layout.across
     coded = np.frombuffer(data, dtype=np.uint8)
     head, tail = coded[layout.scan : -1], coded[layout.scan + 1 :]
