@@ -8,7 +8,8 @@ from torch import Tensor
 from torchvision.datasets import MNIST
 
 from lightning_ring.errors import ConfigurationError
-from recipes.data.tensors import BatchedTensors, TensorImages, stratified_split
+from recipes.data.split import stratified_split
+from recipes.data.tensors import BatchedTensors, TensorImages
 
 MEAN, STD = 0.1307, 0.3081  # of the training images' pixels in [0, 1]
 

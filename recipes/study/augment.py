@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from recipes.data.digits import load_digits, stratified_split
+from recipes.data.scans import load_digits  # and not `digits`, which imports Lightning
+from recipes.data.split import stratified_split
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,10 @@ import sklearn.datasets
 import torch
 
 from lightning_ring.errors import ConfigurationError
-from recipes.data.digits import Digits, load_digits, stratified_split
+from recipes.data.digits import Digits
 from recipes.data.exact import ExactSampler, even_batch_size, per_rank_batch_size
+from recipes.data.scans import load_digits
+from recipes.data.split import stratified_split
 
 
 def build(batch_size: int = 64, world_size: int = 1, rank: int = 0) -> Digits:

@@ -1,11 +1,14 @@
-"""The scripts that the guide from Horovod ends in run on two ranks as they are printed."""
+"""The scripts that the guide from Horovod ends in run on two ranks as they are printed; what it names exists."""
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import sys
 from pathlib import Path
 
+from lightning_ring.cli.main import COMMANDS
+from lightning_ring.options import RingOptions
 from tests.launch import ROOT, mpirun_command, run
 
 GUIDE = (ROOT / "docs" / "from-horovod.md").read_text()
@@ -36,3 +39,9 @@ def test_both_scripts_have_the_same_settings() -> None:
     before, after = (re.findall(r"^EPOCHS, .*$", script, re.MULTILINE) for script in (BEFORE, AFTER))
     assert before == after != []
     compile(BEFORE, "before.py", "exec")
+
+
+def test_arguments_and_commands_that_it_names_exist() -> None:
+    arguments = set(re.findall(r"RingStrategy\((\w+)=", GUIDE))
+    assert arguments <= {field.name for field in dataclasses.fields(RingOptions)}
+    assert set(re.findall(r"`lightning-ring (\w+)", GUIDE)) <= set(COMMANDS)
