@@ -131,7 +131,9 @@ def open_hosts(count: int = 2, rate: str | None = "1gbit") -> Iterator[Hosts]:
             _build(names, rate)
             yield Hosts(names, agent)
         finally:
-            for name in names:
+            for number, name in enumerate(names):
+                # with its namespace it would go later, and its name be taken when this process opens hosts again
+                subprocess.run(["ip", "link", "del", _cable(os.getpid(), number)], capture_output=True, timeout=20)
                 _remove(name)
             subprocess.run(["ip", "link", "del", _switch(os.getpid())], capture_output=True, timeout=20)
 
@@ -150,7 +152,7 @@ def _build(names: Sequence[str], rate: str | None) -> None:
     _ip("link", "set", switch, "up")
     table = "".join(f"{_address(number)} {name}\n" for number, name in enumerate(names))
     for number, name in enumerate(names):
-        cable = f"rv{os.getpid()}x{number}"
+        cable = _cable(os.getpid(), number)
         _ip("netns", "add", name)
         _ip("link", "add", cable, "type", "veth", "peer", "name", INTERFACE, "netns", name)
         _ip("link", "set", cable, "master", switch, "up")
@@ -189,6 +191,10 @@ def _address(number: int) -> str:
 
 def _switch(pid: int) -> str:
     return f"rb{pid}"
+
+
+def _cable(pid: int, number: int) -> str:
+    return f"rv{pid}x{number}"
 
 
 def _ip(*arguments: str) -> None:

@@ -33,7 +33,7 @@ from lightning_ring.plan.networks import read_bench
 from lightning_ring.plan.profile import Profile, read_profile
 
 ROOT = Path(__file__).resolve().parent.parent
-_SIZES = "64K,512K,4M,16M"
+_SIZES = "64K,256K,512K,1M,4M,16M"
 _SECONDS = 200
 # what runs on the hosts: topology, ranks a host, strategies
 _LAYOUTS = {"flat": ("flat", 1), "hierarchical": ("hierarchical", 2)}
@@ -187,8 +187,8 @@ def main() -> int:
         "--layouts", nargs="+", choices=_LAYOUTS, default=list(_LAYOUTS), help="nested: on 2 hosts only"
     )
     parser.add_argument("--ways", nargs="+", choices=("ring", "ring_sharded"), default=["ring", "ring_sharded"])
-    parser.add_argument("--steps", type=int, default=9)
-    parser.add_argument("--bench-seconds", type=float, default=1.0, help="for each collective and size")
+    parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument("--bench-seconds", type=float, default=0.6, help="for each collective and size")
     parser.add_argument("--tolerance", type=float, default=0.2)
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--record", metavar="FILE", help=argparse.SUPPRESS)

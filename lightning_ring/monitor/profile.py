@@ -31,7 +31,7 @@ class RingProfile(Callback):
 
     With any strategy on one rank, with ``ring`` and ``ring_sharded`` on any number. There the ranks' slowest is
     recorded, and where they are all on one node, or each on its own, what a message between them costs is measured
-    after the last step (four sizes, each collective, a few times); rank 0 writes the file. Training goes on as it
+    after the last step (six sizes, each collective, a few times); rank 0 writes the file. Training goes on as it
     was; while it records, each gradient costs a clock read (on CUDA an event).
 
     Args:

@@ -103,7 +103,7 @@ def read_bench(path: str, backend: str = "auto") -> Link:
     if not whole:
         raise ConfigurationError(
             f"{path} holds no α and B for all of all-reduce, reduce-scatter and all-gather. Measure them with "
-            "`lightning-ring bench --sizes 4K,64K,1M,16M --json FILE.json`."
+            "`lightning-ring bench --sizes 64K,256K,1M,4M,16M --json FILE.json`."
         )
     name = backend if backend in whole else next(iter(whole))
     return Link(f"{Path(path).name} ({name})", whole[name])
