@@ -90,7 +90,7 @@ def collective_times(collectives: Sequence[CollectiveRecord]) -> list[Times]:
     for one in collectives:
         if one.events is None:
             called, ended = one.called, one.ended if one.ended is not None else one.waited_until
-            losses = ((one.called, one.returned), (one.waited_from, one.waited_until))
+            losses: tuple[tuple[float, float], ...] = ((one.called, one.returned), (one.waited_from, one.waited_until))
         else:
             called, ended = (_since(reference, event) for event in one.events)
             waited = _since(reference, one.wait_event) if one.wait_event is not None else ended

@@ -151,7 +151,7 @@ def _log_hyperparameters(trainer: Trainer, ours: dict[str, Any]) -> None:
         if not isinstance(logger, TensorBoardLogger):
             logger.log_hyperparams(ours)
             continue
-        module, data = trainer.lightning_module, trainer.datamodule
+        module, data = trainer.lightning_module, trainer.datamodule  # type: ignore[attr-defined]
         theirs = [one.hparams_initial for one in (module, data) if one is not None and one._log_hyperparams]
         metrics = {"ring/images_per_second": 0.0}
         if theirs and logger._default_hp_metric:
@@ -159,7 +159,7 @@ def _log_hyperparameters(trainer: Trainer, ours: dict[str, Any]) -> None:
         merged = {key: value for params in theirs for key, value in params.items() if key != "_class_path"}
         shown = _sanitize_params(_flatten_dict(_convert_params(merged | ours)))
         _write_hyperparameters(logger, shown, metrics)
-        logger.hparams.update(ours)  # type: ignore[union-attr]  # for hparams.yaml
+        logger.hparams.update(ours)  # for hparams.yaml
 
 
 def _write_hyperparameters(logger: TensorBoardLogger, shown: dict[str, Any], metrics: dict[str, float]) -> None:

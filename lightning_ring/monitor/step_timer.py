@@ -5,12 +5,15 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.profilers import Profiler
+
+from lightning_ring.monitor.step_record import MANUAL, StepRecord, StepTimes, median_times
+
+__all__ = ["StepRecord", "StepTimer", "StepTimes", "median_times"]
 
 _PHASES = {  # last part of Lightning's own names for what it does
     "train_dataloader_next": "data",
@@ -19,48 +22,8 @@ _PHASES = {  # last part of Lightning's own names for what it does
     "backward": "backward",
     "optimizer_step": "optimizer",
 }
-_MANUAL = "manual_optimizer"  # inside training_step, where automatic optimization has it around
-_MANUAL_BACKWARD = "manual_backward"  # inside training_step too
-_CLOSURE_BACKWARD = "closure_backward"  # the same, inside the manual optimizer's step
-_INNERMOST_FIRST = {
-    "backward": "backward",
-    _CLOSURE_BACKWARD: "backward",
-    _MANUAL_BACKWARD: "backward",
-    _MANUAL: "optimizer",
-    "forward": "forward",
-    "optimizer": "optimizer",
-    "data": "data",
-    "copy": "copy",
-}
 _INTERRUPTIONS = ("validation_step", "test_step", "save_checkpoint")
 _STEP = "run_training_batch"
-
-
-@dataclass(frozen=True, slots=True)
-class StepTimes:
-    """Seconds of one training step, from the end of the step before to its own end.
-
-    Validation and checkpoints between two steps do not count. On CUDA ``forward``, ``backward`` and ``optimizer`` are
-    the device's time, the others the host's, so that they need not add up to ``total``.
-
-    Attributes:
-        data: Waiting for the next batch.
-        copy: Handing the batch to the device.
-        forward: ``training_step``; with manual optimization backward too, which Lightning does not announce then,
-            unless a callback told `StepTimer.begin_manual_backward`.
-        backward: Backward; with a strategy that averages gradients in it, waiting for that too.
-        optimizer: ``optimizer_step`` without the forward and backward that Lightning runs inside it.
-        other: Hooks, callbacks, loggers.
-        total: All of it.
-    """
-
-    data: float
-    copy: float
-    forward: float
-    backward: float
-    optimizer: float
-    other: float
-    total: float
 
 
 class StepTimer(Profiler):
@@ -176,7 +139,7 @@ class StepTimer(Profiler):
             ours = action_name.startswith(("[Strategy]", "[_TrainingEpochLoop]", "[LightningModule]"))
             phase = _PHASES.get(last) if ours else None
             if action_name == "optimizer_step":
-                phase = _MANUAL
+                phase = MANUAL
             self._phase_of[action_name] = phase
             return phase
 
@@ -203,79 +166,3 @@ class StepTimer(Profiler):
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
-
-
-class StepRecord:
-    """Marks of one step: for each phase the pairs of begin and end, clock readings or CUDA events.
-
-    Attributes:
-        began: When the step began, by the timer's clock.
-        total: Seconds until it ended.
-    """
-
-    __slots__ = ("_open", "began", "marks", "total")
-
-    def __init__(self) -> None:
-        self.began = 0.0
-        self.marks: dict[str, list[tuple[Any, Any]]] = {}
-        self.total = 0.0
-        self._open: dict[str, Any] = {}
-
-    def begin(self, phase: str, mark: Any) -> None:
-        self._open[phase] = mark
-
-    def end(self, phase: str, mark: Any) -> None:
-        if phase in self._open:
-            self.marks.setdefault(phase, []).append((self._open.pop(phase), mark))
-
-    def begin_manual_backward(self, mark: Any) -> None:
-        self.begin(_CLOSURE_BACKWARD if _MANUAL in self._open else _MANUAL_BACKWARD, mark)
-
-    def end_manual_backward(self, mark: Any) -> None:
-        self.end(_CLOSURE_BACKWARD if _CLOSURE_BACKWARD in self._open else _MANUAL_BACKWARD, mark)
-
-    def phase_at(self, moment: float) -> str | None:
-        """The part of `StepTimes` that the host was in, as far as host clocks timed it; `None` outside this step."""
-        for name, part in _INNERMOST_FIRST.items():
-            for begin, end in self.marks.get(name, ()):
-                if isinstance(begin, float) and begin <= moment <= end:
-                    return part
-        return "other" if self.began <= moment <= self.began + self.total else None
-
-    def has(self, part: str) -> bool:
-        return any(self.marks.get(name) for name, of in _INNERMOST_FIRST.items() if of == part)
-
-    def spans(self) -> list[tuple[str, Any, Any]]:
-        """Part of `StepTimes`, begin and end of each mark: clock readings, or on CUDA events."""
-        return [(part, *pair) for name, part in _INNERMOST_FIRST.items() for pair in self.marks.get(name, ())]
-
-    def finished(self) -> bool:
-        return all(
-            end.query() for pairs in self.marks.values() for _, end in pairs if isinstance(end, torch.cuda.Event)
-        )
-
-    def times(self) -> StepTimes:
-        spent = {name: self._spent(name) for name in _PHASES.values()}
-        if self.marks.get("optimizer"):  # not in a step that accumulates
-            spent["optimizer"] = max(0.0, spent["optimizer"] - spent["forward"] - spent["backward"])
-        manual, before, inside = self._spent(_MANUAL), self._spent(_MANUAL_BACKWARD), self._spent(_CLOSURE_BACKWARD)
-        spent["forward"] = max(0.0, spent["forward"] - manual - before)
-        spent["backward"] += before + inside
-        spent["optimizer"] += manual - inside
-        other = max(0.0, self.total - sum(spent.values()))
-        return StepTimes(**spent, other=other, total=self.total)
-
-    def _spent(self, phase: str) -> float:
-        return sum(_seconds(*pair) for pair in self.marks.get(phase, ()))
-
-
-def _seconds(begin: Any, end: Any) -> float:
-    return begin.elapsed_time(end) / 1e3 if isinstance(end, torch.cuda.Event) else end - begin
-
-
-def median_times(steps: list[StepTimes]) -> StepTimes:
-    """The median of each part over ``steps``; zeros where there are none."""
-    if not steps:
-        return StepTimes(*[0.0] * len(fields(StepTimes)))
-    columns = ([getattr(step, field.name) for step in steps] for field in fields(StepTimes))
-    return StepTimes(*(float(torch.tensor(column, dtype=torch.float64).median()) for column in columns))
