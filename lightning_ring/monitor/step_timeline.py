@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import Trainer
 
 from lightning_ring.comm.communicator import Communicator
@@ -84,9 +85,12 @@ class StepTimeline:
 
     def stop(self) -> None:
         """End the recording; rank 0 merges. All ranks call it at the same point. Where nothing is recorded: nothing."""
-        session = self._detach()
-        if session is not None:
-            session.finish()
+        trainer, session = self._trainer, self._detach()
+        if session is None or trainer is None:
+            return
+        if trainer.strategy.root_device.type == "cuda":
+            torch.cuda.synchronize(trainer.strategy.root_device)  # what it has not come to would be left out
+        session.finish()
 
     # -- what the strategy calls
 
