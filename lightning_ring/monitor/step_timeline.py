@@ -158,9 +158,11 @@ class StepTimeline:
         copies = [(*pair, "copy to device") for pair in marks.get("copy", ())]
         for begin, end, name in sorted(waits + copies):
             recorder.slice(DATA, name, begin, end, step)
-        for lane, phase in ((FORWARD, "forward"), (BACKWARD, "backward")):
+        for begin, end in marks.get("forward", ()):
+            recorder.slice(FORWARD, "forward", begin, end, step)
+        for phase in ("backward", "manual_backward", "closure_backward"):
             for begin, end in marks.get(phase, ()):
-                recorder.slice(lane, phase, begin, end, step)
+                recorder.slice(BACKWARD, "backward", begin, end, step)
         inside = marks.get("backward") or marks.get("forward")  # of optimizer_step, with automatic optimization
         for begin, end in marks.get("optimizer", ()):
             recorder.slice(OPTIMIZER, "optimizer step", inside[-1][1] if inside else begin, end, step)
