@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import Trainer
 
 from lightning_ring.comm.communicator import Communicator
@@ -84,9 +85,12 @@ class StepTimeline:
 
     def stop(self) -> None:
         """End the recording; rank 0 merges. All ranks call it at the same point. Where nothing is recorded: nothing."""
-        session = self._detach()
-        if session is not None:
-            session.finish()
+        trainer, session = self._trainer, self._detach()
+        if session is None or trainer is None:
+            return
+        if trainer.strategy.root_device.type == "cuda":
+            torch.cuda.synchronize(trainer.strategy.root_device)  # what it has not come to would be left out
+        session.finish()
 
     # -- what the strategy calls
 
@@ -154,9 +158,11 @@ class StepTimeline:
         copies = [(*pair, "copy to device") for pair in marks.get("copy", ())]
         for begin, end, name in sorted(waits + copies):
             recorder.slice(DATA, name, begin, end, step)
-        for lane, phase in ((FORWARD, "forward"), (BACKWARD, "backward")):
+        for begin, end in marks.get("forward", ()):
+            recorder.slice(FORWARD, "forward", begin, end, step)
+        for phase in ("backward", "manual_backward", "closure_backward"):
             for begin, end in marks.get(phase, ()):
-                recorder.slice(lane, phase, begin, end, step)
+                recorder.slice(BACKWARD, "backward", begin, end, step)
         inside = marks.get("backward") or marks.get("forward")  # of optimizer_step, with automatic optimization
         for begin, end in marks.get("optimizer", ()):
             recorder.slice(OPTIMIZER, "optimizer step", inside[-1][1] if inside else begin, end, step)

@@ -54,7 +54,7 @@ def plot(trace: Path, path: Path, steps: tuple[int, int] | None = None) -> None:
     for row in range(1, len(rows)):
         if rows[row][0] != rows[row - 1][0]:
             axes.axhline(row - 0.5, color="black", linewidth=0.8)
-    axes.set_yticks(range(len(rows)), [f"{lane}" for _, lane, _ in rows], fontsize=8)
+    axes.set_yticks(range(len(rows)), [_label(lane, slices) for _, lane, slices in rows], fontsize=8)
     for process in dict.fromkeys(process for process, _, _ in rows):
         mine = [row for row, (its, _, _) in enumerate(rows) if its == process]
         axes.text(
@@ -116,13 +116,17 @@ def _draw(axes: Any, row: int, event: dict[str, Any], begin: float, lane: str, s
         hatch="////" if queued else None,
         linewidth=0.3,
     )
-    if queued:
-        return
     text = event["name"]
-    if size := event["args"].get("bytes") if lane.startswith(("gradients", "parameters")) else None:
-        text += f", {size / 1e6:.1f} MB"
-    if length > len(text) * _CHARACTER * span:
+    if not queued and length > len(text) * _CHARACTER * span:
         axes.text(start + length / 2, row, text, ha="center", va="center", fontsize=6, clip_on=True)
+
+
+def _label(lane: str, slices: list[dict[str, Any]]) -> str:
+    sizes = [event["args"]["bytes"] for event in slices if "bytes" in event["args"]]
+    if not sizes or not lane.startswith(("gradients", "parameters")):
+        return lane
+    size = max(sizes)
+    return f"{lane}, {size / 1e6:.1f} MB" if size >= 1e5 else f"{lane}, {size / 1e3:.1f} kB"
 
 
 def _is_step(event: dict[str, Any]) -> bool:

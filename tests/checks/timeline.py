@@ -191,7 +191,7 @@ class Between(L.Callback):
 
 def check_started_and_stopped_by_hand(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
-    strategy = RingStrategy(force_communication=True)
+    strategy = RingStrategy(force_communication=True, monitor=False)
     with pytest.raises(ConfigurationError, match="without a path"):
         strategy.timeline.start()
     with pytest.raises(ConfigurationError, match="outside a fit"):
