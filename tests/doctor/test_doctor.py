@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import signal
@@ -15,8 +16,11 @@ from lightning_ring.cli import doctor as command
 from lightning_ring.cli.supervisor import processes_of_sessions
 from lightning_ring.comm.cores import cgroup_quota
 from lightning_ring.doctor.asking import ask
+from lightning_ring.doctor.compare import compare
+from lightning_ring.doctor.finding import ok, warning
 from lightning_ring.doctor.gpus import pairs_by_link
 from lightning_ring.doctor.reduction import what_was_said
+from lightning_ring.doctor.report import HostReport, last_line, lines, short
 from lightning_ring.errors import ConfigurationError
 from tests.doctor.planting import doctor, own_environment, program
 from tests.launch import clean_env, mpirun_path, run
@@ -107,6 +111,25 @@ def test_ranks_that_hang_are_ended_and_said_to_be_late(tmp_path):
 def test_bad_command_lines(arguments, words):
     with pytest.raises(ConfigurationError, match=words):
         command.main(arguments)
+
+
+def test_a_report_of_several_hosts_shows_what_is_not_ok_and_counts_the_rest():
+    few = warning("threads", "64 threads", "Set 1.")
+    one = HostReport("one", {"versions": [ok("torch", "2.9.0"), ok("python", "3.12.1")], "threads": [few]})
+    two = HostReport("two", {"versions": [ok("torch", "2.8.0"), ok("python", "3.12.9")]})
+    assert HostReport.from_json(json.loads(json.dumps(one.as_json()))) == one
+    assert [line.split()[:2] for line in lines(short(one.findings))] == [
+        ["warning", "threads"],
+        ["->", "Set"],
+        ["ok", "all"],
+    ]
+    between = compare([one, two])
+    assert [(finding.name, finding.state) for finding in between] == [
+        ("torch differs", "broken"),
+        ("same on all hosts", "ok"),
+    ]
+    assert between[0].found == "2.9.0 on one; 2.8.0 on two"
+    assert last_line([one, two], between) == "7 checks: 1 broken, 1 warning"
 
 
 def test_links_between_gpus_are_counted_by_pair():
