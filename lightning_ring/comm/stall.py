@@ -85,7 +85,7 @@ class StallReporter:
             return str(self._patience.verdict)
         rank_0 = self._watch.rank_0
         who = f"rank 0 (host {rank_0['host']}, pid {rank_0['pid']})"
-        return f"{late}. {who} is silent: {silence_of(rank_0['pid'])}. {advice}"
+        return f"{late}.\n  {who} is silent: {silence_of(rank_0['pid'])}.\n{advice}"
 
     # -- from the watch's thread
 
@@ -99,7 +99,7 @@ class StallReporter:
                 self._events.put(message)
         elif kind == _VERDICT and message.get("number") == self._number:
             # here and not in the other thread: it comes before the news that a rank failed of it
-            self._patience.end(CollectiveError(str(message["text"])))
+            self._patience.end(CollectiveError(str(message.get("text"))))
             self._decided.set()
 
     # -- in its own thread
@@ -128,8 +128,8 @@ class StallReporter:
         """In the rank that waits, unless it has gone on meanwhile."""
         if place.collective:  # of several communicators, one inside the other, the same one on all ranks
             event |= {"collective": place.collective, "waited": place.seconds}
-        if "late" not in event and (not place.collective or place.seconds < self._warning()):
-            return
+        if "late" not in event and not self._warning() <= place.seconds < self._patience.seconds:
+            return  # it began another one, or ends with a verdict
         if not self._watch.tell(event | {"kind": _LATE, "to": 0, "number": self._number}, RELAY_SECONDS):
             self._do_without_rank_0(event)
 

@@ -1,6 +1,6 @@
 """What a rank of the stall tests does: meets the others again and again, while one of them comes late.
 
-``stall_script.py FOLDER [BACKEND]``: each rank writes ``pid.RANK``, and at the end the error of the timeout to ``error.RANK``.
+``stall_script.py FOLDER [BACKEND]``: each rank writes ``pid.RANK``, and at the end what the timeout raised to ``error.RANK``.
 """
 
 import os
@@ -79,11 +79,11 @@ def main() -> None:
         meet(job, name)
 
     phase("slow", (1,), nap, 0.5)
-    phase("asleep", (1,), nap, 3.7)
+    phase("asleep", (1,), nap, 3.4)
     phase("stopped", (2,), stop_for, 2.5)
     phase("rank 0 asleep", (0,), nap, 1.5)
     phase("rank 0 stopped", (0,), stop_for, 2.5)
-    phase("both stopped", (0, 1), stop_for, 3)
+    phase("both stopped", (0, 1), stop_for, 2.9)
     phase("after", (1,), nap, 0.3)  # rank 0 hears only now what it was asked while it was stopped
     open_communicator(job, backend, CPU, timedelta(seconds=1.5), WARNING)
     try:
