@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 
@@ -19,6 +20,14 @@ def _segments_of_open_mpi() -> Iterator[None]:
     os.environ[SEGMENTS] = folder
     yield
     shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _told_to_end() -> Iterator[None]:
+    """SIGTERM ends the session as Ctrl-C does: with what tests and fixtures have to clean up."""
+    before = signal.signal(signal.SIGTERM, lambda number, frame: pytest.exit("SIGTERM", 128 + number))
+    yield
+    signal.signal(signal.SIGTERM, before)
 
 
 @pytest.fixture(scope="session")

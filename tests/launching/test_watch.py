@@ -106,8 +106,11 @@ def test_a_rank_that_vanishes_is_dead():
 
 def test_rank_0_vanishing_is_seen_without_its_relay():
     with job(3) as watches:
-        assert watches[0]._relay is not None
-        for connection in list(watches[0]._relay._ranks):
+        relay = watches[0]._relay
+        assert relay is not None
+        assert eventually(lambda: len(relay.hellos()) == 3)
+        relay.close()  # a dead process tells nobody which connection was closed first
+        for connection in list(relay._ranks):
             connection.socket.shutdown(socket.SHUT_RDWR)
         for rank in (1, 2):
             assert eventually(watches[rank].failure)
