@@ -1,6 +1,6 @@
 """What a rank of the stall tests does: meets the others again and again, while one of them comes late.
 
-``stall_script.py FOLDER [BACKEND]``: each rank writes ``pid.RANK``, and at the end what the timeout raised to ``error.RANK``.
+``stall_script.py FOLDER [BACKEND]``: each rank writes ``pid.RANK``, at the end its error to ``error.RANK``.
 """
 
 import os
