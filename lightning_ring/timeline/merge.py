@@ -107,7 +107,10 @@ def _write(merged: Merged, others: dict[int, dict[str, Any]], files: dict[int, P
         with open(part, "wb") as out:
             out.write(b'{"displayTimeUnit":"ms","otherData":%b,"traceEvents":[\n' % _json(about))
             for rank, other in others.items():
-                for event in _in_step(read_events(files[rank]), other["rank"]):
+                events = read_events(files[rank])
+                if rank in merged.unfinished:
+                    events = _whole(events)
+                for event in _in_step(events, other["rank"]):
                     out.write(b",\n%b" % event if merged.num_events else event)
                     merged.num_events += 1
             out.write(b"\n]}\n")
@@ -115,6 +118,16 @@ def _write(merged: Merged, others: dict[int, dict[str, Any]], files: dict[int, P
     except BaseException:
         part.unlink(missing_ok=True)
         raise
+
+
+def _whole(events: Iterator[bytes]) -> Iterator[bytes]:
+    """Without the one that a rank that still runs may be writing while it is read."""
+    for event in events:
+        try:
+            json.loads(event)
+        except ValueError:
+            continue
+        yield event
 
 
 def _in_step(events: Iterator[bytes], rank: dict[str, Any]) -> Iterator[bytes]:

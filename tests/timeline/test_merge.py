@@ -128,6 +128,17 @@ def test_after_a_crash_what_is_there_is_merged_and_what_is_missing_is_named(tmp_
     assert json.loads(path.read_bytes())["otherData"]["missing_ranks"] == [2, 3]
 
 
+def test_an_event_that_is_just_being_written_is_left_out(tmp_path: Path) -> None:
+    record_rank(tmp_path / "t.json", 0, 1, close=False)
+    file = tmp_path / "t.rank0.json"
+    whole = len(json.loads(file.read_bytes())["traceEvents"])
+    content = file.read_bytes()
+    end = content.rindex(b"}\n  ")
+    file.write_bytes(content[: end - 3] + b" " * 4 + content[end + 1 :])
+    merged = merge(tmp_path / "t.json")
+    assert len(read_trace(tmp_path / "t.json")) == merged.num_events == whole - 1
+
+
 def test_the_command_writes_where_it_is_told_and_draws(tmp_path: Path, capfd: Any) -> None:
     for rank in range(2):
         record_rank(tmp_path / "t.json", rank, 2)
