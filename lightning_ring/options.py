@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from lightning_ring.errors import ConfigurationError
-from lightning_ring.gradients.bucket import DEFAULT_CAP_MB
+from lightning_ring.gradients.bucket import default_cap_mb
 from lightning_ring.gradients.compression import COMPRESSORS, Compressor
 from lightning_ring.timeline.paths import checked_path
 
@@ -23,7 +23,7 @@ BroadcastBuffers = Literal["start", "epoch", "step"]
 Uneven = Literal["error", "join"]
 StartMethod = Literal["popen", "spawn", "fork"]
 Compression = Literal["fp16", "bf16", "powersgd"]
-BucketCap = float | Literal["auto"]
+BucketCap = float | Literal["auto"] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class RingOptions:
     """
 
     backend: Backend = "auto"
-    bucket_cap_mb: BucketCap = DEFAULT_CAP_MB
+    bucket_cap_mb: BucketCap = None
     topology: Topology = "auto"
     compression: Compression | Compressor | None = None
     shard_optimizer: bool = False
@@ -78,6 +78,10 @@ class RingOptions:
                 "rank its shard of a sum. Use 'fp16', 'bf16' or None, or shard_optimizer=False (strategy='ring')."
             )
 
+    def bucket_cap_on(self, device: torch.device) -> float | Literal["auto"]:
+        """``bucket_cap_mb``, or the default where gradients live on ``device``."""
+        return default_cap_mb(device.type) if self.bucket_cap_mb is None else self.bucket_cap_mb
+
     def new_compressor(self) -> Compressor | None:
         """One without a past: what a fit leaves out of its last step is no part of the next fit."""
         chosen = self.compression
@@ -91,7 +95,7 @@ def _one_of(name: str, value: Any, allowed: tuple[Any, ...], other: str = "") ->
 
 
 def _positive_size(value: Any) -> None:
-    if value == "auto":
+    if value is None or value == "auto":
         return
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not number or not math.isfinite(value) or value <= 0:

@@ -33,7 +33,7 @@ from lightning_ring.comm.replicate import (
 )
 from lightning_ring.compression_state import CompressionState
 from lightning_ring.foreign import explain_foreign_modules
-from lightning_ring.gradients import DEFAULT_CAP_MB, AutoBuckets, Reducer, ShardReducer
+from lightning_ring.gradients import AutoBuckets, Reducer, ShardReducer, default_cap_mb
 from lightning_ring.gradients.compression import Compressor
 from lightning_ring.gradients.squares import squares_by_bucket
 from lightning_ring.loader_state import count_trained_batches
@@ -72,8 +72,9 @@ class RingStrategy(ShardedSteps):
     Args:
         backend: Who moves gradients. ``"auto"``: NCCL on CUDA; on CPU shared memory within a node, and between nodes
             Gloo (MPI if it started the ranks and they have InfiniBand or the like).
-        bucket_cap_mb: Bucket size in MiB; the first bucket to fill takes 1 MiB, so that the wire starts early. Or
-            ``"auto"``: sizes that fit what the first steps show of backward and of the wire.
+        bucket_cap_mb: Bucket size in MiB, `None` for 4 on CPUs and 25 on GPUs; the first bucket to fill takes 1 MiB, so
+            that the wire starts early. Or ``"auto"``: sizes that fit what the first steps show of backward and of the
+            wire.
         topology: ``"hierarchical"`` reduces in each node first, then across nodes, so that every byte crosses the wire
             once; ``"flat"`` is one ring over all ranks. ``"auto"``: hierarchical on CPU where there are several nodes,
             each with the same number of ranks and more than one.
@@ -107,7 +108,7 @@ class RingStrategy(ShardedSteps):
         self,
         *,
         backend: Backend = "auto",
-        bucket_cap_mb: BucketCap = DEFAULT_CAP_MB,
+        bucket_cap_mb: BucketCap = None,
         topology: Topology = "auto",
         compression: Compression | Compressor | None = None,
         shard_optimizer: bool = False,
@@ -191,9 +192,9 @@ class RingStrategy(ShardedSteps):
             return
         assert self.model is not None
         self._compressor = self.options.new_compressor()
-        cap, auto = self.options.bucket_cap_mb, None
+        cap, auto = self.options.bucket_cap_on(self.root_device), None
         if cap == "auto":
-            cap = DEFAULT_CAP_MB
+            cap = default_cap_mb(self.root_device.type)
             auto = AutoBuckets(self._comm, _say, default_cap_mb=cap, compressor=self._compressor)
         self._recorded = RecordedCommunicator(self._comm, self.listeners)
         self._reducer = (ShardReducer if self.options.shard_optimizer else Reducer)(

@@ -81,7 +81,8 @@ class CollectiveQueue:
     """First in, first out; after the first error every work, under way or to come, ends with that error.
 
     ``reached(number)`` tells whether a collective that yielded ``number`` may go on, and ``missing(number)`` for which
-    ranks it waits. The lock is held by whoever moves the first work on. One who waits spins for ``spin_seconds``.
+    ranks it waits. The lock is held by whoever moves the first work on. One who waits spins for ``spin_seconds``. With
+    ``spare_cores`` the rank that calls last leaves the work to the thread as the others do, and goes on computing.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class CollectiveQueue:
         self._missing = missing
         self.spin_seconds = SPIN_SECONDS
         self.last: tuple[str, float] | None = None
+        self.spare_cores = False
         self._open: deque[QueuedWork] = deque()
         self._moving = threading.Lock()
         self._waiters: deque[QueuedWork] = deque()  # appending and popping are atomic, counting is not
@@ -131,8 +133,11 @@ class CollectiveQueue:
         started = False
         if self._moving.acquire(False):
             try:
-                while self._open and self._move(self._open[0]):
-                    pass
+                if not (background and self.spare_cores):
+                    while self._open and self._move(self._open[0]):
+                        pass
+                elif self._open and self._open[0] is work:
+                    self._move(work)  # the others learn that this rank is here
             finally:
                 self._moving.release()
             started = work.over or work.awaits > 0

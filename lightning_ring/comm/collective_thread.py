@@ -9,6 +9,8 @@ import weakref
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 
+import torch
+
 from lightning_ring.comm.patience import CHECK_SECONDS, Patience, transport_error
 from lightning_ring.errors import CollectiveError, RingError
 
@@ -26,11 +28,12 @@ class CollectiveThread:
         self._jobs: SimpleQueue[ThreadWork | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._closed = False
+        self._num_submitted = self._num_finished = 0
         patience.runners.append(weakref.ref(self))
 
     @property
     def idle(self) -> bool:
-        return self.running is None and self._jobs.empty()
+        return self._num_finished == self._num_submitted
 
     def under_way(self) -> tuple[str, float] | None:
         work = self.running
@@ -42,15 +45,23 @@ class CollectiveThread:
         Raises:
             RingError: The error that broke the communicator earlier.
         """
-        self.patience.raise_if_broken()
-        if self._closed:
-            raise CollectiveError(f"{description}: this communicator was closed; build a new one.")
+        self.check_open(description)
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="ring-collectives", daemon=True)
             self._thread.start()
         work = ThreadWork(self, description, run)
+        self._num_submitted += 1
         self._jobs.put(work)
         return work
+
+    def check_open(self, description: str) -> None:
+        """
+        Raises:
+            RingError: The error that broke the communicator earlier; or it was closed.
+        """
+        self.patience.raise_if_broken()
+        if self._closed:
+            raise CollectiveError(f"{description}: this communicator was closed; build a new one.")
 
     def while_waiting(self, peers: Sequence[int]) -> float:
         """A transport that waits for ``peers`` calls this in the thread; returns for how many seconds it may go on.
@@ -72,6 +83,8 @@ class CollectiveThread:
         """Called in the user's thread."""
         while not work.finished.wait(CHECK_SECONDS):
             self.patience.ask_check()
+            if self.patience.error is not None and not work.finished.wait(BROKEN_SECONDS):
+                self.patience.raise_named(self.patience.error)  # the thread is inside a wait that nothing ends
             running = self.running
             if running is None:
                 continue
@@ -109,13 +122,18 @@ class CollectiveThread:
         while (work := self._jobs.get()) is not None:
             if self.patience.error is None:
                 self._run_one(work)
+            self._num_finished += 1
             work.finish(self.patience.error)
 
     def _run_one(self, work: ThreadWork) -> None:
         work.started = time.monotonic()
         self.running = work
         try:
-            work.run()
+            if work.inference:
+                with torch.inference_mode():
+                    work.run()
+            else:
+                work.run()
         except RingError as error:
             self.patience.fail(error)
         except BaseException as error:
@@ -126,12 +144,24 @@ class CollectiveThread:
 class ThreadWork:
     """A `Work` of a `CollectiveThread`."""
 
-    __slots__ = ("_thread", "description", "ended", "error", "finished", "num_warnings", "run", "started", "waits_for")
+    __slots__ = (
+        "_thread",
+        "description",
+        "ended",
+        "error",
+        "finished",
+        "inference",
+        "num_warnings",
+        "run",
+        "started",
+        "waits_for",
+    )
 
     def __init__(self, thread: CollectiveThread, description: str, run: Callable[[], None]) -> None:
         self._thread = thread
         self.description = description
         self.run: Callable[[], None] = run
+        self.inference = torch.is_inference_mode_enabled()  # a mode of the caller's thread, not of the one that runs it
         self.started = 0.0
         self.waits_for: Sequence[int] = ()
         self.num_warnings = 0

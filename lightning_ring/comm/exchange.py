@@ -13,13 +13,18 @@ from lightning_ring.comm.wide_sum import sum_rows, wants_wide_sum
 
 def exchange_rows(rows: Tensor, p2p: PointToPoint) -> Tensor:
     """Fill ``rows`` (world size × k): this rank's row goes to every other rank, theirs come here. One message time."""
-    rank = p2p.rank
-    others = [peer for peer in range(p2p.world_size) if peer != rank]
-    if others and rows.shape[1]:
-        requests = [p2p.irecv(rows[peer], peer) for peer in others]
-        requests += [p2p.isend(rows[rank], peer) for peer in others]
+    if requests := start_exchange(rows, p2p):
         p2p.wait(requests)
     return rows
+
+
+def start_exchange(rows: Tensor, p2p: PointToPoint, tag: int = 0) -> list[Request]:
+    """What `exchange_rows` waits for."""
+    if not rows.shape[1]:
+        return []
+    others = [peer for peer in range(p2p.world_size) if peer != p2p.rank]
+    requests = [p2p.irecv(rows[peer], peer, tag) for peer in others]
+    return requests + [p2p.isend(rows[p2p.rank], peer, tag) for peer in others]
 
 
 def all_reduce_directly_(flat: Tensor, p2p: PointToPoint, op: ReduceOp = ReduceOp.SUM) -> Tensor:

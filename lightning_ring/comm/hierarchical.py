@@ -62,6 +62,7 @@ class HierarchicalCommunicator(RingCommunicator):
         self._piece_bytes = piece_bytes
         self._onto_the_wire = CollectiveThread(patience)
         self._off_the_wire = CollectiveThread(patience)
+        self._threads += [self._onto_the_wire, self._off_the_wire]
 
     @property
     def shard_index(self) -> int:
@@ -158,8 +159,6 @@ class HierarchicalCommunicator(RingCommunicator):
     def close(self) -> None:
         if not self._closed:
             super().close()
-            self._onto_the_wire.close()
-            self._off_the_wire.close()
             for level in (self._inward, self._across, self._outward):
                 level.close()
 

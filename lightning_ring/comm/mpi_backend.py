@@ -15,15 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_ring.comm.agreement import describe
-from lightning_ring.comm.patience import (
-    CHECK_SECONDS,
-    DEFAULT_TIMEOUT,
-    LONGEST_SLEEP_SECONDS,
-    SLEEP_SHARE,
-    SPIN_SECONDS,
-    Check,
-    Patience,
-)
+from lightning_ring.comm.patience import DEFAULT_TIMEOUT, Check, Patience, wait_politely
 from lightning_ring.comm.ring_communicator import RingCommunicator
 from lightning_ring.errors import ConfigurationError, RankDiscoveryError
 
@@ -149,11 +141,11 @@ class MPITransport:
         self.world_size: int = comm.size
         self.while_waiting: Callable[[Sequence[int]], float] = lambda peers: DEFAULT_TIMEOUT.total_seconds()
 
-    def isend(self, tensor: Tensor, dst: int) -> MPIMessage:
-        return self._keep(MPIMessage(self._comm.Isend(self._bytes(tensor), dst), tensor, dst, receives=False))
+    def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> MPIMessage:
+        return self._keep(MPIMessage(self._comm.Isend(self._bytes(tensor), dst, tag), tensor, dst, receives=False))
 
-    def irecv(self, tensor: Tensor, src: int) -> MPIMessage:
-        return self._keep(MPIMessage(self._comm.Irecv(self._bytes(tensor), src), tensor, src, receives=True))
+    def irecv(self, tensor: Tensor, src: int, tag: int = 0) -> MPIMessage:
+        return self._keep(MPIMessage(self._comm.Irecv(self._bytes(tensor), src, tag), tensor, src, receives=True))
 
     def wait(self, requests: Sequence[MPIMessage]) -> None:
         pending = [message.request for message in requests]
@@ -178,24 +170,6 @@ class MPITransport:
 
     def _bytes(self, tensor: Tensor) -> tuple[Any, Any]:
         return self._mpi.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes), self._mpi.BYTE
-
-
-def wait_politely(test: Callable[[], bool], while_waiting: Callable[[], object]) -> None:
-    """Poll ``test`` without taking a core from the computation: spin a moment, then sleep a tenth of the time waited.
-
-    MPI's own waits spin for as long as they last. ``while_waiting`` is called every 20 ms and may raise.
-    """
-    if test():
-        return
-    began = time.perf_counter()
-    next_check = CHECK_SECONDS
-    while not test():
-        waited = time.perf_counter() - began
-        if waited > next_check:
-            while_waiting()
-            next_check = waited + CHECK_SECONDS
-        if waited > SPIN_SECONDS:
-            time.sleep(min(waited * SLEEP_SHARE, LONGEST_SLEEP_SECONDS))
 
 
 def _duplicate(comm: Any, patience: Patience) -> Any:

@@ -151,6 +151,25 @@ class Patience:
         )
 
 
+def wait_politely(test: Callable[[], bool], while_waiting: Callable[[], object]) -> None:
+    """Poll ``test`` without taking a core from the computation: spin a moment, then sleep a tenth of the time waited.
+
+    MPI's own waits spin for as long as they last; Gloo's end in an exception where their time is up, which is made at
+    backward's cost. ``while_waiting`` is called every 20 ms and may raise.
+    """
+    if test():
+        return
+    began = time.perf_counter()
+    next_check = CHECK_SECONDS
+    while not test():
+        waited = time.perf_counter() - began
+        if waited > next_check:
+            while_waiting()
+            next_check = waited + CHECK_SECONDS
+        if waited > SPIN_SECONDS:
+            time.sleep(min(waited * SLEEP_SHARE, LONGEST_SLEEP_SECONDS))
+
+
 def transport_error(description: str, error: BaseException) -> TransportError:
     """What a transport raised, as an error that names the collective."""
     wrapped = TransportError(

@@ -50,7 +50,8 @@ def own_place(patience: Patience, progress: Callable[[], str]) -> Place:
     """This rank's place, from any thread. It takes no lock that the main thread could hold."""
     runners = [runner for ref in patience.runners if (runner := ref()) is not None]
     under_way = [pair for runner in runners if (pair := runner.under_way()) is not None]
-    ended = [pair for runner in runners if (pair := runner.last) is not None]
+    going_on = {text for text, _ in under_way}  # after a thread that started it has done with it
+    ended = [pair for runner in runners if (pair := runner.last) is not None and pair[0] not in going_on]
     text, now = "", time.monotonic()
     with contextlib.suppress(Exception):  # it reads what the main thread is changing
         text = progress()

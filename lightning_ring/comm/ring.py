@@ -41,8 +41,9 @@ class Request(Protocol):
 class PointToPoint(Protocol):
     """Send and receive between fixed ranks: all that the ring asks of a transport.
 
-    Messages between two ranks arrive in the order they were sent. Tensors are contiguous and not empty; a sent one may
-    not change, and a received one may not be read, before `wait`.
+    Messages of one ``tag`` between two ranks arrive in the order they were sent. Tensors are contiguous and not empty;
+    a sent one may not change, and a received one may not be read, before `wait`. `isend` and `irecv` may be called
+    while another thread waits.
     """
 
     @property
@@ -51,9 +52,9 @@ class PointToPoint(Protocol):
     @property
     def world_size(self) -> int: ...
 
-    def isend(self, tensor: Tensor, dst: int) -> Request: ...
+    def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Request: ...
 
-    def irecv(self, tensor: Tensor, src: int) -> Request:
+    def irecv(self, tensor: Tensor, src: int, tag: int = 0) -> Request:
         """Receive exactly ``tensor.nbytes`` bytes."""
         ...
 

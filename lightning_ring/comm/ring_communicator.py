@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import pickle
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
@@ -19,6 +20,7 @@ from lightning_ring.errors import CollectiveError, ConfigurationError
 
 T = TypeVar("T")
 DIRECT_BYTES = 16 * 1024  # per rank; up to this an all-reduce is one message to everybody
+_HEADER_TAG = 1
 
 
 class Transport(ring.PointToPoint, Protocol):
@@ -34,9 +36,10 @@ class Transport(ring.PointToPoint, Protocol):
 class RingCommunicator:
     """Collectives run one after another in a thread of their own, in the order of the calls.
 
-    Before each, the ranks exchange a header (`agreement`), so that diverged calls are an error on every rank. After an
-    error the communicator is broken: what is under way and every later call raise that same error. So do those of the
-    other communicators that share its ``patience``.
+    For each, the ranks exchange a header (`agreement`), so that diverged calls are an error on every rank. It leaves
+    with the call, and arrives while earlier collectives are still under way. After an error the communicator is broken:
+    what is under way and every later call raise that same error. So do those of the other communicators that share its
+    ``patience``.
 
     ``members`` are the ranks' numbers in the job, for errors. Without ``checked`` no headers are exchanged: for what is
     called by a communicator that has exchanged its own.
@@ -48,10 +51,10 @@ class RingCommunicator:
         self.transport = transport
         self._patience = patience
         self._thread = CollectiveThread(self._patience)
+        self._threads = [self._thread]  # in the order in which a collective passes through them
         self._checked = checked
         self._members = list(members) or list(range(transport.world_size))
         transport.while_waiting = self._while_waiting
-        self._headers = torch.zeros(transport.world_size, HEADER_BYTES, dtype=torch.uint8)
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._num_calls = 0
         self._closed = False
@@ -87,7 +90,9 @@ class RingCommunicator:
         if flat.nbytes * (self.world_size - 1) <= DIRECT_BYTES:
             return self._start(what, lambda: exchange.all_reduce_directly_(flat, self.transport, op))
         if wide_sum.wants_wide_sum(flat.dtype, op):
-            return self._start(what, lambda: ring.all_gather_(self._sum_widely_(flat, op), self.transport))
+            return self._start(
+                what, lambda: wide_sum.all_reduce_(flat, self.transport, op, scratch=self._landing_memory())
+            )
         return self._start(what, lambda: ring.all_reduce_(flat, self.transport, op, scratch=self._landing_memory()))
 
     def reduce_scatter_(self, flat: Tensor, *, op: ReduceOp = ReduceOp.SUM, name: str = "") -> Work:
@@ -95,7 +100,9 @@ class RingCommunicator:
         ring.check_reducible(flat, op)
         what = describe("reduce_scatter", op.value, flat.dtype, f"{flat.numel()} elements", name=name)
         if wide_sum.wants_wide_sum(flat.dtype, op):
-            return self._start(what, lambda: self._sum_widely_(flat, op))
+            return self._start(
+                what, lambda: wide_sum.reduce_scatter_(flat, self.transport, op, scratch=self._landing_memory())
+            )
         return self._start(what, lambda: ring.reduce_scatter_(flat, self.transport, op, scratch=self._landing_memory()))
 
     def all_gather_(self, flat: Tensor, *, name: str = "") -> Work:
@@ -169,14 +176,14 @@ class RingCommunicator:
         self._start(describe("barrier"), _nothing).wait()
 
     def abandon(self) -> None:
-        if not self._thread.idle:
+        if not all(thread.idle for thread in self._threads):
             self._patience.fail(CollectiveError("this communicator was replaced by a new one."))
         self.close()
 
     def close(self) -> None:
         if not self._closed:
             self._closed = True
-            ended = self._thread.close()
+            ended = sum(thread.close() for thread in self._threads) == len(self._threads)
             self.transport.close(broken=self._patience.error is not None or not ended)
 
     def _start(self, what: str, run: Callable[[], object], *, alone: bool = False) -> Work:
@@ -184,22 +191,35 @@ class RingCommunicator:
         if self.world_size == 1 and not alone:
             self._patience.raise_if_broken()
             return CompletedWork()
-        self._num_calls += 1
-        call = self._num_calls
+        self._thread.check_open(what)
+        agree = self._announce(what) if self._checked else _nothing
 
         def agree_and_run() -> None:
-            if self._checked:
-                self._headers[self.rank] = header(what)
-                check_agreement(exchange.exchange_rows(self._headers, self.transport), call)
+            agree()
             run()
 
         return self._thread.submit(what, agree_and_run)
 
+    def _announce(self, what: str) -> Callable[[], None]:
+        """Tell the others what is called; returns what waits until they have told it too, and compares."""
+        self._num_calls += 1
+        call = self._num_calls
+        headers = torch.empty(self.world_size, HEADER_BYTES, dtype=torch.uint8)
+        headers[self.rank] = header(what)
+        try:
+            requests = exchange.start_exchange(headers, self.transport, _HEADER_TAG)
+        except Exception as error:  # a peer is gone: whoever waits for the work is told
+            return functools.partial(_raise, error)
+
+        def agree() -> None:
+            if requests:
+                self.transport.wait(requests)
+            check_agreement(headers, call)
+
+        return agree
+
     def _while_waiting(self, peers: Sequence[int]) -> float:
         return self._thread.while_waiting([self._members[peer] for peer in peers])
-
-    def _sum_widely_(self, flat: Tensor, op: ReduceOp) -> Tensor:
-        return wide_sum.reduce_scatter_(flat, self.transport, op, scratch=self._landing_memory())
 
     def _landing_memory(self) -> Tensor:
         if not self._scratch.numel():  # kept: fresh memory costs a page fault for every 4 KiB
@@ -266,3 +286,7 @@ def contiguous_flat(tensor: Tensor, method: str) -> Tensor:
 
 def _nothing() -> None:
     return None
+
+
+def _raise(error: Exception) -> None:
+    raise error

@@ -16,6 +16,7 @@ from torch import Tensor
 from lightning_ring.comm.collective_queue import Steps
 from lightning_ring.comm.communicator import ReduceOp, shard
 from lightning_ring.comm.ring import finish_
+from lightning_ring.comm.shared_regions import Regions
 from lightning_ring.comm.shared_rounds import SLOT_BYTES, Rounds
 
 PIECE_BYTES = 256 * 1024  # summed and written to all ranks before it leaves the cache
@@ -43,37 +44,43 @@ def reduce_rows(rows: Sequence[Tensor], out: Tensor, op: ReduceOp) -> None:
         finish_(out, op, len(rows))
 
 
-def all_reduce_in_place(everyones: Sequence[Tensor], rounds: Rounds, op: ReduceOp) -> Steps:
-    """Reduce ``everyones`` 1-D tensors, of all ranks by rank, into all of them. Begins after a round."""
-    shards = [shard(flat, rounds.world_size, rounds.rank) for flat in everyones]
-    for pieces, result in _reduced_pieces(shards, rounds.rank, op):
-        for piece in pieces:
-            if piece is not result:
-                piece.copy_(result)
+def all_reduce_in_place(flat: Tensor, place: int, regions: Regions, rounds: Rounds, op: ReduceOp) -> Steps:
+    """Reduce all ranks' tensors in the ``place`` of 1-D ``flat`` into all of them. Begins after a round."""
+    shards = regions.everyones(flat, place, rounds.rank)
+    if len(shards) == 2 and shards[0].nbytes <= PIECE_BYTES:  # the loop below, without what surrounds it
+        own = shards[rounds.rank]
+        reduce_rows(shards, own, op)
+        shards[1 - rounds.rank].copy_(own)
+    else:
+        for pieces, result in _reduced_pieces(shards, rounds.rank, op):
+            for piece in pieces:
+                if piece is not result:
+                    piece.copy_(result)
     yield rounds.arrive()
 
 
-def reduce_scatter_in_place(everyones: Sequence[Tensor], rounds: Rounds, op: ReduceOp) -> Steps:
-    """Reduce this rank's shard of ``everyones`` tensors into that of its own. Begins after a round."""
-    shards = [shard(flat, rounds.world_size, rounds.rank) for flat in everyones]
+def reduce_scatter_in_place(flat: Tensor, place: int, regions: Regions, rounds: Rounds, op: ReduceOp) -> Steps:
+    """Reduce this rank's shard of all ranks' tensors into that of its own. Begins after a round."""
+    shards = regions.everyones(flat, place, rounds.rank)
     for pieces, result in _reduced_pieces(shards, rounds.rank, op):
         if pieces[rounds.rank] is not result:
             pieces[rounds.rank].copy_(result)
     yield rounds.arrive()
 
 
-def all_gather_in_place(everyones: Sequence[Tensor], rounds: Rounds, _: object = None) -> Steps:
-    """Fill this rank's tensor of ``everyones`` from the others' shards. Begins after a round."""
-    for peer, theirs in enumerate(everyones):
+def all_gather_in_place(flat: Tensor, place: int, regions: Regions, rounds: Rounds, _: object = None) -> Steps:
+    """Fill this rank's tensor from the others' shards of theirs. Begins after a round."""
+    for peer in range(rounds.world_size):
         if peer != rounds.rank:
-            shard(everyones[rounds.rank], rounds.world_size, peer).copy_(shard(theirs, rounds.world_size, peer))
+            shards = regions.everyones(flat, place, peer)
+            shards[rounds.rank].copy_(shards[peer])
     yield rounds.arrive()
 
 
-def broadcast_in_place(everyones: Sequence[Tensor], rounds: Rounds, src: int) -> Steps:
-    """Copy rank ``src``'s of ``everyones`` tensors into this rank's. Begins after a round."""
+def broadcast_in_place(flat: Tensor, place: int, regions: Regions, rounds: Rounds, src: int) -> Steps:
+    """Copy rank ``src``'s tensor into this rank's. Begins after a round."""
     if rounds.rank != src:
-        everyones[rounds.rank].copy_(everyones[src])
+        flat.copy_(regions.everyones(flat, place)[src])
     yield rounds.arrive()
 
 

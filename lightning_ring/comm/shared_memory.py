@@ -33,7 +33,7 @@ from lightning_ring.comm.shared_segment import Bootstrap, NoSharedMemory, share
 from lightning_ring.errors import CollectiveError
 
 T = TypeVar("T")
-SHORT_BYTES = 64 * 1024  # a tensor up to this goes through the slots in one round, wherever it is
+SHORT_BYTES = 16 * 1024  # a tensor up to this goes through the slots in one round, wherever it is
 _MAX_KNOWN = 4096
 
 
@@ -42,7 +42,7 @@ class Kind(NamedTuple):
 
     name: str
     through_slots: Callable[[Tensor, Rounds, Any], Steps]
-    in_place: Callable[[Sequence[Tensor], Rounds, Any], Steps]
+    in_place: Callable[[Tensor, int, Regions, Rounds, Any], Steps]
 
 
 _ALL_REDUCE = Kind("all_reduce", ways.all_reduce_through_slots, ways.all_reduce_in_place)
@@ -126,6 +126,7 @@ class SharedMemoryCommunicator:
         """Spin only if every rank has a core: elsewhere it would keep a peer from the one they share. Collective."""
         cores = set().union(*self.all_gather_object(bound_cores()))
         self._queue.spin_seconds = SPIN_SECONDS if len(cores) >= self.world_size else 0.0
+        self._queue.spare_cores = len(cores) > self.world_size
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory that the other ranks see too; after one warning ordinary memory, if there is not enough. Blocks."""
@@ -170,7 +171,7 @@ class SharedMemoryCommunicator:
             check_sizes(sizes, what)
             yield from ways.all_to_all_through_slots(sources, targets, self._rounds, int(sizes.max()))
 
-        return self._queue.submit(what, self._agreed(what, digest_of(what), 0, run()), background=True)
+        return self._queue.submit(what, self._agreed(what, digest_of(what), run()), background=True)
 
     def broadcast_(self, tensor: Tensor, *, src: int = 0, name: str = "") -> Work:
         check_rank(src, self.world_size, "src")
@@ -212,9 +213,9 @@ class SharedMemoryCommunicator:
         what, digest = self._describe(kind.name, flat.dtype, flat.numel(), how, name)
         if flat.nbytes <= SHORT_BYTES:
             body = kind.through_slots(flat, self._rounds, how)
-            steps = self._agreed(what, digest, 0, body)
+            steps = self._agreed(what, digest, body)
         else:
-            steps = self._agreed(what, digest, self.regions.place(flat), self._in_place_if_all_can(kind, flat, how))
+            steps = self._in_place_if_all_can(what, digest, kind, flat, how)
         if how is ReduceOp.AVG and flat.dtype.itemsize == 2:
             steps = self._prepared(flat, how, steps)
         return self._queue.submit(what, steps, background=flat.nbytes > SHORT_BYTES)
@@ -238,33 +239,41 @@ class SharedMemoryCommunicator:
         return known
 
     def _run(self, what: str, body: Steps) -> None:
-        self._queue.submit(what, self._agreed(what, digest_of(what), 0, body), background=False).wait()
+        self._queue.submit(what, self._agreed(what, digest_of(what), body), background=False).wait()
 
-    def _agreed(self, what: str, digest: int, place: int, body: Steps) -> Steps:
+    def _agreed(self, what: str, digest: int, body: Steps) -> Steps:
         """``body``, whose first round tells the others what is called, and ends it if they call something else."""
         self._num_calls += 1
         call = self._num_calls
-        rounds = self._rounds
-        rounds.announce(digest, place)
+        self._rounds.announce(digest, 0)
         yield next(body)
-        if not rounds.agree():
-            headers = torch.zeros(self.world_size, HEADER_BYTES, dtype=torch.uint8)
-            headers[self.rank] = header(what)
-            yield from ways.exchange_rows(headers, rounds)
-            check_agreement(headers, call)
+        if not self._rounds.agree():
+            yield from self._compare(what, call)
         yield from body
+
+    def _compare(self, what: str, call: int) -> Steps:
+        headers = torch.zeros(self.world_size, HEADER_BYTES, dtype=torch.uint8)
+        headers[self.rank] = header(what)
+        yield from ways.exchange_rows(headers, self._rounds)
+        check_agreement(headers, call)
 
     def _prepared(self, flat: Tensor, op: ReduceOp, body: Steps) -> Steps:
         prepare_(flat, op, self.world_size)
         yield from body
 
-    def _in_place_if_all_can(self, kind: Kind, flat: Tensor, how: Any) -> Steps:
-        yield self._rounds.arrive()
-        place = self.regions.place(flat)
-        if place == 0 or any(other != place for other in self._rounds.places()):
-            yield from kind.through_slots(flat, self._rounds, how)
+    def _in_place_if_all_can(self, what: str, digest: int, kind: Kind, flat: Tensor, how: Any) -> Steps:
+        """As `_agreed`; the first round also tells where the tensors are."""
+        self._num_calls += 1
+        call = self._num_calls
+        rounds, place = self._rounds, self.regions.place(flat)
+        rounds.announce(digest, place)
+        yield rounds.arrive()
+        if not rounds.agree():
+            yield from self._compare(what, call)
+        if place == 0 or not rounds.same_place():
+            yield from kind.through_slots(flat, rounds, how)
         else:
-            yield from kind.in_place(self.regions.everyones(flat), self._rounds, how)
+            yield from kind.in_place(flat, place, self.regions, rounds, how)
 
     def _missing(self, number: int) -> list[int]:
         return [self._members[rank] for rank in self._rounds.missing(number)]

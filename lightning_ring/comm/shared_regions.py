@@ -4,20 +4,34 @@ from __future__ import annotations
 
 import mmap
 import weakref
+from bisect import bisect_right, insort
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from lightning_ring.comm.communicator import shard_bounds
+
 _OFFSET_BITS = 40
+_MAX_VIEWS = 1024  # a region's; cutting them takes longer than a short collective
 
 
 class Region(NamedTuple):
-    """One allocation: its number, the same on every rank, and all ranks' memory of it as bytes (own: empty)."""
+    """One allocation.
+
+    Attributes:
+        number: The same on every rank.
+        start, stop: Where it begins and ends in this process.
+        memory: All ranks' memory of it as bytes (own: empty).
+        views: Of others' memory (own: empty), with their bounds.
+    """
 
     number: int
+    start: int
+    stop: int
     memory: list[Tensor]
+    views: dict[Any, tuple[int, int, list[Tensor]]]
 
 
 class Regions:
@@ -25,7 +39,9 @@ class Regions:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
+        self._starts: list[int] = []  # in ascending order
         self._by_start: dict[int, Region] = {}
+        self._by_number: dict[int, Region] = {}
         self._num_added = 0
 
     def add(self, maps: Sequence[mmap.mmap], dtype: torch.dtype) -> Tensor:
@@ -36,26 +52,48 @@ class Regions:
         nothing = torch.empty(0, dtype=torch.uint8)  # a view of its own memory would keep it for ever
         memory = [nothing if theirs is own else torch.frombuffer(theirs, dtype=torch.uint8) for theirs in maps]
         start = tensor.data_ptr()
-        self._by_start[start] = Region(self._num_added, memory)
-        weakref.finalize(own, self._forget, start, self._num_added).atexit = False
+        region = Region(self._num_added, start, start + tensor.nbytes, memory, {})
+        if start not in self._by_start:
+            insort(self._starts, start)
+        self._by_start[start] = self._by_number[region.number] = region
+        weakref.finalize(own, self._forget, start, region.number).atexit = False
         return tensor
 
     def _forget(self, start: int, number: int) -> None:
+        self._by_number.pop(number, None)
         region = self._by_start.get(start)
         if region is not None and region.number == number:  # the address may have been given out anew
             del self._by_start[start]
+            self._starts.remove(start)
 
     def place(self, flat: Tensor) -> int:
         """Region and offset of ``flat`` in one number, equal on ranks that mean the same place; 0 if it is in none."""
-        if flat.is_conj() or flat.is_neg():  # its bytes are not its values
+        address = flat.data_ptr()
+        index = bisect_right(self._starts, address)
+        if not index:
             return 0
-        start = flat.untyped_storage().data_ptr()
-        region = self._by_start.get(start)
-        return 0 if region is None else (region.number << _OFFSET_BITS) + flat.data_ptr() - start
+        region = self._by_start[self._starts[index - 1]]
+        if address >= region.stop or flat.is_conj() or flat.is_neg():  # of the latter bytes are not values
+            return 0
+        return (region.number << _OFFSET_BITS) + address - region.start
 
-    def everyones(self, flat: Tensor) -> list[Tensor]:
-        """What all ranks, by rank, have in the place of contiguous ``flat``, which is in a region."""
-        start = flat.untyped_storage().data_ptr()
-        offset = flat.data_ptr() - start
-        everyones = [memory[offset : offset + flat.nbytes] for memory in self._by_start[start].memory]
-        return [flat if rank == self._rank else bytes_.view(flat.dtype) for rank, bytes_ in enumerate(everyones)]
+    def everyones(self, flat: Tensor, place: int, index: int | None = None) -> list[Tensor]:
+        """What all ranks, by rank, have in the ``place`` of 1-D ``flat``, in a region; or its ``index``-th shard."""
+        region = self._by_number[place >> _OFFSET_BITS]
+        key = place, flat.numel(), flat.dtype, index
+        cut = region.views.get(key)
+        if cut is None:
+            if len(region.views) >= _MAX_VIEWS:
+                region.views.clear()
+            cut = region.views[key] = _cut(region.memory, flat, place & ((1 << _OFFSET_BITS) - 1), index)
+        start, stop, views = cut
+        everyones = views.copy()
+        everyones[self._rank] = flat[start:stop]
+        return everyones
+
+
+def _cut(memory: Sequence[Tensor], flat: Tensor, offset: int, index: int | None) -> tuple[int, int, list[Tensor]]:
+    """The bounds of shard ``index`` of ``flat``, or of all of it, and that part of all ``memory``."""
+    start, stop = (0, flat.numel()) if index is None else shard_bounds(flat.numel(), len(memory), index)
+    first, last = (offset + bound * flat.itemsize for bound in (start, stop))
+    return start, stop, [bytes_[first:last].view(flat.dtype) for bytes_ in memory]

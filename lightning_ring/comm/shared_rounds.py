@@ -57,7 +57,7 @@ class Rounds:
         return views
 
     def announce(self, digest: int, place: int) -> None:
-        """What the others find on the board from the next round on (`agree`, `places`)."""
+        """What the others find on the board from the next round on (`agree`, `same_place`)."""
         self._digest, self._place = digest, place
 
     def arrive(self) -> int:
@@ -90,7 +90,11 @@ class Rounds:
                 return False
         return True
 
-    def places(self) -> list[int]:
-        """Everybody's place for the round that was just reached."""
+    def same_place(self) -> bool:
+        """Whether everybody gave the same place for the round that was just reached."""
         word = 4 + (self.number & 1)
-        return [board[word] for board in self._boards]
+        mine = self._mine[word]
+        for board in self._others:  # noqa: SIM110
+            if board[word] != mine:
+                return False
+        return True

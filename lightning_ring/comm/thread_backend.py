@@ -25,18 +25,18 @@ class ThreadWorld:
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
         self.changed = threading.Condition()
-        self.sent: dict[tuple[int, int], deque[Message]] = defaultdict(deque)
-        self.awaited: dict[tuple[int, int], deque[Message]] = defaultdict(deque)
+        self.sent: dict[tuple[int, int, int], deque[Message]] = defaultdict(deque)
+        self.awaited: dict[tuple[int, int, int], deque[Message]] = defaultdict(deque)
         self.failed: tuple[int, BaseException] | None = None
 
-    def post(self, mine: Message, src: int, dst: int, *, receives: bool) -> None:
-        """Match a send with the oldest open receive of the same pair, or a receive with the oldest send."""
+    def post(self, mine: Message, src: int, dst: int, tag: int, *, receives: bool) -> None:
+        """Match a send with the oldest open receive of the same pair and tag, or a receive with the oldest send."""
         ours, theirs = (self.awaited, self.sent) if receives else (self.sent, self.awaited)
         with self.changed:
-            if not theirs[src, dst]:
-                ours[src, dst].append(mine)
+            if not theirs[src, dst, tag]:
+                ours[src, dst, tag].append(mine)
                 return
-            other = theirs[src, dst].popleft()
+            other = theirs[src, dst, tag].popleft()
             source, target = (other, mine) if receives else (mine, other)
             if source.payload.numel() != target.payload.numel():
                 raise CollectiveError(
@@ -77,14 +77,14 @@ class ThreadTransport:
         self.world_size = world.world_size
         self.while_waiting: Callable[[Sequence[int]], float] = lambda peers: 0.0
 
-    def isend(self, tensor: Tensor, dst: int) -> Message:
+    def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Message:
         message = Message(as_bytes(tensor), dst)
-        self._world.post(message, self.rank, dst, receives=False)
+        self._world.post(message, self.rank, dst, tag, receives=False)
         return message
 
-    def irecv(self, tensor: Tensor, src: int) -> Message:
+    def irecv(self, tensor: Tensor, src: int, tag: int = 0) -> Message:
         message = Message(as_bytes(tensor), src)
-        self._world.post(message, src, self.rank, receives=True)
+        self._world.post(message, src, self.rank, tag, receives=True)
         return message
 
     def wait(self, requests: Sequence[Message]) -> None:

@@ -10,14 +10,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_ring.comm.agreement import describe
-from lightning_ring.comm.communicator import Communicator, ReduceOp, Work
+from lightning_ring.comm.collective_thread import CollectiveThread
+from lightning_ring.comm.communicator import Communicator, CompletedWork, ReduceOp, Work
 from lightning_ring.comm.nccl_backend import NCCLCommunicator
-from lightning_ring.comm.patience import DEFAULT_TIMEOUT, Check, Patience
+from lightning_ring.comm.patience import DEFAULT_TIMEOUT, Check, Patience, wait_politely
 from lightning_ring.comm.ring import check_reducible
 from lightning_ring.comm.ring_communicator import DIRECT_BYTES, RingCommunicator, contiguous_flat
 from lightning_ring.errors import ConfigurationError
-
-SLICE = timedelta(milliseconds=200)  # each ends in an exception; at 20 ms steps between hosts took longer
 
 _NATIVE = (torch.float32, torch.float64)
 _OPS = {
@@ -98,7 +97,8 @@ class GlooCommunicator(RingCommunicator):
 
     The halves of an all-reduce are this package's ring over Gloo's send and receive: Gloo's own reduce-scatter takes
     longer than its all-reduce. Whole all-reduces of float32 and float64, if not too short, are Gloo's own, which needs
-    no interpreter while it runs; AVG then divides before it sums, as DistributedDataParallel does, with its bits.
+    no interpreter while it runs; AVG then divides before it sums, as DistributedDataParallel does, with its bits. One
+    begins while the one before it is still on the wire: Gloo has two threads for them.
     ``patience`` stands for ``timeout``, ``stall_warning`` and ``check`` where several communicators share one.
     """
 
@@ -119,6 +119,8 @@ class GlooCommunicator(RingCommunicator):
             raise ConfigurationError("torch.distributed is not initialised; call init_process_group first.")
         transport = GlooTransport(self._group, owns_group)
         super().__init__(transport, patience or Patience(timeout, check, stall_warning), members, checked)
+        self._arriving = CollectiveThread(self._patience)
+        self._threads.append(self._arriving)
 
     def all_reduce_(self, tensor: Tensor, *, op: ReduceOp = ReduceOp.SUM, name: str = "") -> Work:
         if tensor.dtype not in _NATIVE or tensor.nbytes * (self.world_size - 1) <= DIRECT_BYTES:
@@ -127,26 +129,43 @@ class GlooCommunicator(RingCommunicator):
         check_reducible(flat, op)
         what = describe("all_reduce", op.value, flat.dtype, f"{flat.numel()} elements", name=name)
 
+        started = _StartedWork()
+
         def run() -> None:
             if op is ReduceOp.AVG:
                 flat.div_(self.world_size)
             work = dist.all_reduce(flat, op=_OPS[op], group=self._group, async_op=True)
-            wait_in_slices(work, self.transport.while_waiting)
+            started.arrival = self._arriving.submit(what, lambda: self._wait_for(work))
 
-        return self._start(what, run)
+        started.start = self._start(what, run)
+        return started
+
+    def _wait_for(self, work: dist.Work) -> None:
+        wait_politely(work.is_completed, lambda: self._arriving.while_waiting(()))
+        work.wait()  # raises what went wrong
 
 
-def wait_in_slices(work: dist.Work, while_waiting: Callable[[Sequence[int]], float]) -> None:
-    """Wait for a Gloo collective and see every 200 ms whether the wait must end (a message's cannot be resumed)."""
-    while True:
-        try:
-            work.wait(SLICE)
-            return
-        except RuntimeError:
-            if work.is_completed():  # it failed, or ended just after the slice
-                work.wait()
-                return
-            while_waiting(())
+class _StartedWork:
+    """The `Work` of a collective that one thread starts, and another one sees end."""
+
+    __slots__ = ("arrival", "start")
+
+    def __init__(self) -> None:
+        self.start: Work = CompletedWork()
+        self.arrival: Work | None = None
+
+    @property
+    def ended(self) -> float | None:
+        """As `CollectiveRecord.ended`."""
+        return getattr(self.arrival, "ended", None)
+
+    def wait(self) -> None:
+        self.start.wait()
+        assert self.arrival is not None
+        self.arrival.wait()
+
+    def done(self) -> bool:
+        return self.start.done() and (self.arrival is None or self.arrival.done())
 
 
 class GlooMessage:
@@ -170,11 +189,11 @@ class GlooTransport:
         self.world_size = group.size()
         self.while_waiting: Callable[[Sequence[int]], float] = lambda peers: DEFAULT_TIMEOUT.total_seconds()
 
-    def isend(self, tensor: Tensor, dst: int) -> GlooMessage:
-        return GlooMessage(self._group.send([tensor], dst, 0), tensor, dst)
+    def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> GlooMessage:
+        return GlooMessage(self._group.send([tensor], dst, tag), tensor, dst)
 
-    def irecv(self, tensor: Tensor, src: int) -> GlooMessage:
-        return GlooMessage(self._group.recv([tensor], src, 0), tensor, src)
+    def irecv(self, tensor: Tensor, src: int, tag: int = 0) -> GlooMessage:
+        return GlooMessage(self._group.recv([tensor], src, tag), tensor, src)
 
     def wait(self, requests: Sequence[GlooMessage]) -> None:
         for request in requests:

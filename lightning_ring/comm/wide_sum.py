@@ -2,6 +2,9 @@
 
 Everybody sends everybody's shard straight to its owner, which takes the same bytes on the wire as the ring does:
 (N−1)/N of the tensor. The owner adds them in the order of the ranks, so that the result does not depend on who owns it.
+
+Of two values, one addition in 16 bits is that sum: torch adds in float32 and rounds the result. An average of bfloat16
+is the sum of halves then, which are exact but for values below 2⁻¹²⁵; with one of those it may differ in its last bit.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_ring.comm.communicator import ReduceOp, shard
-from lightning_ring.comm.ring import PIECE_BYTES, WINDOW, PointToPoint, Request, cut, num_pieces
+from lightning_ring.comm.ring import PIECE_BYTES, WINDOW, PointToPoint, Request, all_gather_, cut, num_pieces
 
 _CHUNK = 64 * 1024  # elements that are summed at once: two such float32 buffers stay in the second-level cache
 
@@ -39,6 +42,7 @@ def reduce_scatter_(
     peers = [peer for peer in range(world_size) if peer != rank]
     if not peers:
         return flat
+    op = _halved_(flat, op, world_size)
     window = max(2, WINDOW // len(peers))
     piece_bytes = min(piece_bytes, WINDOW * piece_bytes // (window * len(peers)))
     count = num_pieces(-(-flat.numel() // world_size), flat.element_size(), piece_bytes)
@@ -60,11 +64,58 @@ def reduce_scatter_(
     return flat
 
 
+def all_reduce_(
+    flat: Tensor,
+    p2p: PointToPoint,
+    op: ReduceOp,
+    *,
+    scratch: Tensor | None = None,
+    piece_bytes: int = PIECE_BYTES,
+) -> Tensor:
+    """Reduce 16-bit 1-D ``flat`` by SUM or AVG in place; ``scratch`` as above.
+
+    Two ranks send each other all they have, and both add: as many bytes as both halves of a ring, but nothing that is
+    sent waits for a sum.
+    """
+    if p2p.world_size == 2:
+        return _exchange_and_add_(flat, p2p, _halved_(flat, op, 2), scratch, piece_bytes)
+    reduce_scatter_(flat, p2p, op, scratch=scratch, piece_bytes=piece_bytes)
+    return all_gather_(flat, p2p, piece_bytes=piece_bytes)
+
+
 def sum_rows(rows: Tensor, op: ReduceOp) -> Tensor:
     """SUM or AVG of 16-bit ``rows`` (one a rank), in the order of the ranks; 1-D of their dtype."""
     target = torch.empty_like(rows[0])
     _sum_into_(target, list(rows), op, torch.empty(2, min(_CHUNK, rows.shape[1]), dtype=torch.float32))
     return target
+
+
+def _exchange_and_add_(
+    flat: Tensor, p2p: PointToPoint, op: ReduceOp, scratch: Tensor | None, piece_bytes: int
+) -> Tensor:
+    peer = 1 - p2p.rank
+    pieces = cut(flat, num_pieces(flat.numel(), flat.element_size(), piece_bytes)) if flat.numel() else []
+    landing = [places[0] for places in _landing_places(pieces[0], WINDOW, 1, scratch)] if pieces else []
+    wide = torch.empty(2, min(_CHUNK, flat.numel()), dtype=torch.float32)
+    under_way: deque[tuple[Tensor, list[Request]]] = deque()
+    num_posted = 0
+    for index, own in enumerate(pieces):
+        for number in range(num_posted, min(index + WINDOW, len(pieces))):
+            place = landing[number % WINDOW][: pieces[number].numel()]
+            under_way.append((place, [p2p.irecv(place, peer), p2p.isend(pieces[number], peer)]))
+            num_posted = number + 1
+        arrived, requests = under_way.popleft()
+        p2p.wait(requests)  # for the message that left too: its memory becomes the sum
+        _sum_into_(own, (own, arrived) if p2p.rank == 0 else (arrived, own), op, wide)
+    return flat
+
+
+def _halved_(flat: Tensor, op: ReduceOp, world_size: int) -> ReduceOp:
+    """What is left of ``op`` to do; of two bfloat16 tensors' average a sum, because each is halved here, in place."""
+    if op is not ReduceOp.AVG or flat.dtype is not torch.bfloat16 or world_size != 2:
+        return op
+    flat.mul_(0.5)
+    return ReduceOp.SUM
 
 
 def _post(
@@ -94,6 +145,9 @@ def _landing_places(longest: Tensor, window: int, num_peers: int, scratch: Tenso
 
 def _sum_into_(target: Tensor, parts: Sequence[Tensor], op: ReduceOp, wide: Tensor) -> None:
     """``target`` (it may be one of ``parts``) becomes their SUM or AVG; ``wide`` is float32 memory for two chunks."""
+    if op is ReduceOp.SUM and len(parts) == 2:
+        torch.add(parts[0], parts[1], out=target)
+        return
     scale = 2.0 ** -math.ceil(math.log2(len(parts))) if op is ReduceOp.AVG else 1.0
     rest = scale * len(parts) if op is ReduceOp.AVG else 1.0
     for start in range(0, target.numel(), _CHUNK):

@@ -14,6 +14,15 @@ _ALIGNMENT_BYTES = 64  # a cache line: views start where vector kernels like it
 _MIB = 2**20
 DEFAULT_CAP_MB = 25.0
 
+
+def default_cap_mb(device_type: str) -> float:
+    """Bucket size in MiB where nobody chose one.
+
+    Between CPUs a message costs little beside its bytes, and the last bucket is what backward cannot hide.
+    """
+    return 4.0 if device_type == "cpu" else DEFAULT_CAP_MB
+
+
 Empty = Callable[[int, torch.dtype, torch.device], Tensor]
 
 

@@ -74,7 +74,7 @@ def describe(trainer: Trainer, comm: Communicator | None, batch_size: int, steps
         topology="hierarchical" if isinstance(comm, HierarchicalCommunicator) else "flat",
         sharded=options.shard_optimizer,
         compression=compression if compression is None or isinstance(compression, str) else compression.name,
-        bucket_cap_mb=options.bucket_cap_mb,
+        bucket_cap_mb=options.bucket_cap_on(trainer.strategy.root_device),
     )
 
 

@@ -85,6 +85,23 @@ def check_every_dtype_and_op_equals_a_plain_reduction() -> None:
                 assert_same_everywhere(comm, output)
 
 
+def check_tensors_of_inference_mode() -> None:
+    """Lightning evaluates in that mode; changing its tensors in a thread that is not in it is an error."""
+    for comm in each():
+        with torch.inference_mode():
+            tensors = [torch.full((numel,), float(comm.rank + 1)) for numel in (7, 200_000)]
+            works = [comm.all_reduce_(tensor) for tensor in tensors]
+            comm.reduce_scatter_(torch.ones(70_001)).wait()
+            comm.all_gather_(torch.ones(70_001)).wait()
+            comm.broadcast_(torch.ones(70_001)).wait()
+            objects = comm.all_gather_object(comm.rank)
+        for work in works:
+            work.wait()
+        total = comm.world_size * (comm.world_size + 1) / 2
+        assert all((tensor == total).all() for tensor in tensors)
+        assert objects == list(range(comm.world_size))
+
+
 def check_sums_equal_those_of_mpi_and_torch() -> None:
     for comm in each():
         for numel in (0, 1, 1000, 300_001):

@@ -12,6 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -23,6 +24,7 @@ from lightning_ring.comm.ranks import discover_ranks
 from lightning_ring.comm.shared_memory import SHORT_BYTES, SharedMemoryCommunicator, open_shared_memory
 from lightning_ring.comm.shared_rounds import SLOT_BYTES
 from lightning_ring.comm.torch_backend import GlooCommunicator
+from lightning_ring.errors import CollectiveError
 from tests.checks.comm import WORLD, MPIBootstrap, assert_same_everywhere
 from tests.comm.test_ring import allowed, plain, tolerance, values
 
@@ -250,3 +252,18 @@ def check_a_job_takes_shared_memory_by_itself_and_messages_where_asked_to() -> N
     assert isinstance(chosen[0], MPICommunicator)
     assert len(lines) == (WORLD.rank == 0)
     assert isinstance(opened_by_a_job("auto"), SharedMemoryCommunicator)
+
+
+def check_a_new_communicator_does_not_wait_for_what_a_peer_never_called() -> None:
+    """As a refit after an exception that only some ranks had: the old one's timeout is 30 s."""
+    for backend in ("auto", "gloo", "mpi"):
+        comm = opened_by_a_job(backend)
+        work = comm.all_reduce_(torch.ones(100_000), name="bucket 1") if WORLD.rank == 0 else None
+        time.sleep(0.05)
+        WORLD.Barrier()
+        began = time.monotonic()
+        opened_by_a_job(backend)
+        assert time.monotonic() - began < 10, backend
+        if work is not None:
+            with pytest.raises(CollectiveError, match="replaced by a new one"):
+                work.wait()

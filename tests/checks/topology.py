@@ -9,6 +9,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from mpi4py import MPI
 from torch import nn
 
+from lightning_ring.comm import shared_segment
 from lightning_ring.comm.communicator import Communicator, ReduceOp, shard
 from lightning_ring.comm.hierarchical import HierarchicalCommunicator
 from lightning_ring.comm.job import Job, open_communicator
@@ -69,6 +71,23 @@ def check_auto_nests_what_shares_nodes_evenly() -> None:
     for nodes, topology in ((ROUND_ROBIN, "flat"), (UNEVEN, "auto"), (APART, "auto")):
         with opened(nodes, topology=topology) as comm:
             assert isinstance(comm, GlooCommunicator)
+
+
+def check_a_node_whose_second_segment_fails_has_all_nodes_use_messages() -> None:
+    make, made = shared_segment._make, []
+
+    def make_one(num_bytes: int) -> Any:
+        made.append(num_bytes)
+        return (None, {"error": "no memory left"}) if WORLD.rank == 1 and len(made) == 2 else make(num_bytes)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shared_segment, "_make", make_one)
+        with opened(ROUND_ROBIN) as comm:
+            assert isinstance(comm, HierarchicalCommunicator)
+            assert not isinstance(comm._inward, SharedMemoryCommunicator)
+            flat = torch.full((90_000,), float(comm.rank))
+            comm.all_reduce_(flat).wait()
+            assert (flat == 6).all()
 
 
 def check_a_fabric_is_left_to_mpi() -> None:

@@ -251,6 +251,27 @@ def test_after_an_error_closing_is_quick():
     assert max(run_nested(NODES[0], rank)) < 10
 
 
+def test_one_that_is_replaced_does_not_wait_for_what_a_peer_never_sent():
+    never = threading.Event()
+
+    class NeverOver:
+        def wait(self):
+            never.wait(20)
+
+    def rank(comm):
+        comm._across.all_reduce_ = lambda *args, **kwargs: NeverOver()
+        work = comm.all_reduce_(torch.ones(9000), name="bucket 7")
+        time.sleep(0.2)  # all ranks have agreed, and wait for the wire
+        began = time.monotonic()
+        comm.abandon()
+        with pytest.raises(CollectiveError, match="replaced by a new one"):
+            work.wait()
+        return time.monotonic() - began
+
+    assert max(run_nested(NODES[0], rank)) < 10
+    never.set()
+
+
 def test_the_fabric_is_what_the_system_lists(tmp_path):
     assert not has_fabric(tmp_path / "infiniband")
     (tmp_path / "infiniband").mkdir()

@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from lightning_ring.comm.mpi_backend import check_mpi_matches_launcher, wait_politely
+from lightning_ring.comm.mpi_backend import check_mpi_matches_launcher
+from lightning_ring.comm.patience import wait_politely
 from lightning_ring.errors import RankDiscoveryError
 from tests.launch import ROOT, mpirun, run
 

@@ -231,3 +231,29 @@ def test_closed_twice_and_used_afterwards():
             comm.barrier()
 
     run_ranks(2, rank)
+
+
+def test_the_others_are_told_of_a_call_while_earlier_ones_are_under_way():
+    """Were they told when its turn comes, the wire would be idle for as long as that takes."""
+
+    def rank(comm):
+        called, told = threading.Event(), []
+        wait, send = comm.transport.wait, comm.transport.isend
+
+        def wait_for_all_calls(requests):
+            assert called.wait(10)
+            wait(requests)
+
+        def counted_send(tensor, dst, tag=0):
+            told.append(tag)
+            return send(tensor, dst, tag)
+
+        comm.transport.wait, comm.transport.isend = wait_for_all_calls, counted_send
+        works = [comm.all_reduce_(torch.ones(10_000), name=f"bucket {index}") for index in range(3)]
+        before_any_ended = list(told)
+        called.set()
+        for work in works:
+            work.wait()
+        return before_any_ended
+
+    assert run_ranks(2, rank) == [[1, 1, 1]] * 2

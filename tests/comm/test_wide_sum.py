@@ -9,8 +9,9 @@ from torch import Tensor
 from lightning_ring.comm.communicator import ReduceOp, shard
 from lightning_ring.comm.exchange import all_reduce_directly_
 from lightning_ring.comm.ring import scratch_bytes
+from lightning_ring.comm.ring_communicator import RingCommunicator
 from lightning_ring.comm.thread_backend import run_ranks
-from lightning_ring.comm.wide_sum import reduce_scatter_
+from lightning_ring.comm.wide_sum import all_reduce_, reduce_scatter_
 
 SMALL_PIECES = 256
 HALVES = [torch.float16, torch.bfloat16]
@@ -62,6 +63,60 @@ def test_a_communicator_sums_so_in_all_its_reductions(dtype, world_size, numel):
     for output in run_ranks(world_size, rank):
         assert torch.equal(output[0], rounded_once(inputs, ReduceOp.AVG))
         assert torch.equal(output[1], output[0])
+
+
+def every_value(dtype: torch.dtype) -> Tensor:
+    return torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+
+
+def same_bits(given: Tensor, expected: Tensor) -> Tensor:
+    """Elementwise; one NaN is as good as another."""
+    return (given.view(torch.int16) == expected.view(torch.int16)) | (given.isnan() & expected.isnan())
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_of_two_values_one_addition_in_16_bits_is_the_float32_sum_rounded_once(dtype):
+    values, generator = every_value(dtype), torch.Generator().manual_seed(0)
+    for _ in range(64):
+        others = values[torch.randperm(2**16, generator=generator)]
+        assert same_bits(values + others, (values.float() + others.float()).to(dtype)).all()
+
+
+def test_of_two_bfloat16_the_sum_of_halves_is_the_float32_average_rounded_once():
+    """But for values whose half is rounded, next to which the average may be its neighbour."""
+    values, generator = every_value(torch.bfloat16), torch.Generator().manual_seed(0)
+    coarse = (values.abs() < 2.0**-125) & (values != 0)
+    for _ in range(64):
+        order = torch.randperm(2**16, generator=generator)
+        expected = (values.float() * 0.5 + values[order].float() * 0.5).to(torch.bfloat16)
+        outputs = run_ranks(
+            2, lambda comm, ranks=(values, values[order]): average_of_two(ranks[comm.rank].clone(), comm)
+        )
+        for output in outputs:
+            assert torch.equal(output.view(torch.int16), outputs[0].view(torch.int16))
+            same = same_bits(output, expected)
+            assert (same | coarse | coarse[order]).all()
+            off = (output.double() - expected.double()).abs()
+            assert (same | (off <= expected.double().abs() * 2.0**-7 + 2.0**-133)).all()
+
+
+def average_of_two(flat: Tensor, comm: RingCommunicator) -> Tensor:
+    comm.all_reduce_(flat, op=ReduceOp.AVG).wait()
+    return flat
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("numel", [0, 1, 7, 5003])
+def test_two_ranks_exchange_all_they_have(dtype, numel):
+    inputs = values(numel, dtype, 2)
+
+    def rank(comm):
+        scratch = torch.empty(scratch_bytes(SMALL_PIECES), dtype=torch.uint8)
+        flat = inputs[comm.rank].clone()
+        return all_reduce_(flat, comm.transport, ReduceOp.AVG, scratch=scratch, piece_bytes=SMALL_PIECES)
+
+    for output in run_ranks(2, rank):
+        assert torch.equal(output, rounded_once(inputs, ReduceOp.AVG))
 
 
 def test_a_ring_in_16_bits_would_lose_what_this_keeps():

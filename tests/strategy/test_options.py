@@ -77,3 +77,10 @@ def test_mpi_without_mpi4py_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_positional_arguments_are_refused() -> None:
     with pytest.raises(TypeError):
         RingStrategy("gloo")  # type: ignore[misc]
+
+
+def test_buckets_fit_the_device_unless_they_were_given_a_size() -> None:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    for given, expected in ((None, (4, 25)), (7.5, (7.5, 7.5)), ("auto", ("auto", "auto"))):
+        options = RingStrategy(bucket_cap_mb=given).options
+        assert (options.bucket_cap_on(cpu), options.bucket_cap_on(cuda)) == expected
