@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import json
 import os
+import random
 import signal
 import statistics
 import sys
@@ -43,6 +44,8 @@ class Row:
     steps: int = 4  # a turn
     rounds: int = 8
     start: str = "fork"  # "mpirun"; "exec": one process a job
+    options: tuple[str, ...] = ()  # of `step_rank`
+    by_turn: bool = False  # compare means of turns, where not every step costs the same
 
 
 ROWS = {
@@ -61,6 +64,14 @@ ROWS = {
     "four_ranks": Row("resnet18", ("ddp", "ring"), (("ring", "ddp", 0.50),), ranks=4, num_hosts=2, steps=2, rounds=5),
     "many_small": Row("many_small", ("ddp", "ring", "alone"), (("ring", "ddp", 0.8),), steps=40),
     "one_process": Row("resnet18", ("auto", "ring"), (("ring", "auto", 1.01),), ranks=1, steps=5, rounds=8),
+    "monitor": Row(
+        "resnet18",
+        ("ring:monitor=False", "ring", f"ring:timeline={tempfile.gettempdir()}/ring-step-trace.json"),
+        (("ring", "ring:monitor=False", 1.01),),
+        steps=50,  # of which one is logged
+        options=("--logger",),
+        by_turn=True,
+    ),
     "state": Row(
         "resnet18", ("ring", "ring_sharded"), asked_state=(("ring_sharded", "ring", 0.55),), steps=2, rounds=2
     ),
@@ -90,7 +101,7 @@ def measure(row: Row, options: Sequence[str] = ()) -> tuple[dict[str, list[float
 @contextlib.contextmanager
 def commands(row: Row, options: Sequence[str]) -> Iterator[list[list[str]]]:
     """What to run: a process a host that forks the ranks of all jobs, or a command for each job."""
-    python, arguments = [sys.executable, "-m"], [row.model, *options]
+    python, arguments = [sys.executable, "-m"], [row.model, *row.options, *options]
     each = [[*python, "benchmarks.step_rank", *arguments, name] for name in row.contenders]
     with contextlib.ExitStack() as stack:
         opened = stack.enter_context(hosts.open_hosts(row.num_hosts, row.rate)) if row.num_hosts > 1 else None
@@ -127,9 +138,20 @@ def report(row: Row, seconds: dict[str, list[float]], facts: dict[str, list[Any]
     for ours in row.contenders[1:]:
         ratio = statistics.median(seconds[ours]) / statistics.median(seconds[peer])
         yield f"- {ours}: {ratio:.3f} of the time of {peer}{asked.get((ours, peer), '')}"
+        if row.by_turn:
+            middle, low, high = ratio_of_turns(seconds[ours], seconds[peer], row.steps)
+            yield f"  by means of turns {middle:.4f}, 95 % of resampled medians from {low:.4f} to {high:.4f}"
     for ours, peer, limit in row.asked_state:
         mine, theirs = (max(fact["state_bytes"] for fact in facts[name]) for name in (ours, peer))
         yield f"- {ours}: {mine / theirs:.3f} of the optimizer state of {peer}; asked: at most {limit:.2f}"
+
+
+def ratio_of_turns(ours: Sequence[float], peer: Sequence[float], steps: int) -> tuple[float, float, float]:
+    """Median over turns of the ratio of the turns' means, and where 95 % of the medians of resampled turns lie."""
+    ratios = [sum(ours[at : at + steps]) / sum(peer[at : at + steps]) for at in range(0, len(ours), steps)]
+    draw = random.Random(0)
+    medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(2000))
+    return statistics.median(ratios), medians[50], medians[1949]
 
 
 def main() -> int:

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import argparse
 import ast
+import atexit
 import gc
 import logging
 import os
+import shutil
+import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -18,6 +21,7 @@ from typing import Any
 import lightning as L
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.plugins.environments import LightningEnvironment, MPIEnvironment, TorchElasticEnvironment
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
@@ -150,6 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--precision", default="32-true")
     parser.add_argument("--channels-last", action="store_true")
+    parser.add_argument("--logger", action="store_true", help="log to TensorBoard, in a temporary folder")
     asked = parser.parse_args(arguments)
     warnings.filterwarnings("ignore", module="lightning")
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
@@ -166,12 +171,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         callbacks=[InTurns(turns)],
         benchmark=on_cuda,
         max_epochs=1,
-        logger=False,
+        logger=TensorBoardLogger(tempfile.mkdtemp(prefix="ring-step-")) if asked.logger else False,
         enable_progress_bar=False,
         enable_model_summary=False,
         enable_checkpointing=False,
         **settings,
     )
+    for logger in trainer.loggers:
+        atexit.register(shutil.rmtree, logger.save_dir, ignore_errors=True)
     batch = OneBatch(shape, asked.batch or batch_size, asked.device, asked.channels_last)
     trainer.fit(Trained(build(), asked.channels_last), batch)
 

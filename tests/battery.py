@@ -119,6 +119,11 @@ class Battery:
         self._launches: dict[tuple[object, ...], Launch] = {}  # the one used last at the end
         self._results: dict[tuple[object, ...], tuple[dict[int, dict[str, str | None]], str]] = {}
 
+    def left_by(self, module: str, world_size: int, check: str) -> Path:
+        """The ``tmp_path`` of a check that has run."""
+        (folder,) = self._tmp.glob(f"{module}-{world_size}-*/{check}")
+        return folder
+
     def __call__(
         self, module: str, world_size: int, check: str, timeout: float = 240, only: tuple[str, ...] = (), **env: str
     ) -> None:

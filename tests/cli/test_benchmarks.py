@@ -114,3 +114,9 @@ def test_rows_with_hosts_say_what_is_missing() -> None:
     result = run([sys.executable, "-m", "benchmarks.step", "two_hosts"], timeout=60)
     assert result.returncode == 77
     assert "no hosts: " in result.stdout
+
+
+def test_turns_are_compared_by_their_means() -> None:
+    peer = [1.0, 1.0, 2.0, 2.0, 4.0, 4.0]
+    middle, low, high = step.ratio_of_turns([1.1, 1.1, 1.0, 3.2, 4.8, 4.8], peer, steps=2)
+    assert (middle, low, high) == pytest.approx((1.1, 1.05, 1.2))

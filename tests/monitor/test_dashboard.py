@@ -1,0 +1,105 @@
+"""TensorBoard's pages in a real browser, what happens without TensorBoard, and the progress bars."""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
+from lightning.pytorch.loggers import CSVLogger
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_ring.monitor import RingMonitor, dashboard
+from tests.battery import Battery
+from tests.monitor.browser import NAMES, executable, open_browser, open_tensorboard
+
+
+class Model(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Linear(2, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.net(batch[0]).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit(tmp_path: Path, **arguments: Any) -> L.Trainer:
+    run = L.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=2,
+        log_every_n_steps=1,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+        **arguments,
+    )
+    run.fit(Model(), DataLoader(TensorDataset(torch.randn(8, 2)), batch_size=4))
+    return run
+
+
+def test_without_tensorboard_there_is_one_warning_and_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "tensorboard" else find(name, *rest)
+    )
+    dashboard._warn_of_missing.cache_clear()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            run = fit(tmp_path, callbacks=[RingMonitor()], logger=CSVLogger(tmp_path), enable_progress_bar=False)
+    said = [str(one.message) for one in seen if "tensorboard" in str(one.message)]
+    assert len(said) == 1, said
+    assert "pip install 'lightning-ring[monitor]'" in said[0]
+    assert run.global_step == 4
+    assert "ring/step_ms" in (Path(run.logger.log_dir) / "metrics.csv").read_text()
+
+
+class Mine(TQDMProgressBar):
+    """As Lightning's documentation has users change a bar."""
+
+    def get_metrics(self, *args: Any) -> Any:
+        items = super().get_metrics(*args)
+        items.pop("data", None)
+        return items | {"mine": 1}
+
+
+@pytest.mark.parametrize(("bar", "shown"), [(TQDMProgressBar(), True), (RichProgressBar(), True), (Mine(), False)])
+def test_bars_show_it_and_a_users_own_decides(tmp_path: Path, bar: Any, shown: bool) -> None:
+    run = fit(tmp_path, callbacks=[RingMonitor(), bar], logger=False)
+    metrics = bar.get_metrics(run, run.lightning_module)
+    assert "img/s" in metrics
+    assert ("data" in metrics) == shown
+    assert ("mine" in metrics) != shown
+
+
+@pytest.mark.skipif(executable() is None, reason=f"none of {', '.join(NAMES)} is installed")
+@pytest.mark.timeout(240)
+def test_pages_open_in_a_browser(battery: Battery, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    check = "check_tensorboard_pages_are_written"
+    battery("tests.checks.monitor", 2, check, timeout=150)
+    logs = battery.left_by("tests.checks.monitor", 2, check) / "logs"
+    with open_tensorboard(logs) as address, open_browser(tmp_path) as browser:
+        browser.size(1500, 1000)
+        browser.open(f"{address}#custom_scalars")
+        browser.wait_for(
+            "Training", "Throughput", "Communication", "Data", "Optimizer", "learning rate", "gradient norm"
+        )
+        picture = browser.screenshot()
+        assert picture.startswith(b"\x89PNG")
+        assert len(picture) > 20_000, "an empty page is smaller"
+        browser.open(f"{address}#hparams")
+        browser.wait_for("ring/world_size", "ring/optimizer", "LARS", "SharedMemoryCommunicator")
+        browser.open(f"{address}#images")
+        browser.wait_for("ring/buckets of a step")

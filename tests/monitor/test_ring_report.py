@@ -1,0 +1,141 @@
+"""What is concluded from steps and rows that are made up, so that every number is known."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from lightning_ring.comm.recording import CollectiveRecord
+from lightning_ring.monitor.breakdown import StepBreakdown, break_down, collectives_of, sent_bytes
+from lightning_ring.monitor.bucket_chart import ON_THE_WIRE, READY, WAITED_FOR, bars, draw
+from lightning_ring.monitor.memory import Memory
+from lightning_ring.monitor.rank_rows import RankRow
+from lightning_ring.monitor.ring_report import RingReport
+from lightning_ring.monitor.step_record import StepRecord
+
+
+def step(**marks: tuple[float, float]) -> StepRecord:
+    """Of 30 s, from 100 on."""
+    record = StepRecord()
+    record.began, record.total = 100.0, 30.0
+    for phase, (begin, end) in marks.items():
+        record.begin(phase, 100.0 + begin)
+        record.end(phase, 100.0 + end)
+    return record
+
+
+def collective(
+    called: float, returned: float, waited: tuple[float, float], ended: float, kind: str = "all_reduce", name: str = "a"
+) -> CollectiveRecord:
+    record = CollectiveRecord(name, kind, nbytes=8, called=100 + called, returned=100 + returned)
+    record.waited_from, record.waited_until, record.ended = 100 + waited[0], 100 + waited[1], 100 + ended
+    return record
+
+
+AUTOMATIC = {"data": (0.0, 2.0), "forward": (3.0, 9.0), "backward": (9.0, 21.0), "optimizer": (2.5, 26.0)}
+
+
+def test_collectives_come_out_of_the_phase_in_which_they_cost_time() -> None:
+    record = step(**AUTOMATIC)
+    told = [
+        collective(12, 12.5, (18, 20), ended=19.5),  # under way 12 to 19.5: lost 0.5 in backward, then 2
+        collective(14, 14, (20, 20.5), ended=20.5),  # waits for the one before: 19.5 to 20.5
+        collective(-3, -2, (4, 5), ended=1, kind="all_gather"),  # called in the step before; lost 1 in forward
+        collective(31, 31, (31, 32), ended=32),  # of a validation
+    ]
+    mine = collectives_of(record, told)
+    assert [one.called for one in mine] == [97, 112, 114]
+    found = break_down(record, mine, world_size=4)
+    assert found.exposed == pytest.approx(0.5 + 2 + 0.5 + 1)
+    assert found.backward == pytest.approx(12 - 3)
+    assert found.forward == pytest.approx(6 - 1)
+    assert found.optimizer == pytest.approx(23.5 - 6 - 12)
+    assert found.busy == pytest.approx(4 + 7.5 + 1)
+    assert found.hidden == pytest.approx(12.5 - 4)
+    parts = (found.data, found.copy, found.forward, found.backward, found.exposed, found.optimizer, found.other)
+    assert sum(parts) == pytest.approx(found.total) == 30
+    assert found.sent == pytest.approx(2 * (2 * 3 / 4 * 8) + 3 / 4 * 8)
+
+
+def test_backward_of_manual_optimization_comes_out_of_forward_and_out_of_a_closure() -> None:
+    record = step(forward=(0.0, 20.0))
+    record.begin_manual_backward(102.0)
+    record.end_manual_backward(105.0)
+    record.begin("manual_optimizer", 106.0)
+    record.begin_manual_backward(107.0)
+    record.end_manual_backward(111.0)
+    record.end("manual_optimizer", 112.0)
+    times = record.times()
+    assert (times.forward, times.backward, times.optimizer) == pytest.approx((20 - 3 - 6, 3 + 4, 6 - 4))
+    assert [record.phase_at(100.0 + at) for at in (1, 3, 6.5, 8, 25, 31)] == [
+        "forward", "backward", "optimizer", "backward", "other", None,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "sent"),
+    [("all_reduce", 12), ("reduce_scatter", 6), ("all_gather", 6), ("all_to_all", 6), ("broadcast", 8)],
+)
+def test_bytes_are_counted_as_nccl_tests_do(kind: str, sent: float) -> None:
+    assert sent_bytes(collective(0, 0, (0, 0), 0, kind=kind), world_size=4) == sent
+
+
+def row(rank: int, total: float, exposed: float, busy: float = 1.0, steps: int = 10, images: float = 32) -> RankRow:
+    times = StepBreakdown(data=0.1 * total, exposed=exposed, total=total, busy=busy, sent=6e9)
+    return RankRow(rank, steps, images, 0, times, Memory(1e9 * (rank + 1)))
+
+
+def test_the_slowest_rank_is_the_one_that_waits_least() -> None:
+    report = RingReport(7, [row(0, 2.0, 0.5), row(1, 2.0, 0.1), row(2, 2.0, 0.6), row(3, 2.0, 0.4)])
+    rank, behind = report.slowest
+    assert (rank, behind) == (1, pytest.approx(1.9 - 1.5))
+    assert report.bar() == {"img/s": "64", "data": "10%", "comm": "20%", "slowest": "rank 1 +400 ms"}
+    scalars = report.scalars()
+    assert scalars["ring/images_per_second"] == pytest.approx(64)
+    assert scalars["ring/slowest_rank"] == 1
+    assert scalars["ring/memory_mb"] == 4000
+    assert "ring/cuda_peak_mb" not in scalars
+
+
+def test_bandwidth_is_that_of_the_rank_that_others_did_not_keep_waiting() -> None:
+    assert RingReport(0, [row(0, 2.0, 0.5, busy=3.0), row(1, 2.0, 0.5, busy=1.5)]).bus_bandwidth == 4e9
+
+
+def test_what_cannot_be_told_is_left_out_and_a_norm_that_is_not_finite_is_not() -> None:
+    unknown = RankRow(0, 0, math.nan, 0, StepBreakdown.unknown(), Memory(1))
+    report = RingReport(0, [unknown, row(1, 2.0, 0.5)], gradient_norms=[math.nan, None, 2.0])
+    scalars = report.scalars()
+    assert not [name for name in scalars if "ms" in name or "images" in name or "slowest" in name]
+    assert math.isnan(scalars["ring/gradient_norm/0"])
+    assert "ring/gradient_norm/1" not in scalars
+    assert scalars["ring/gradient_norm/2"] == 2
+    assert report.bar() == {}
+    nameless = RingReport(0, [row(0, 2.0, 0.5, images=math.nan)])
+    assert "img/s" not in nameless.bar()
+    assert "ring/step_ms" in nameless.scalars()
+
+
+def test_trust_ratios_are_told_by_percentiles() -> None:
+    scalars = RingReport(0, [row(0, 1.0, 0.0)], trust_ratios=torch.arange(101.0)).scalars()
+    assert [scalars[f"ring/trust_ratio/p{percent}"] for percent in ("05", "50", "95")] == pytest.approx([5, 50, 95])
+
+
+def test_a_row_survives_its_way_as_numbers() -> None:
+    one = row(3, 2.0, 0.5)
+    assert RankRow.from_list(one.as_list()) == one
+
+
+def test_the_chart_shows_what_was_ready_on_the_wire_and_waited_for() -> None:
+    pytest.importorskip("matplotlib")
+    found = bars(
+        step(**AUTOMATIC), [collective(12, 12.5, (18, 20), 19.5), collective(14, 14, (20, 20.5), 20.5, name="b")]
+    )
+    of_second = {bar.kind: (bar.start, bar.stop) for bar in found if bar.lane == "b"}
+    assert of_second == {READY: (14, 19.5), ON_THE_WIRE: (19.5, 20.5), WAITED_FOR: (20, 20.5)}
+    assert next((bar.start, bar.stop) for bar in found if bar.lane == "forward") == (3, 9)
+    pixels = draw(found, "title")
+    assert pixels.dtype.name == "uint8"
+    assert pixels.shape[2] == 4
+    assert pixels[..., :3].std() > 5, "something is drawn"
