@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import base64
+import fcntl
 import json
 import os
 import re
@@ -113,9 +114,17 @@ def open_browser(folder: Path) -> Iterator[Browser]:
         f"--user-data-dir={folder}",
         "--remote-debugging-pipe",
     ]
+
+    def place_pipes() -> None:
+        ends = [fcntl.fcntl(end, fcntl.F_DUPFD, 10) for end in (read_there, write_there)]
+        for end, expected in zip(ends, (3, 4), strict=True):  # where Chromium looks for them
+            os.dup2(end, expected)
+            os.close(end)
+
     process = subprocess.Popen(
-        ["sh", "-c", f'exec "$@" 3<&{read_there} 4>&{write_there}', "sh", chromium, *options],
-        pass_fds=(read_there, write_there),
+        [chromium, *options],
+        close_fds=False,  # Python's own are closed anyway
+        preexec_fn=place_pipes,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
