@@ -93,13 +93,13 @@ def test_pages_open_in_a_browser(battery: Battery, tmp_path: Path) -> None:
     with open_tensorboard(logs) as address, open_browser(tmp_path) as browser:
         browser.size(1500, 1000)
         browser.open(f"{address}#custom_scalars")
-        browser.wait_for(
-            "Training", "Throughput", "Communication", "Data", "Optimizer", "learning rate", "gradient norm"
-        )
+        browser.wait_for("Training", "Throughput", "Communication", "Data", "Optimizer", "gradient norm", "Matches (7)")
         picture = browser.screenshot()
         assert picture.startswith(b"\x89PNG")
         assert len(picture) > 20_000, "an empty page is smaller"
         browser.open(f"{address}#hparams")
-        browser.wait_for("ring/world_size", "ring/optimizer", "LARS", "SharedMemoryCommunicator")
+        browser.wait_for(
+            "ring/world_size", "ring/optimizer", "width", "ring/images_per_second", "version_0 1.0000 auto"
+        )
         browser.open(f"{address}#images")
         browser.wait_for("ring/buckets of a step")
