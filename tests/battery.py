@@ -199,6 +199,8 @@ def follow_orders(folder: str) -> None:
         for order in orders:
             module, out, *only = order.rstrip("\n").split("\t")
             run_checks(module, Path(out), only)
+    MPI.Finalize()
+    os._exit(0)  # to take all that was imported down again lasts seconds
 
 
 def main(first: str, *rest: str) -> None:
