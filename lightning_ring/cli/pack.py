@@ -25,7 +25,9 @@ def main(arguments: Sequence[str]) -> int:
     """
     parser = _parser()
     options = parser.parse_args(arguments)
-    workers = options.workers if options.workers is not None else len(os.sched_getaffinity(0))
+    workers = options.workers if options.workers is not None else _cores()
+    if workers < 1:
+        raise ConfigurationError(f"--workers {workers}: expected 1 or more.")
     try:
         if options.verify:
             return _verify(options, workers)
@@ -42,6 +44,10 @@ def main(arguments: Sequence[str]) -> int:
     except ShardError as error:
         print(f"lightning-ring pack: {error}", file=sys.stderr)
         return 1
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -23,8 +23,25 @@ def decode_rgb(data: bytes | bytearray | memoryview) -> npt.NDArray[np.uint8]:
             return pixels
         except ValueError:
             pass  # CMYK, or damage that Pillow may tolerate
+    try:
+        return _decode_with_pillow(data)
+    except (ValueError, OSError, MemoryError):
+        raise
+    except Exception as error:  # SyntaxError, DecompressionBombError, ...: Pillow's plugins raise of every kind
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+
+
+def has_16_bits(image: Any) -> bool:
+    """Whether the gray pixels of ``image`` (of Pillow) reach from 0 to 65,535."""
+    # Pillow holds 16 bits of a PNG in mode I, too, and scales those of a PGM to them
+    return image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM"))
+
+
+def _decode_with_pillow(data: bytes | bytearray | memoryview) -> npt.NDArray[np.uint8]:
     image: Any = Image.open(BytesIO(data))
-    if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG"):
+    if has_16_bits(image):
         gray = (np.asarray(image).astype(np.uint32) >> 8).astype(np.uint8)  # Pillow's own conversion clips at 255
         return np.repeat(gray[..., None], 3, axis=2)
+    if image.mode in ("I", "F"):
+        raise ValueError(f"pixels of mode {image.mode} have no known range, expected 8 or 16 bits a channel")
     return np.array(image.convert("RGB"))

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
 from torchmetrics import Metric
 
 
@@ -23,7 +24,8 @@ def borrowed(trainer: Trainer, module: LightningModule) -> Iterator[None]:
     of parameters and optimizer state.
     """
     loop = trainer.fit_loop.epoch_loop
-    module_state = {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
+    module_state = {name: _copied(value) for name, value in module.state_dict().items()}
+    buffers = _buffers(module)  # those that a state_dict leaves out, too
     gradients = [(param, param.grad) for param in module.parameters()]
     optimizers = [copy.deepcopy(optimizer.state_dict()) for optimizer in trainer.optimizers]
     precision = copy.deepcopy(trainer.precision_plugin.state_dict())
@@ -37,7 +39,12 @@ def borrowed(trainer: Trainer, module: LightningModule) -> Iterator[None]:
     try:
         yield
     finally:
-        module.load_state_dict(module_state)
+        for place, name, buffer, _ in buffers:
+            place[name] = buffer  # a step may have put another tensor in its place
+        module.load_state_dict(module_state, strict=False)  # a module may save a part of itself only
+        with torch.no_grad():
+            for _, _, buffer, values in buffers:
+                buffer.copy_(values)
         for param, gradient in gradients:
             param.grad = gradient
         for optimizer, state in zip(trainer.optimizers, optimizers, strict=True):
@@ -52,6 +59,21 @@ def borrowed(trainer: Trainer, module: LightningModule) -> Iterator[None]:
         for metric, before in metrics:
             metric.__dict__.update(before.__dict__)
         _restore_random_states(random_states)
+
+
+def _copied(value: Any) -> Any:
+    """``value`` of a state_dict: a tensor, or what a ``get_extra_state`` gave."""
+    return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+
+
+def _buffers(module: nn.Module) -> list[tuple[dict[str, Tensor | None], str, Tensor, Tensor]]:
+    """Every buffer: where it is kept, under which name, and a copy."""
+    return [
+        (part._buffers, name, buffer, buffer.detach().clone())
+        for part in module.modules()
+        for name, buffer in part._buffers.items()
+        if buffer is not None
+    ]
 
 
 def _loaders(trainer: Trainer) -> list[Any]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_ring.monitor.gap_report import LoaderCost
 
@@ -30,7 +30,10 @@ def loader_cost(loader: Any, batch_size: int, seconds_per_batch: float, num_batc
         reading, decoding, handing_over = loader.cost()
         return LoaderCost(reading, decoding, handing_over)
     dataset = getattr(loader, "dataset", None)
-    if dataset is None or not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+    by_index = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and not _is_iterable(dataset)
+    if (
+        dataset is None or not by_index or getattr(loader, "batch_sampler", True) is None
+    ):  # or its indices are the sampler's alone to know
         return LoaderCost(0.0, 0.0, seconds_per_batch)
     wall = worked = collated = 0.0
     for number in range(num_batches):
@@ -45,6 +48,10 @@ def loader_cost(loader: Any, batch_size: int, seconds_per_batch: float, num_batc
     workers = max(1, getattr(loader, "num_workers", 0))
     explained = (wall + collated) / workers
     return LoaderCost(max(0.0, wall - worked), worked, collated + max(0.0, seconds_per_batch - explained))
+
+
+def _is_iterable(dataset: Any) -> bool:
+    return isinstance(dataset, IterableDataset)  # it has a __getitem__, which raises, and may have a length
 
 
 def _seconds_ready() -> float:

@@ -138,6 +138,11 @@ class Shards(L.LightningDataModule):
 
     def _evaluation_loader(self, split: str) -> Loader:
         dataset = self.datasets[split]
+        if len(dataset) < self.world_size():
+            raise ConfigurationError(
+                f"{dataset.root} holds {len(dataset)} images, which cannot be evaluated on {self.world_size()} ranks: "
+                "each needs at least one. Use fewer ranks, or more images."
+            )
         sampler = ShuffledSampler(
             len(dataset),
             shuffle=False,
@@ -152,12 +157,12 @@ class Shards(L.LightningDataModule):
     def _train_sampler(self, rank_batch_size: int) -> OrderedSampler:
         dataset = self.datasets["train"]
         rank, world_size, fingerprint = self.rank(), self.world_size(), dataset.fingerprint
+        if self.sampler != "pxk" and len(dataset) < self.batch_size:
+            raise ConfigurationError(
+                f"data.batch_size={self.batch_size} is more than the {len(dataset)} images of {dataset.root}, so "
+                "an epoch would have no step. Choose a smaller data.batch_size."
+            )
         if self.sampler == "uniform":
-            if len(dataset) < self.batch_size:
-                raise ConfigurationError(
-                    f"data.batch_size={self.batch_size} is more than the {len(dataset)} images of {dataset.root}, so "
-                    "an epoch would have no step. Choose a smaller data.batch_size."
-                )
             return ShuffledSampler(
                 len(dataset),
                 remainder="drop",

@@ -52,16 +52,25 @@ class Model(L.LightningModule):
             torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.Flatten(), torch.nn.Linear(4 * 36, 10)
         )
         self.drop = torch.nn.Dropout(0.3)
+        self.scale: Tensor
+        self.register_buffer("scale", torch.ones(()), persistent=False)
         self.slow_rank = slow_rank
         self.losses: list[float] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         if self.global_rank == self.slow_rank:
             time.sleep(0.05)
-        loss = torch.nn.functional.cross_entropy(self.net(self.drop(batch[0])), batch[1])
+        loss = torch.nn.functional.cross_entropy(self.net(self.drop(batch[0])), batch[1]) * self.scale
+        self.scale = self.scale * 0.99  # a buffer that no state_dict has, replaced in each step
         self.log("loss", loss)
         self.losses.append(loss.item())
         return loss
+
+    def get_extra_state(self) -> Any:
+        return {"no": "tensor"}
+
+    def set_extra_state(self, state: Any) -> None:
+        assert state == {"no": "tensor"}
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.Adam(self.parameters(), lr=1e-2)
@@ -111,6 +120,6 @@ def check_training_gives_the_numbers_it_gives_without_the_meter() -> None:
         run = trainer(max_epochs=2, callbacks=callbacks)
         run.fit(model, loader)
         losses.append(model.losses[-run.global_step :])
-        weights.append(torch.cat([tensor.flatten().double() for tensor in model.state_dict().values()]))
+        weights.append(torch.cat([tensor.flatten().double() for tensor in model.parameters()]))
     assert losses[0] == losses[1]
     assert torch.equal(weights[0], weights[1])

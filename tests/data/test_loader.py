@@ -298,13 +298,44 @@ def test_image_folder_has_torchvisions_order(folder: ImageFolder, tmp_path: Path
     odd = ImageFolder(root)
     assert odd.classes == ["c0", "c1"]
     assert "left out 1 classes without images: empty" in caplog.text
-    assert "left out 1 files that are not images: c0/notes.txt" in caplog.text
+    assert "left out 1 files and folders that are not images of a class: c0/notes.txt" in caplog.text
     Image.new("RGB", (4, 4)).save(root / "c1" / "more.png")
     assert ImageFolder(root).fingerprint != odd.fingerprint
     with pytest.raises(ConfigurationError, match="holds no images"):
         ImageFolder(root / "empty")
     with pytest.raises(ConfigurationError, match="is not a folder"):
         ImageFolder(root / "gone")
+
+
+def test_image_folder_takes_every_image_once_and_in_torchvisions_order(tmp_path: Path, caplog: Any) -> None:
+    datasets = pytest.importorskip("torchvision.datasets")
+    for path in ("c/a/b", "c/a-b", "c"):
+        (tmp_path / path).mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (4, 4)).save(tmp_path / path / "x.png")
+    expected = [path for path, _ in datasets.ImageFolder(tmp_path).samples]
+    (tmp_path / "c" / "loop").symlink_to("..")
+    (tmp_path / ".hidden").mkdir()
+    folder = ImageFolder(tmp_path)
+    assert [folder.where(i) for i in range(len(folder))] == expected
+    assert "left out 2 files and folders that are not images of a class: .hidden, c/loop" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("images", "world_size", "message"),
+    [(3, 1, "more than the 3 images"), (1, 2, "cannot be evaluated on 2 ranks")],
+)
+def test_too_few_images_for_a_step_or_for_the_ranks(
+    images: int, world_size: int, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shards = pytest.importorskip("recipes.data.shards")
+    write_folder(tmp_path / "images", classes=1, images=images)
+    for split in ("train", "val"):
+        pack(tmp_path / "images", tmp_path / split, PackSettings(), 1, lambda *numbers: None)
+    data = shards.Shards(str(tmp_path), 4, 1, image_size=16, sampler="balanced")
+    monkeypatch.setattr(data, "world_size", lambda: world_size)
+    data.setup("fit")
+    with pytest.raises(ConfigurationError, match=message):
+        (data.train_dataloader if world_size == 1 else data.val_dataloader)()
 
 
 def test_cores_follow_the_quota_of_the_container(tmp_path: Path) -> None:

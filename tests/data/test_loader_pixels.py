@@ -15,7 +15,9 @@ from lightning_ring.data import CenterCrop, DeviceTransform, RandomResizedCrop
 from lightning_ring.data.decoding import decode_rgb
 from lightning_ring.data.loading.crops import Box
 from lightning_ring.data.loading.pixels import decode_into
+from lightning_ring.data.packing.image import prepare_image
 from lightning_ring.data.sampling.counters import Stream, uniforms
+from lightning_ring.errors import ConfigurationError
 from tests.data.images import picture
 
 transforms = pytest.importorskip("torchvision.transforms.v2")
@@ -105,6 +107,34 @@ def test_images_that_simplejpeg_cannot_read() -> None:
 def test_what_is_no_image_raises(data: bytes) -> None:
     with pytest.raises((ValueError, OSError)):
         cropped(data, RandomResizedCrop(32), [0.5] * 23)
+
+
+def test_every_damage_is_a_value_error() -> None:
+    png, bmp = (
+        bytearray(encoded(Image.new("RGB", (40, 30)), "PNG")),
+        bytearray(encoded(Image.new("RGB", (40, 30)), "BMP")),
+    )
+    at = png.index(b"IDAT")
+    png[at - 4 : at] = (2).to_bytes(4, "big")  # so that the next chunk has no name; Pillow: SyntaxError
+    bmp[18:26] = bytes([0, 0, 1, 0] * 2)  # width and height; Pillow: DecompressionBombError
+    for data in (png, bmp):
+        with pytest.raises(ValueError, match=r"SyntaxError|DecompressionBombError"):
+            decode_rgb(bytes(data))
+
+
+def test_16_bits_of_a_pgm_become_8_and_pixels_without_a_range_are_an_error() -> None:
+    pgm = b"P5\n20 10\n65535\n" + np.full((10, 20), 30000, ">u2").tobytes()
+    assert (decode_rgb(pgm) == 30000 >> 8).all()
+    packed = prepare_image(pgm, 0, 100)
+    assert packed.note == "PPM to JPEG; 16-bit gray to 8"
+    assert (decode_rgb(packed.data) == 30000 >> 8).all()
+    with pytest.raises(ValueError, match="no known range"):
+        decode_rgb(encoded(Image.new("F", (4, 4), 0.5), "TIFF"))
+
+
+def test_a_center_larger_than_the_image_is_an_error() -> None:
+    with pytest.raises(ConfigurationError, match="cannot cut 288 pixels out of a shorter side resized to 256"):
+        CenterCrop(288, 256)
 
 
 @pytest.mark.parametrize("size", [(1, 1), (1, 1000), (1000, 1), (37, 53), (480, 640)])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 
 import numpy as np
@@ -181,6 +183,18 @@ def test_a_folder_without_a_whole_manifest_is_no_data_set(packed):
         ShardDataset(packed)
     with pytest.raises(ShardError, match=r"There is no such folder"):
         ShardDataset(packed / "nowhere")
+
+
+def test_a_failing_disk_is_named_with_file_and_offset(packed, monkeypatch):
+    i, offset, size = first_place(packed)
+    dataset = ShardDataset(packed)
+
+    def fail(*arguments):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "pread", fail)
+    with pytest.raises(ShardError, match=rf"{SHARD} cannot be read at offset {offset}, {size} bytes: Input/output"):
+        dataset.read(i)
 
 
 def test_a_shard_that_shrinks_or_goes_after_it_was_opened_is_named(packed):

@@ -20,6 +20,7 @@ from torchvision.datasets import ImageFolder
 from lightning_ring.cli.pack import main
 from lightning_ring.data import ShardDataset
 from lightning_ring.data.packing import run
+from lightning_ring.data.packing.journal import read_records
 from lightning_ring.data.packing.settings import PackSettings
 from lightning_ring.data.shards.manifest import read_manifest
 from lightning_ring.data.shards.verify import verify
@@ -230,6 +231,32 @@ def test_a_csv_names_the_files_that_are_not_there(tmp_path):
     assert "converted,a.gif,GIF to JPEG; P to RGB\n" in report
 
 
+def test_names_that_no_disk_can_read_are_left_out(tmp_path):
+    Image.fromarray(np.zeros((8, 8, 3), np.uint8)).save(tmp_path / "a.png")
+    (tmp_path / "self.png").symlink_to("self.png")
+    long = "z" * 300
+    (tmp_path / "train.csv").write_text(f"path,label\na.png,x\nself.png,x\n{long},x\n")
+    assert pack(tmp_path / "train.csv", tmp_path / "dst").counts["left out"] == 2
+    report = (tmp_path / "dst" / "report.csv").read_text()
+    assert "left out,self.png,cannot be read: Too many levels of symbolic links\n" in report
+    assert f"left out,{long},cannot be read: File name too long\n" in report
+
+
+def test_a_shard_that_is_written_anew_takes_those_after_it_along(source, tmp_path):
+    state = tmp_path / "dst" / run.PACKING
+
+    def stop(done, total, left_out):
+        if done == 30:
+            raise Stop
+
+    with pytest.raises(Stop):
+        pack(source, tmp_path / "dst", progress=stop)
+    assert len(list(state.glob("*.npz"))) > 2
+    (tmp_path / "dst" / "shard-000001.tar").unlink()
+    assert len(read_records(state, tmp_path / "dst")) == 1
+    assert [path.name for path in state.glob("*.npz")] == ["shard-000000.tar.npz"]
+
+
 @pytest.fixture
 def small_disk(tmp_path):
     """A real disk of 1 MiB."""
@@ -298,6 +325,7 @@ def test_the_command_packs_verifies_and_explains(source, packed, tmp_path, capsy
     [
         (["src"], "expected SRC and DST, got 1 path"),
         (["--verify", "a", "b"], "--verify takes DST alone, got 2 paths"),
+        (["--verify", "a", "--workers", "0"], "--workers 0: expected 1 or more"),
         (["src", "dst", "--size", "-1"], "--size -1: expected pixels"),
         (["src", "dst", "--shard-mb", "0"], "--shard-mb 0.0: expected MiB, more than 0"),
         (["src", "dst", "--quality", "101"], "--quality 101: expected"),

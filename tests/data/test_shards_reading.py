@@ -129,6 +129,16 @@ def test_it_travels_as_a_path(packed):
     assert (copy[7], copy.classes, copy.fingerprint) == (dataset[7], dataset.classes, dataset.fingerprint)
 
 
+def test_labels_that_were_set_travel_too(packed):
+    dataset = ShardDataset(packed)
+    dataset.labels = dataset.labels + 10
+    dataset.classes = [*dataset.classes, "more"]
+    copy = pickle.loads(pickle.dumps(dataset))
+    assert copy.labels.tolist() == dataset.labels.tolist()
+    assert copy[0][1] == dataset[0][1] >= 10
+    assert copy.classes == dataset.classes
+
+
 def test_a_data_set_that_was_packed_anew_is_not_taken_for_the_old_one(packed, tmp_path):
     source = image_folder(tmp_path / "src", classes=1, images=3)
     run.pack(source, tmp_path / "dst", PackSettings(), 1, lambda *numbers: None)

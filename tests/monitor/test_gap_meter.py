@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_ring.monitor import GapMeter
 from lightning_ring.monitor.gap_report import ON_DEVICE, ON_HOST, REAL, REPLAYED, LoaderCost, RankTimes, judge
+from lightning_ring.monitor.loader_cost import loader_cost
 from tests.battery import Battery, check_names
 
 MODULE = "tests.checks.gap"
@@ -69,3 +75,31 @@ def test_one_bottleneck_is_named(ranks: list[RankTimes], expected: str) -> None:
 def test_too_few_steps_are_an_error(steps: int, rounds: int) -> None:
     with pytest.raises(ValueError, match="steps >= 4 and rounds >= 1"):
         GapMeter(steps=steps, rounds=rounds)
+
+
+class Stream(IterableDataset):
+    """As webdataset's with a length: `Dataset.__getitem__` is there, and raises."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __iter__(self) -> Iterator[Tensor]:
+        yield from torch.arange(8.0)
+
+
+class Batched(Dataset):
+    """Gives whole batches for indices that its sampler knows."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, rows: list[int]) -> Tensor:
+        assert isinstance(rows, list)
+        return torch.tensor(rows)
+
+
+def test_loaders_whose_samples_cannot_be_had_one_by_one_are_judged_by_the_time_of_a_batch() -> None:
+    batched = DataLoader(Batched(), batch_size=None, sampler=[[0, 1], [2, 3]])
+    for loader in (DataLoader(Stream(), 4), batched):
+        assert len(list(loader)) == 2
+        assert loader_cost(loader, 4, 0.25) == LoaderCost(0.0, 0.0, 0.25)

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from lightning_ring.errors import ConfigurationError
+
 
 class Box(NamedTuple):
     """Rows ``top`` to ``top + height``, columns ``left`` to ``left + width``, then mirrored if ``flip``."""
@@ -65,11 +67,22 @@ class RandomResizedCrop:
 
 @dataclass(frozen=True, slots=True)
 class CenterCrop:
-    """The centre, as if the shorter side were resized to ``resize`` pixels and ``size`` x ``size`` cut out."""
+    """The centre, as if the shorter side were resized to ``resize`` pixels and ``size`` x ``size`` cut out.
+
+    Raises:
+        ConfigurationError: ``size`` is more than ``resize``: the part would reach beyond the image.
+    """
 
     size: int = 224
     resize: int = 256
     num_uniforms: int = 0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.size <= self.resize:
+            raise ConfigurationError(
+                f"CenterCrop cannot cut {self.size} pixels out of a shorter side resized to {self.resize}. "
+                "Give size >= 1 and resize >= size."
+            )
 
     def box(self, height: int, width: int, uniforms: Sequence[float]) -> Box:
         side = max(1, round(min(height, width) * self.size / self.resize))

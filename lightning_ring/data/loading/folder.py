@@ -15,17 +15,18 @@ import torch
 from torch.utils.data import Dataset
 
 from lightning_ring.data.decoding import decode_rgb
+from lightning_ring.data.packing.folder_source import EXTENSIONS, scan_folder
+from lightning_ring.data.packing.listing import LeftOut
 from lightning_ring.errors import ConfigurationError, SampleError
 
 log = logging.getLogger(__name__)
-
-EXTENSIONS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 
 
 class ImageFolder(Dataset[tuple[Any, int]]):
     """The images below ``root/CLASS/``, in the order that torchvision's `ImageFolder` has: by class, then by path.
 
-    Files of other kinds and classes without images are reported and left out.
+    Files of other kinds, hidden folders, links to a folder that they are in, and classes without images are reported
+    and left out.
 
     Args:
         root: The folder.
@@ -38,6 +39,7 @@ class ImageFolder(Dataset[tuple[Any, int]]):
 
     Raises:
         ConfigurationError: ``root`` is no folder, or there is no image in it.
+        OSError: A folder in it cannot be read.
     """
 
     def __init__(self, root: str | PathLike[str], transform: Callable[[Any], Any] | None = None) -> None:
@@ -48,24 +50,25 @@ class ImageFolder(Dataset[tuple[Any, int]]):
         self.classes: list[str] = []
         self._names: list[str] = []
         labels: list[int] = []
-        empty, others = [], []
-        for name in sorted(entry.name for entry in os.scandir(self.root) if entry.is_dir()):
-            files = _files(self.root, name)
-            images = [file for file in files if file.lower().endswith(EXTENSIONS)]
-            others += [file for file in files if not file.lower().endswith(EXTENSIONS)]
-            if not images:
-                empty.append(name)
-                continue
-            labels += [len(self.classes)] * len(images)
-            self.classes.append(name)
-            self._names += images
+        empty: list[str] = []
+        others: list[str] = []
+        for item in scan_folder(self.root):
+            if isinstance(item, LeftOut):
+                others.append(item.name)
+            elif item.name is None:
+                empty.append(item.class_name)  # until an image of it comes
+            else:
+                if empty and empty[-1] == item.class_name:
+                    self.classes.append(empty.pop())
+                labels.append(len(self.classes) - 1)
+                self._names.append(item.name)
         if not labels:
             raise ConfigurationError(
                 f"{self.root} holds no images; expected them in a folder for each class: {self.root}/CLASS/name.jpg. "
                 f"Known extensions: {', '.join(EXTENSIONS)}."
             )
         _report(self.root, "classes without images", empty)
-        _report(self.root, "files that are not images", others)
+        _report(self.root, "files and folders that are not images of a class", others)
         self.labels = np.array(labels, dtype=np.int32)
         content = "\0".join([*self.classes, "", *self._names]).encode("utf-8", "surrogateescape")
         self.fingerprint = hashlib.blake2b(content, digest_size=16).hexdigest()
@@ -85,6 +88,8 @@ class ImageFolder(Dataset[tuple[Any, int]]):
         descriptor = os.open(self.root / self._names[i], os.O_RDONLY | os.O_CLOEXEC)
         try:
             return os.read(descriptor, os.fstat(descriptor).st_size)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, self.where(i)) from error
         finally:
             os.close(descriptor)
 
@@ -98,14 +103,6 @@ class ImageFolder(Dataset[tuple[Any, int]]):
     def where(self, i: SupportsIndex) -> str:
         """Image ``i`` for an error message."""
         return str(self.root / self._names[i])
-
-
-def _files(root: Path, name: str) -> list[str]:
-    found = []
-    for folder, folders, files in os.walk(root / name, followlinks=True):
-        folders.sort()
-        found += [os.path.relpath(os.path.join(folder, file), root) for file in sorted(files)]
-    return found
 
 
 def _report(root: Path, what: str, names: list[str]) -> None:

@@ -115,7 +115,7 @@ class ImageBatches:
             for place, (index, part, row) in enumerate(zip(indices, parts, numbers, strict=True), start=offset):
                 try:
                     decode_part_into(room.memory.places[place], part, self.crop, row)
-                except (ValueError, OSError) as error:
+                except (ValueError, OSError, MemoryError) as error:  # memory: a damaged header says any size
                     raise SampleError(
                         f"{self.source.where(index)}: cannot be decoded: {error}. Repair or remove it, or pack the "
                         "images with `lightning-ring pack`, which leaves broken ones out and lists them."

@@ -54,7 +54,7 @@ class Cut(NamedTuple):
 def read_layout(data: bytes) -> Layout | None:
     """`None`: there are no restart markers, or not where rows and columns could be cut, or it is no baseline JPEG."""
     restarts = data.find(_DRI, 0, _HEADER)
-    scan = data.find(_SOS, restarts) if restarts > 0 else -1
+    scan = data.find(_SOS, restarts, 2 * _HEADER) if restarts > 0 else -1
     return _layout(data[: scan + 5]) if scan > 0 else None
 
 

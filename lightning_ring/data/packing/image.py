@@ -11,6 +11,8 @@ import numpy as np
 import simplejpeg
 from PIL import ExifTags, Image
 
+from lightning_ring.data.decoding import has_16_bits
+
 _EXTENSIONS = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp"}  # what may be copied as it is
 _AS_IT_IS = {"jpg": {"L", "RGB"}, "png": {"1", "L", "P", "LA", "RGB", "RGBA"}, "webp": {"RGB", "RGBA"}}
 _TURNS = {
@@ -120,7 +122,7 @@ def _eight_bits(image: Any, notes: list[str]) -> Any:
     """``image`` as RGB or gray (L); appends to ``notes`` what that took."""
     if image.mode in ("L", "RGB"):
         return image
-    if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG"):  # PNG has 16 bits at most
+    if has_16_bits(image):
         notes.append("16-bit gray to 8")  # Pillow's own conversion would clip at 255
         return Image.fromarray((np.asarray(image).astype(np.uint32) >> 8).astype(np.uint8))
     if image.mode in ("I", "F"):

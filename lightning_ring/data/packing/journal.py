@@ -41,7 +41,10 @@ def write_record(folder: Path, number: int, record: ShardRecord) -> None:
 
 
 def read_records(folder: Path, shards: Path) -> list[ShardRecord]:
-    """Records of finished shards, from the first on; one whose tar is not as long as it was ends the list."""
+    """Records of finished shards, from the first on; one whose tar is not as long as it was ends the list.
+
+    Those after it are removed: they follow a shard that may be written anew with other images.
+    """
     records: list[ShardRecord] = []
     while _path(folder, len(records)).exists():
         record = _read(_path(folder, len(records)))
@@ -49,6 +52,11 @@ def read_records(folder: Path, shards: Path) -> list[ShardRecord]:
         if not tar.exists() or tar.stat().st_size != record.shard.bytes:
             break
         records.append(record)
+    number = len(records)
+    while _path(folder, number).exists():
+        number += 1
+    for stale in reversed(range(len(records), number)):  # the last first: interrupted, this leaves no gap
+        _path(folder, stale).unlink()
     return records
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections import deque
@@ -44,7 +45,11 @@ def _prepare(sources: Sources, position: int, settings: PackSettings) -> PackedI
         if not sources.folder.exists():  # or every image would be left out, one by one
             raise ShardError(f"{sources.folder} is gone. Bring it back and run the same command again.") from error
         return f"cannot be read: {error.strerror}"
+    except ValueError as error:  # a zero byte in the path
+        return f"cannot be read: {error}"
     except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENAMETOOLONG):  # the name is at fault, not the disk
+            return f"cannot be read: {error.strerror}"
         raise ShardError(f"{path} cannot be read: {error.strerror}. Then run the same command again.") from error
     try:
         return prepare_image(data, settings.size, settings.quality)

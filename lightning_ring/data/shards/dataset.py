@@ -31,7 +31,8 @@ class ShardDataset(Dataset[tuple[Any, int]]):
         decode: False gives the encoded bytes instead of a tensor, to ``transform`` too.
 
     Attributes:
-        labels: Class number of every image: int32, length ``len(dataset)``, mapped read-only.
+        labels: Class number of every image: int32, length ``len(dataset)``, mapped read-only. You may set another
+            array; it travels with the data set to workers.
         classes: Names of the classes, in the order of their numbers.
         fingerprint: Equal for two data sets that hold the same images, labels, names and order.
 
@@ -67,13 +68,17 @@ class ShardDataset(Dataset[tuple[Any, int]]):
 
     def __getstate__(self) -> dict[str, Any]:
         # Neither a copy of the index nor descriptors of this process travel to a spawned worker.
-        return {name: value for name, value in self.__dict__.items() if name not in ("_index", "_files", "labels")}
+        state = {name: value for name, value in self.__dict__.items() if name not in ("_index", "_files")}
+        if self.labels is self._index.labels:
+            del state["labels"]
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._open()
         if self.fingerprint != state["fingerprint"]:
             raise ShardError(f"{self.root} was packed anew since this data set was opened. Start the job again.")
+        self.__dict__.update(state)  # labels and classes that the user has changed
 
     def __len__(self) -> int:
         return len(self._index)

@@ -57,10 +57,16 @@ class ShardFiles:
         """The bytes at ``place``, in one system call, without the GIL.
 
         Raises:
-            ShardError: The file is gone, or ends before.
+            ShardError: The file is gone, ends before, or the disk fails.
         """
         file = self._file(place.shard)  # held, or another thread could close it meanwhile
-        data = os.pread(file.descriptor, place.size, place.offset)
+        try:
+            data = os.pread(file.descriptor, place.size, place.offset)
+        except OSError as error:
+            raise ShardError(
+                f"{self.path(place.shard)} cannot be read at offset {place.offset}, {place.size} bytes: "
+                f"{error.strerror}. Look after the disk or the network file system, then start the job again."
+            ) from error
         if len(data) != place.size:
             shard = self._shards[place.shard]
             raise ShardError(
