@@ -142,8 +142,9 @@ class RingProfile(Callback):
         for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
-        if self._timer is not None and self._on_step in self._timer.listeners:
+        if self._timer is not None:
             self._timer.listeners.remove(self._on_step)
+            self._timer.detach(trainer)
         listeners = getattr(trainer.strategy, "listeners", [])
         if self._on_collective in listeners:
             listeners.remove(self._on_collective)

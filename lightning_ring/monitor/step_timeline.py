@@ -97,6 +97,8 @@ class StepTimeline:
     def prepare(self, trainer: Trainer, comm: Communicator | None) -> None:
         """A fit is set up; what cannot be written is an error now. Collective."""
         self._trainer, self._comm, self._batches = trainer, comm, 0
+        if comm is not None:  # plain mpirun hands no RING_TIMELINE to other hosts, and starting is collective
+            self.settings = comm.broadcast_object(self.settings)
         if self.settings.path is not None and self.settings.switch is None:
             self.start()
 

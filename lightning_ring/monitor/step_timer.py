@@ -165,4 +165,6 @@ class StepTimer(Profiler):
         return self.inner.summary()
 
     def __getattr__(self, name: str) -> Any:
+        if name == "inner":  # being copied or unpickled: nothing to delegate to yet
+            raise AttributeError(name)
         return getattr(self.inner, name)

@@ -67,7 +67,10 @@ def _send(file: Path, rank: int, comm: Communicator) -> str | None:
             except OSError as error:
                 problem = str(error)
     if comm.rank == 0 and problem is None:
-        os.replace(part, file)
+        try:
+            os.replace(part, file)
+        except OSError as error:  # a file that came empty, for instance, has no part
+            problem = str(error)
     problems = comm.all_gather_object(problem)
     return next((found for found in problems if found), None)
 

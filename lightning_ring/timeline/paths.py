@@ -28,6 +28,15 @@ def checked_path(value: Any, asked: str) -> Path:
     path = Path(value)
     if path.suffix != ".json" or path.stem == "":
         raise ConfigurationError(f"{asked}, {expected}.")
+    try:
+        _check_place(path, asked, expected)
+    except OSError as error:  # a name that is too long, a folder that may not be entered
+        raise ConfigurationError(f"{asked}, which cannot be looked up ({error}). Give another path.") from None
+    return path
+
+
+def _check_place(path: Path, asked: str, expected: str) -> None:
+    """What `checked_path` says of a path whose name is right."""
     if path.is_dir():
         raise ConfigurationError(f"{asked}, which is a folder; {expected}.")
     folder = path.absolute().parent
@@ -42,7 +51,6 @@ def checked_path(value: Any, asked: str) -> Path:
             f"{asked}, a file that exists and was not written as a timeline. It is left as it is: give another path, "
             "or remove it."
         )
-    return path
 
 
 def is_timeline(path: Path) -> bool:

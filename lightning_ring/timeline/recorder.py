@@ -58,12 +58,14 @@ class Recorder:
 
     def slice(self, lane: int, name: str, begin: Any, end: Any, args: dict[str, Any] | None = None) -> None:
         """A slice of ``lane``; ``begin`` and ``end`` are seconds, or CUDA events."""
-        self._queue.append(lambda: self._slice(lane, name, begin, end, args))
+        if not self._failed:
+            self._queue.append(lambda: self._slice(lane, name, begin, end, args))
 
     def collective(self, record: CollectiveRecord) -> None:
         """A listener of `RecordedCommunicator`."""
         step = self.step if record.called >= self._step_began else self.step - 1
-        self._queue.append(lambda: self._collective(record, step))
+        if not self._failed:
+            self._queue.append(lambda: self._collective(record, step))
 
     def close(self, other: dict[str, Any]) -> None:
         """Write what is left, and ``other`` as the trace's ``otherData``. Calling it twice is fine."""
@@ -110,6 +112,7 @@ class Recorder:
 
     def _give_up(self, error: OSError) -> None:
         self._failed = True
+        self._queue.clear()  # nobody takes anything from it any more
         log.warning(
             "lightning_ring: the timeline %s ends here, it cannot be written any more (%s). Training goes on.",
             self._file.path,

@@ -159,6 +159,19 @@ def check_fits_of_one_script_are_numbered_and_a_run_replaces_the_last(tmp_path: 
     assert not [name for name in names if name.endswith(".part")]
 
 
+def check_the_environment_of_rank_0_counts(tmp_path: Path) -> None:
+    """Plain mpirun hands no variables to other hosts: all ranks start, or none."""
+    path, other = tmp_path / "trace.json", tmp_path / "other.json"
+    with environment(**({"RING_TIMELINE": str(path)} if RANK == 0 else {})):
+        strategy = RingStrategy()
+    train(strategy, batches=2)
+    assert all(steps_of(read_trace(path), rank) == [0, 1] for rank in range(SIZE))
+    with environment(**({"RING_TIMELINE": str(other)} if RANK == SIZE - 1 and SIZE > 1 else {})):
+        strategy = RingStrategy()
+    train(strategy, batches=2)
+    assert not other.exists()
+
+
 def check_an_unwritable_path_is_one_error_before_the_first_step(tmp_path: Path) -> None:
     if RANK == 0:
         (tmp_path / f"trace.rank{SIZE - 1}.json").mkdir()  # what only the last rank cannot replace

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import lightning as L
@@ -122,6 +124,12 @@ def test_the_trainers_own_profiler_goes_on() -> None:
     assert trainer.profiler is timer, "the other one still uses it"
     timer.detach(trainer)
     assert trainer.profiler is profiler
+
+
+def test_it_can_be_copied() -> None:
+    timer = StepTimer(SimpleProfiler(), torch.device("cpu"))
+    for again in (copy.copy(timer), copy.deepcopy(timer), pickle.loads(pickle.dumps(timer))):
+        assert again.recorded_durations == {}, "the inner profiler's"
 
 
 def test_validation_is_told_with_its_times() -> None:

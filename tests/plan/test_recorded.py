@@ -14,7 +14,7 @@ import torch
 from benchmarks.hosts import why_not
 from lightning_ring.cli import plan
 from lightning_ring.errors import ConfigurationError
-from lightning_ring.monitor import RingProfile
+from lightning_ring.monitor import RingProfile, StepTimer
 from lightning_ring.plan.profile import read_profile, write_profile
 from tests.battery import Battery, check_names
 from tests.launch import run
@@ -73,6 +73,7 @@ def test_a_training_that_is_too_short_writes_nothing_and_leaves_no_hook(tmp_path
     module = slow(forward=0, backward=0)
     fit(module, 3, RingProfile(tmp_path / "profile.json", steps=5, warmup=2))
     assert list(tmp_path.iterdir()) == []
+    assert not isinstance(module.trainer.profiler, StepTimer), "the Trainer has its own back"
     assert not any(param._post_accumulate_grad_hooks for param in module.parameters())
 
 

@@ -11,7 +11,10 @@ from typing import Any
 
 import pytest
 
+from lightning_ring.comm.recording import CollectiveRecord
+from lightning_ring.timeline.lanes import STEPS, Lanes
 from lightning_ring.timeline.rank_file import PAGE, TraceFile, read_events, read_other
+from lightning_ring.timeline.recorder import Recorder
 from tests.launch import run
 from tests.timeline.killed_writers import OTHER, numbers, some_events
 
@@ -86,6 +89,20 @@ def test_a_disk_that_fails_is_an_error_and_leaves_a_valid_file(tmp_path: Path, m
     with pytest.raises(OSError, match="No space left"):
         file.append(['{"i":2}'])
     assert numbers(path) == [0, 1]
+
+
+def test_after_a_disk_that_fails_nothing_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training may go on for a week."""
+    lanes = Lanes(0)
+    recorder = Recorder(TraceFile(tmp_path / "t.rank0.json", OTHER, '{"i":0}', max_bytes=1 << 22), lanes, 0.0)
+    monkeypatch.setattr(os, "pwrite", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    recorder.slice(STEPS, "step 0", 0.0, 1.0)
+    recorder._thread.join(timeout=10)
+    for _ in range(3):
+        recorder.slice(STEPS, "step 1", 1.0, 2.0)
+        recorder.collective(CollectiveRecord("bucket 0 (a)", "all_reduce", 4, 1.0, 1.1, 1.2, 1.3, 1.25))
+    assert not recorder._queue
+    recorder.close({})
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"traceEvents":[\n', "\x00\x01", '{"otherData":3,"traceEvents":[\n]}'])

@@ -30,6 +30,7 @@ def test_the_argument_counts_more_than_the_environment(tmp_path: Path) -> None:
         ("trace.txt", "ends in .json"),
         ("{tmp}/folder.json", "which is a folder"),
         ("{tmp}/file/trace.json", "is no folder"),
+        ("t" * 300 + ".json", "cannot be looked up"),
         ("{tmp}/mine.json", "exists and was not written as a timeline"),
     ],
 )
