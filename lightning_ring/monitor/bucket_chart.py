@@ -41,7 +41,7 @@ def bars(record: StepRecord, collectives: Sequence[CollectiveRecord]) -> list[Ba
     origin: Any = record.began
     if on_device:  # what the host timed itself, fetching and copying, is on another clock
         spans, origin = on_device, _earliest(on_device)
-    found = [Bar(part, part, _since(origin, start), _since(origin, stop)) for part, start, stop in spans]
+    found = _computed([Bar(part, part, _since(origin, start), _since(origin, stop)) for part, start, stop in spans])
     collectives = collectives[:_MOST_COLLECTIVES]
     events = next((one.events for one in collectives if one.events is not None), None)
     shift = _since(origin, events[0]) if events is not None else -record.began
@@ -52,6 +52,26 @@ def bars(record: StepRecord, collectives: Sequence[CollectiveRecord]) -> list[Ba
         start, stop = when.losses[-1]
         found.append(Bar(lane, WAITED_FOR, start + shift, stop + shift))
     return found
+
+
+def _computed(innermost_first: Sequence[Bar]) -> list[Bar]:
+    """In the order in which a step goes, each without what ran inside it: Lightning runs forward and backward within
+    ``optimizer_step``, and a manual backward within ``training_step``."""
+    found: list[Bar] = []
+    for bar in innermost_first:
+        found += _without(bar, sorted(found, key=lambda one: one.start))
+    return sorted(found, key=lambda bar: (list(_COMPUTED).index(bar.lane), bar.start))
+
+
+def _without(bar: Bar, others: Sequence[Bar]) -> list[Bar]:
+    """The pieces of ``bar`` outside of ``others``, which are in the order of their starts."""
+    pieces, start = [], bar.start
+    for other in others:
+        if other.stop > start and other.start < bar.stop:
+            pieces.append((start, other.start))
+            start = other.stop
+    pieces.append((start, bar.stop))
+    return [Bar(bar.lane, bar.kind, begin, end) for begin, end in pieces if end > begin]
 
 
 def draw(found: Sequence[Bar], title: str) -> Any:
