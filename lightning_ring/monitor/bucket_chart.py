@@ -41,7 +41,7 @@ def bars(record: StepRecord, collectives: Sequence[CollectiveRecord]) -> list[Ba
     origin: Any = record.began
     if on_device:  # what the host timed itself, fetching and copying, is on another clock
         spans, origin = on_device, _earliest(on_device)
-    found = _after_what_is_inside([Bar(part, part, _since(origin, a), _since(origin, b)) for part, a, b in spans])
+    found = _computed([Bar(part, part, _since(origin, start), _since(origin, stop)) for part, start, stop in spans])
     collectives = collectives[:_MOST_COLLECTIVES]
     events = next((one.events for one in collectives if one.events is not None), None)
     shift = _since(origin, events[0]) if events is not None else -record.began
@@ -54,18 +54,24 @@ def bars(record: StepRecord, collectives: Sequence[CollectiveRecord]) -> list[Ba
     return found
 
 
-def _after_what_is_inside(computed: list[Bar]) -> list[Bar]:
-    """In the order of a step; with automatic optimization Lightning runs forward and backward inside the optimizer's
-    step, which is shown after them."""
+def _computed(innermost_first: Sequence[Bar]) -> list[Bar]:
+    """In the order in which a step goes, each without what ran inside it: Lightning runs forward and backward within
+    ``optimizer_step``, and a manual backward within ``training_step``."""
     found: list[Bar] = []
-    for kind in _COMPUTED:
-        for bar in (one for one in computed if one.kind == kind):
-            inside = [
-                one.stop for one in computed if one.kind != kind and bar.start <= one.start < one.stop <= bar.stop
-            ]
-            start = max(inside, default=bar.start) if kind == "optimizer" else bar.start
-            found.append(Bar(kind, kind, start, bar.stop))
-    return found
+    for bar in innermost_first:
+        found += _without(bar, sorted(found, key=lambda one: one.start))
+    return sorted(found, key=lambda bar: (list(_COMPUTED).index(bar.lane), bar.start))
+
+
+def _without(bar: Bar, others: Sequence[Bar]) -> list[Bar]:
+    """The pieces of ``bar`` outside of ``others``, which are in the order of their starts."""
+    pieces, start = [], bar.start
+    for other in others:
+        if other.stop > start and other.start < bar.stop:
+            pieces.append((start, other.start))
+            start = other.stop
+    pieces.append((start, bar.stop))
+    return [Bar(bar.lane, bar.kind, begin, end) for begin, end in pieces if end > begin]
 
 
 def draw(found: Sequence[Bar], title: str) -> Any:
@@ -84,9 +90,7 @@ def draw(found: Sequence[Bar], title: str) -> Any:
         axes.barh(place, 1e3 * (bar.stop - bar.start), left=1e3 * bar.start, height=height, color=colours[bar.kind])
     axes.set_yticks(range(len(lanes)), [lane if len(lane) < 60 else lane[:57] + "..." for lane in lanes], fontsize=8)
     axes.invert_yaxis()
-    axes.set(
-        xlabel="ms since the step began", title=title, xlim=(min(0.0, 1e3 * min(bar.start for bar in found)), None)
-    )
+    axes.set(xlabel="ms since the step began", title=title)
     axes.grid(True, axis="x", alpha=0.3)
     states = [Patch(color=colour, label=state) for state, colour in _STATES.items()]
     figure.legend(handles=states, loc="outside lower right", ncols=3, fontsize=8)
