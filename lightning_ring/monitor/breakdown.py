@@ -111,7 +111,8 @@ def sent_bytes(collective: CollectiveRecord, world_size: int) -> float:
 
 def finished(record: StepRecord, collectives: Sequence[CollectiveRecord]) -> bool:
     """Whether the device has come past all of it, so that its events can be read."""
-    return record.finished() and all(one.events is None or one.events[1].query() for one in collectives)
+    events = (event for one in collectives if one.events is not None for event in (one.events[1], one.wait_event))
+    return record.finished() and all(event is None or event.query() for event in events)
 
 
 def mean(steps: Sequence[StepBreakdown]) -> StepBreakdown:
