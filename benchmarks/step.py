@@ -48,6 +48,8 @@ class Row:
     by_turn: bool = False  # compare means of turns, where not every step costs the same
 
 
+_TRACED = f"ring:timeline={tempfile.gettempdir()}/ring-step-trace.json"
+
 ROWS = {
     "one_node": Row("resnet18", ("ddp", "ring", "alone"), (("ring", "ddp", 0.88),)),
     "two_hosts": Row(
@@ -66,8 +68,8 @@ ROWS = {
     "one_process": Row("resnet18", ("auto", "ring"), (("ring", "auto", 1.01),), ranks=1, steps=5, rounds=8),
     "monitor": Row(
         "resnet18",
-        ("ring:monitor=False", "ring", f"ring:timeline={tempfile.gettempdir()}/ring-step-trace.json"),
-        (("ring", "ring:monitor=False", 1.01),),
+        ("ring:monitor=False", "ring", _TRACED),
+        (("ring", "ring:monitor=False", 1.01), (_TRACED, "ring:monitor=False", 1.01)),
         steps=50,  # of which one is logged
         options=("--logger",),
         by_turn=True,
