@@ -392,7 +392,9 @@ class RingStrategy(ShardedSteps):
 
     def _broadcast_buffers(self) -> None:
         if self._comm is not None and self.model is not None:
-            broadcast_buffers(self.model, self._comm)
+            # in a fit listeners are told: here, too, the others wait for a rank that is late
+            recorded = self._recorded if self._reducer is not None else None
+            broadcast_buffers(self.model, recorded or self._comm)
 
     # -- checkpoints
 

@@ -126,6 +126,8 @@ _FIELDS = fields(StepBreakdown)
 def _part_of(record: StepRecord, collective: CollectiveRecord, start: float) -> str | None:
     if collective.events is None:
         return record.phase_at(start)
+    if collective.kind == "broadcast":  # of buffers, before forward
+        return "other"
     # the device's clock knows no phases, but who waits for what is known: forward for parameters, backward for the rest
     return "forward" if collective.kind == "all_gather" or not record.has("backward") else "backward"
 
