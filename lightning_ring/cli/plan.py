@@ -142,7 +142,7 @@ def chosen_sizes(asked: str | None, per_node: int) -> list[int]:
         return world_sizes(per_node, MOST_RANKS)
     sizes = []
     for text in asked.split(","):
-        if not text.strip().isdigit():
+        if not text.strip().isdecimal():
             raise ConfigurationError(f"--ranks {asked}: {text!r} is no number of ranks. Write for instance 1,8,64.")
         _check_size(int(text), per_node, "--ranks")
         sizes.append(int(text))

@@ -64,7 +64,7 @@ def parse_link(text: str, option: str) -> Link:
     if text.endswith(".json"):
         return read_bench(text)
     times, _, name = text.rpartition("x")
-    if name in NETWORKS and (not times or (times.isdigit() and int(times) > 0)):
+    if name in NETWORKS and (not times or (times.isdecimal() and int(times) > 0)):
         link = Link.of(text, NETWORKS[name])
         return link.faster(int(times)) if times else link
     if text in NETWORKS:

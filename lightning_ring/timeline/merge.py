@@ -12,7 +12,7 @@ from typing import Any
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.timeline.lanes import microseconds
 from lightning_ring.timeline.paths import rank_files
-from lightning_ring.timeline.rank_file import read_events, read_other
+from lightning_ring.timeline.rank_file import ends_whole, read_events, read_other
 
 
 @dataclass(slots=True)
@@ -24,7 +24,7 @@ class Merged:
         ranks: Ranks whose files were there.
         unfinished: Those of them that did not close their files: the run was ended, or still goes on.
         clocks: What is known of each rank's clock (`ClockReading`), by rank.
-        left_out: Files that were not taken, and why.
+        left_out: Files that were not taken, or not as a whole, and why.
     """
 
     path: Path
@@ -108,7 +108,10 @@ def _write(merged: Merged, others: dict[int, dict[str, Any]], files: dict[int, P
             out.write(b'{"displayTimeUnit":"ms","otherData":%b,"traceEvents":[\n' % _json(about))
             for rank, other in others.items():
                 events = read_events(files[rank])
-                if rank in merged.unfinished:
+                cut = not ends_whole(files[rank])
+                if cut:
+                    merged.left_out.append(f"{files[rank].name}: it is cut short, perhaps while it was copied")
+                if cut or rank in merged.unfinished:
                     events = _whole(events)
                 for event in _in_step(events, other["rank"]):
                     out.write(b",\n%b" % event if merged.num_events else event)
@@ -121,7 +124,7 @@ def _write(merged: Merged, others: dict[int, dict[str, Any]], files: dict[int, P
 
 
 def _whole(events: Iterator[bytes]) -> Iterator[bytes]:
-    """Without the one that a rank that still runs may be writing while it is read."""
+    """Without the one that a rank that still runs may be writing while it is read, or at which a file was cut."""
     for event in events:
         try:
             json.loads(event)

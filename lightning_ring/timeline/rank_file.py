@@ -166,6 +166,13 @@ def read_other(path: Path) -> dict[str, Any]:
     return other
 
 
+def ends_whole(path: Path) -> bool:
+    """Whether the file has its end. `TraceFile` gives it one at every moment, a copy that broke off has none."""
+    with open(path, "rb") as file:
+        file.seek(max(0, os.path.getsize(path) - len(TAIL)))
+        return file.read() == TAIL
+
+
 def read_events(path: Path) -> Iterator[bytes]:
     """The events of a trace written by `TraceFile`, each as JSON text."""
     with open(path, "rb") as file:

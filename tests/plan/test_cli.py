@@ -131,6 +131,7 @@ def test_the_fingerprint_sees_names_shapes_and_dtypes() -> None:
         (["--network", "nowhere.json"], "nowhere.json: No such file"),
         (["--network", "1gbit", "--ranks", "0"], "--ranks 0: must be from 1 to 10,000"),
         (["--network", "1gbit", "--ranks", "2,many"], "'many' is no number of ranks"),
+        (["--network", "1gbit", "--ranks", "2,³"], "'³' is no number of ranks"),
         (["--network", "1gbit", "--ranks", "10001"], "--ranks 10001: must be"),
         (["--network", "1gbit", "--at", "-3"], "--at -3: must be"),
         (["--network", "1gbit", "--ranks-per-node", "0"], "--ranks-per-node 0: must be"),

@@ -139,6 +139,17 @@ def test_an_event_that_is_just_being_written_is_left_out(tmp_path: Path) -> None
     assert len(read_trace(tmp_path / "t.json")) == merged.num_events == whole - 1
 
 
+def test_of_a_file_that_was_cut_short_whole_events_are_taken(tmp_path: Path, capfd: Any) -> None:
+    record_rank(tmp_path / "t.json", 0, 1)
+    file = tmp_path / "t.rank0.json"
+    content = file.read_bytes()
+    whole = len(json.loads(content)["traceEvents"])
+    file.write_bytes(content[: content.rindex(b"}}") + 1])  # only the last bracket of the last event is missing
+    assert main(["timeline", str(tmp_path)]) == 0
+    assert len(read_trace(tmp_path / "t.json")) == whole - 1
+    assert "left out: t.rank0.json: it is cut short" in capfd.readouterr().err
+
+
 def test_the_command_writes_where_it_is_told_and_draws(tmp_path: Path, capfd: Any) -> None:
     for rank in range(2):
         record_rank(tmp_path / "t.json", rank, 2)
