@@ -12,8 +12,8 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from lightning_ring.comm.cost import default_cap_mb
 from lightning_ring.errors import ConfigurationError
-from lightning_ring.gradients.bucket import default_cap_mb
 from lightning_ring.gradients.compression import COMPRESSORS, Compressor
 from lightning_ring.timeline.paths import checked_path
 

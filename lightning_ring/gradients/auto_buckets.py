@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_ring.comm.communicator import Communicator
-from lightning_ring.comm.cost import CostModel, fit
-from lightning_ring.gradients.bucket import DEFAULT_CAP_MB, Bucket, number_by_size
+from lightning_ring.comm.cost import DEFAULT_CAP_MB, CostModel, fit
+from lightning_ring.gradients.bucket import Bucket, number_by_size
 from lightning_ring.gradients.compression import Compressor
 from lightning_ring.gradients.merge import Seconds, last_arrival, merge
 

@@ -10,18 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from lightning_ring.comm.cost import FIRST_BUCKET_MB
+
 _ALIGNMENT_BYTES = 64  # a cache line: views start where vector kernels like it
 _MIB = 2**20
-DEFAULT_CAP_MB = 25.0
-
-
-def default_cap_mb(device_type: str) -> float:
-    """Bucket size in MiB where nobody chose one.
-
-    Between CPUs a message costs little beside its bytes, and the last bucket is what backward cannot hide.
-    """
-    return 4.0 if device_type == "cpu" else DEFAULT_CAP_MB
-
 
 Empty = Callable[[int, torch.dtype, torch.device], Tensor]
 
@@ -143,7 +135,7 @@ class Bucket:
 def plan_buckets(
     named_params: Sequence[tuple[str, Parameter]],
     bucket_cap_mb: float,
-    first_bucket_mb: float = 1.0,
+    first_bucket_mb: float = FIRST_BUCKET_MB,
     empty: Empty = torch_empty,
     num_shards: int = 1,
 ) -> list[Bucket]:

@@ -13,8 +13,9 @@ from torch.autograd import Variable
 from torch.nn import Parameter
 
 from lightning_ring.comm.communicator import Communicator, Work
+from lightning_ring.comm.cost import DEFAULT_CAP_MB
 from lightning_ring.gradients.auto_buckets import AutoBuckets
-from lightning_ring.gradients.bucket import DEFAULT_CAP_MB, Bucket, plan_buckets
+from lightning_ring.gradients.bucket import Bucket, plan_buckets
 from lightning_ring.gradients.compression import Compressor
 from lightning_ring.gradients.sending import average_
 

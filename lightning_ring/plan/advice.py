@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from lightning_ring.plan.model import Cluster, Settings, Step, predict
 from lightning_ring.plan.profile import Profile
 
-CAPS_MB = (1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 200.0)
+CAPS_MB = (1.0, 2.0, 4.0, 6.0, 10.0, 25.0, 50.0, 100.0, 200.0)
 WORTH = 0.01  # of a step
 
 

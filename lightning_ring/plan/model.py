@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from lightning_ring.comm.cost import CostModel
+from lightning_ring.comm.cost import FIRST_BUCKET_MB, CostModel
 from lightning_ring.plan.profile import Gradient, Profile
 
 MIB = 2**20
-FIRST_BUCKET_MB = 1.0  # that of gradients.bucket
 PIECE_BYTES = 4 * MIB  # that of comm.hierarchical
 COMPRESSED = {"fp16": 2, "bf16": 2}  # bytes of a float32 on the wire
 _PASSES = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1}
