@@ -1,7 +1,8 @@
 """One rank of one job of `benchmarks/step.py` and `benchmarks/gpu.py`: trains through `L.Trainer`, in turns.
 
 ``python -m benchmarks.step_rank MODEL CONTENDER``. Contenders are written like ``ddp``, ``ring`` or
-``ring:backend=gloo,bucket_cap_mb=4``: a strategy, and arguments of `RingStrategy`.
+``ring:backend=gloo,bucket_cap_mb=4``: a strategy, and arguments of `RingStrategy`. Of those the others know
+``keep_freed_memory=True``, which gives them what is ring's default.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from torch import Tensor, nn
 
 from benchmarks.turns import Turns
 from lightning_ring import RingStrategy
+from lightning_ring.host_memory import keep_freed_memory
 
 
 class ManySmall(nn.Module):
@@ -120,6 +122,8 @@ def strategy(contender: str, device: str) -> tuple[Any, dict[str, Any]]:
     by_mpi = "OMPI_COMM_WORLD_SIZE" in os.environ
     world_size = int(os.environ.get("OMPI_COMM_WORLD_SIZE", os.environ.get("WORLD_SIZE", 1)))
     local_size = int(os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    if name in ("auto", "alone", "ddp") and settings.get("keep_freed_memory") == "True":
+        keep_freed_memory()
     devices = {"devices": local_size, "num_nodes": world_size // local_size}
     if name == "auto":
         return "auto", {"devices": 1}

@@ -45,6 +45,7 @@ class RingOptions:
     timeout: timedelta = timedelta(minutes=30)
     stall_warning: timedelta = timedelta(seconds=60)
     force_communication: bool = False
+    keep_freed_memory: bool = True
     monitor: bool = True
     timeline: str | Path | None = None
 
@@ -58,6 +59,7 @@ class RingOptions:
         _one_of("uneven", self.uneven, get_args(Uneven))
         _one_of("start_method", self.start_method, get_args(StartMethod))
         _one_of("force_communication", self.force_communication, (False, True))
+        _one_of("keep_freed_memory", self.keep_freed_memory, (False, True))
         _one_of("monitor", self.monitor, (False, True))
         _positive_size(self.bucket_cap_mb)
         _positive_duration("timeout", self.timeout)

@@ -36,6 +36,7 @@ from lightning_ring.foreign import explain_foreign_modules
 from lightning_ring.gradients import AutoBuckets, Reducer, ShardReducer, default_cap_mb
 from lightning_ring.gradients.compression import Compressor
 from lightning_ring.gradients.squares import squares_by_bucket
+from lightning_ring.host_memory import keep_freed_memory, return_freed_memory
 from lightning_ring.loader_state import count_trained_batches
 from lightning_ring.monitor.ring_monitor import add_monitor
 from lightning_ring.options import (
@@ -91,6 +92,8 @@ class RingStrategy(ShardedSteps):
         timeout: Past it a collective that has not finished raises on every rank.
         stall_warning: After it a collective that has not finished is reported in the log.
         force_communication: Run buckets and collectives in a single process too, to measure them.
+        keep_freed_memory: On CPUs, memory that a step frees stays with the process for the next one, from the first
+            step to the end of `fit` (`lightning_ring.host_memory`; glibc only, and not where its own variables are set).
         monitor: Add `lightning_ring.monitor.RingMonitor` to the Trainer's callbacks, unless there is one, or nothing
             that communicates.
         timeline: Record every rank's steps and collectives in this file (``"trace.json"``), for
@@ -118,6 +121,7 @@ class RingStrategy(ShardedSteps):
         timeout: timedelta = timedelta(minutes=30),
         stall_warning: timedelta = timedelta(seconds=60),
         force_communication: bool = False,
+        keep_freed_memory: bool = True,
         monitor: bool = True,
         timeline: str | Path | None = None,
         accelerator: Accelerator | None = None,
@@ -137,6 +141,7 @@ class RingStrategy(ShardedSteps):
             timeout=timeout,
             stall_warning=stall_warning,
             force_communication=force_communication,
+            keep_freed_memory=keep_freed_memory,
             monitor=monitor,
             timeline=timeline,
         )
@@ -153,6 +158,7 @@ class RingStrategy(ShardedSteps):
         self._stand_in: Tensor | None = None
         self._repeated_loss: Tensor | None = None
         self._stop_asked = False
+        self._keeps_freed_memory = False
         self._random_states = RandomStates()
         self._compressor: Compressor | None = None
         self._compression_state = CompressionState()
@@ -221,6 +227,9 @@ class RingStrategy(ShardedSteps):
             self._reducer.remove()
             self._reducer = None
         self._turns = Turns()
+        if self._keeps_freed_memory:
+            self._keeps_freed_memory = False
+            return_freed_memory()
 
     # -- training
 
@@ -243,6 +252,10 @@ class RingStrategy(ShardedSteps):
         self._catch_stop_signals()
         super().on_train_start()
         self.timeline.begin_training()
+        if self.options.keep_freed_memory and self.root_device.type == "cpu":
+            self._keeps_freed_memory = keep_freed_memory()
+        if self._keeps_freed_memory:
+            _say("memory that a step frees is kept for the next one (keep_freed_memory=True)")
 
     def on_train_end(self) -> None:
         super().on_train_end()

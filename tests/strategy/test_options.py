@@ -25,6 +25,7 @@ from lightning_ring.gradients.compression import PowerSGD
         ("start_method", "thread", "'popen', 'spawn', 'fork'"),
         ("force_communication", 1, "False, True"),
         ("shard_optimizer", 1, "False, True"),
+        ("keep_freed_memory", None, "False, True"),
         ("bucket_cap_mb", 0, "greater than 0"),
         ("bucket_cap_mb", -3.5, "greater than 0"),
         ("bucket_cap_mb", float("nan"), "greater than 0"),

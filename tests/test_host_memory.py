@@ -1,0 +1,88 @@
+"""Memory that is freed comes back without page faults, and goes back to the system when it is told to."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_ring import RingStrategy
+from lightning_ring.host_memory import keep_freed_memory
+
+needs_glibc = pytest.mark.skipif(
+    not (sys.platform.startswith("linux") and hasattr(ctypes.CDLL(None), "gnu_get_libc_version")),
+    reason="mallopt's thresholds are glibc's",
+)
+
+# three blocks that are freed together are more than the 2 x 20 MB that glibc keeps by itself
+_SCRIPT = """
+import json, resource, sys
+from pathlib import Path
+from lightning_ring.host_memory import keep_freed_memory, return_freed_memory
+
+def faults_of_a_step():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    blocks = [bytearray(20_000_000) for _ in range(3)]
+    del blocks
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+def resident_pages():
+    return int(Path("/proc/self/statm").read_text().split()[1])
+
+def third_step():
+    return [faults_of_a_step() for _ in range(3)][-1]
+
+found = {"glibc": third_step(), "kept": keep_freed_memory(), "keeping": third_step(), "held": resident_pages()}
+return_freed_memory()
+print(json.dumps(found | {"returned": resident_pages()}))
+"""
+
+
+def _run(**variables: str) -> dict[str, int]:
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
+    root = str(Path(__file__).resolve().parent.parent)
+    done = subprocess.run(
+        [sys.executable, "-c", _SCRIPT],
+        env={**environ, "PYTHONPATH": root, **variables},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    found: dict[str, int] = json.loads(done.stdout)
+    return found
+
+
+@needs_glibc
+def test_freed_memory_is_used_again_without_page_faults_and_returned_at_the_end() -> None:
+    found = _run()
+    pages = 60_000_000 // os.sysconf("SC_PAGE_SIZE")
+    assert found["glibc"] > pages / 2, "glibc keeps it by itself: this test shows nothing"
+    assert found["kept"]
+    assert found["keeping"] < pages / 50
+    assert found["held"] - found["returned"] > pages / 2
+
+
+@needs_glibc
+@pytest.mark.parametrize(
+    "variables", [{"MALLOC_TRIM_THRESHOLD_": "131072"}, {"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=1000000"}]
+)
+def test_what_the_user_told_glibc_holds(variables: dict[str, str]) -> None:
+    found = _run(**variables)
+    assert not found["kept"]
+    assert found["keeping"] > 0.9 * found["glibc"] > 0
+
+
+def test_variables_of_glibc_count_as_a_choice() -> None:
+    assert not keep_freed_memory({"MALLOC_TOP_PAD_": "0"})
+    assert not keep_freed_memory({"GLIBC_TUNABLES": "glibc.malloc.arena_max=1:glibc.malloc.trim_threshold=1"})
+
+
+def test_it_is_on_by_default_and_can_be_left_out() -> None:
+    assert RingStrategy().options.keep_freed_memory
+    assert not RingStrategy(keep_freed_memory=False).options.keep_freed_memory
