@@ -93,7 +93,8 @@ class RingStrategy(ShardedSteps):
         stall_warning: After it a collective that has not finished is reported in the log.
         force_communication: Run buckets and collectives in a single process too, to measure them.
         keep_freed_memory: On CPUs, memory that a step frees stays with the process for the next one, from the first
-            step to the end of `fit` (`lightning_ring.host_memory`; glibc only, and not where its own variables are set).
+            step to the end of `fit` (see `lightning_ring.host_memory`). Only with glibc, and not where its variables
+            are set.
         monitor: Add `lightning_ring.monitor.RingMonitor` to the Trainer's callbacks, unless there is one, or nothing
             that communicates.
         timeline: Record every rank's steps and collectives in this file (``"trace.json"``), for

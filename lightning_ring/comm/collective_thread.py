@@ -35,6 +35,9 @@ class CollectiveThread:
     def idle(self) -> bool:
         return self._num_finished == self._num_submitted
 
+    def is_run_by(self, thread: threading.Thread) -> bool:
+        return thread is self._thread
+
     def under_way(self) -> tuple[str, float] | None:
         work = self.running
         return None if work is None else (work.description, work.started)

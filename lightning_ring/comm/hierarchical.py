@@ -17,6 +17,7 @@ from lightning_ring.comm import ring
 from lightning_ring.comm.agreement import describe
 from lightning_ring.comm.collective_thread import CollectiveThread
 from lightning_ring.comm.communicator import Communicator, CompletedWork, ReduceOp, Work, shard
+from lightning_ring.comm.lane import Lane
 from lightning_ring.comm.passage import Journey, Passage, nothing
 from lightning_ring.comm.patience import Patience
 from lightning_ring.comm.ring_communicator import DIRECT_BYTES, RingCommunicator, Transport, check_rank, contiguous_flat
@@ -165,7 +166,7 @@ class HierarchicalCommunicator(RingCommunicator):
     def _send(self, what: str, passages: Callable[[], list[Passage]], finish: Callable[[], object] = nothing) -> Work:
         journey = Journey(self._patience, finish)
 
-        def run() -> None:
+        def run(_: Lane) -> None:
             *pieces, last = passages()
             for piece in pieces:
                 self._enter(what, piece, None)

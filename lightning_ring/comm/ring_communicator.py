@@ -13,14 +13,15 @@ from torch import Tensor
 
 from lightning_ring.comm import exchange, ring, wide_sum
 from lightning_ring.comm.agreement import HEADER_BYTES, check_agreement, describe, header
-from lightning_ring.comm.collective_thread import CollectiveThread
 from lightning_ring.comm.communicator import CompletedWork, ReduceOp, Work, as_bytes
+from lightning_ring.comm.lane import Lane, Lanes
 from lightning_ring.comm.patience import Check, Patience
 from lightning_ring.errors import CollectiveError, ConfigurationError
 
 T = TypeVar("T")
 DIRECT_BYTES = 16 * 1024  # per rank; up to this an all-reduce is one message to everybody
 _HEADER_TAG = 1
+_LANE_TAGS = (0, 2)
 
 
 class Transport(ring.PointToPoint, Protocol):
@@ -34,8 +35,9 @@ class Transport(ring.PointToPoint, Protocol):
 
 
 class RingCommunicator:
-    """Collectives run one after another in a thread of their own, in the order of the calls.
+    """Collectives run in threads beside the computation, in the order of the calls: one after another in each lane.
 
+    With two lanes two are on the wire at a time: while one waits for its last messages, the other one fills it.
     For each, the ranks exchange a header (`agreement`), so that diverged calls are an error on every rank. It leaves
     with the call, and arrives while earlier collectives are still under way. After an error the communicator is broken:
     what is under way and every later call raise that same error. So do those of the other communicators that share its
@@ -46,16 +48,20 @@ class RingCommunicator:
     """
 
     def __init__(
-        self, transport: Transport, patience: Patience, members: Sequence[int] = (), checked: bool = True
+        self,
+        transport: Transport,
+        patience: Patience,
+        members: Sequence[int] = (),
+        checked: bool = True,
+        num_lanes: int = 1,
     ) -> None:
         self.transport = transport
         self._patience = patience
-        self._thread = CollectiveThread(self._patience)
-        self._threads = [self._thread]  # in the order in which a collective passes through them
+        self._lanes = Lanes([Lane(transport, tag, patience) for tag in _LANE_TAGS[:num_lanes]])
+        self._threads = self._lanes.threads  # in the order in which a collective passes through them
         self._checked = checked
         self._members = list(members) or list(range(transport.world_size))
         transport.while_waiting = self._while_waiting
-        self._scratch = torch.empty(0, dtype=torch.uint8)
         self._num_calls = 0
         self._closed = False
 
@@ -88,34 +94,28 @@ class RingCommunicator:
         ring.check_reducible(flat, op)
         what = describe("all_reduce", op.value, flat.dtype, f"{flat.numel()} elements", name=name)
         if flat.nbytes * (self.world_size - 1) <= DIRECT_BYTES:
-            return self._start(what, lambda: exchange.all_reduce_directly_(flat, self.transport, op))
-        if wide_sum.wants_wide_sum(flat.dtype, op):
-            return self._start(
-                what, lambda: wide_sum.all_reduce_(flat, self.transport, op, scratch=self._landing_memory())
-            )
-        return self._start(what, lambda: ring.all_reduce_(flat, self.transport, op, scratch=self._landing_memory()))
+            return self._start(what, lambda lane: exchange.all_reduce_directly_(flat, lane, op))
+        way = wide_sum.all_reduce_ if wide_sum.wants_wide_sum(flat.dtype, op) else ring.all_reduce_
+        return self._start(what, lambda lane: way(flat, lane, op, scratch=lane.landing), flat.nbytes)
 
     def reduce_scatter_(self, flat: Tensor, *, op: ReduceOp = ReduceOp.SUM, name: str = "") -> Work:
         flat = contiguous_flat(flat, "reduce_scatter_")
         ring.check_reducible(flat, op)
         what = describe("reduce_scatter", op.value, flat.dtype, f"{flat.numel()} elements", name=name)
-        if wide_sum.wants_wide_sum(flat.dtype, op):
-            return self._start(
-                what, lambda: wide_sum.reduce_scatter_(flat, self.transport, op, scratch=self._landing_memory())
-            )
-        return self._start(what, lambda: ring.reduce_scatter_(flat, self.transport, op, scratch=self._landing_memory()))
+        way = wide_sum.reduce_scatter_ if wide_sum.wants_wide_sum(flat.dtype, op) else ring.reduce_scatter_
+        return self._start(what, lambda lane: way(flat, lane, op, scratch=lane.landing), flat.nbytes)
 
     def all_gather_(self, flat: Tensor, *, name: str = "") -> Work:
         flat = contiguous_flat(flat, "all_gather_")
         what = describe("all_gather", flat.dtype, f"{flat.numel()} elements", name=name)
-        return self._start(what, lambda: ring.all_gather_(flat, self.transport))
+        return self._start(what, lambda lane: ring.all_gather_(flat, lane), flat.nbytes)
 
     def all_gather(self, tensor: Tensor, *, name: str = "") -> list[Tensor]:
         check_device(tensor, "all_gather")
         what = describe("all_gather", tensor.dtype, f"shape {tuple(tensor.shape)}", name=name)
         rows = tensor.new_empty(self.world_size, tensor.numel())
         rows[self.rank] = tensor.detach().reshape(-1)
-        self._start(what, lambda: ring.all_gather_(rows.view(-1), self.transport)).wait()
+        self._start(what, lambda lane: ring.all_gather_(rows.view(-1), lane), rows.nbytes).wait()
         return [row.view(tensor.shape) for row in rows]
 
     def all_to_all(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], *, name: str = "") -> Work:
@@ -124,11 +124,11 @@ class RingCommunicator:
         sources = [as_bytes(contiguous_flat(tensor, "all_to_all")) for tensor in inputs]
         targets = [as_bytes(contiguous_flat(tensor, "all_to_all")) for tensor in outputs]
 
-        def run() -> None:
+        def run(lane: Lane) -> None:
             sizes = torch.zeros(self.world_size, 2 * self.world_size, dtype=torch.int64)
             sizes[self.rank] = torch.tensor([flat.numel() for flat in (*sources, *targets)])
-            check_sizes(exchange.exchange_rows(sizes, self.transport), what)
-            exchange.all_to_all(sources, targets, self.transport)
+            check_sizes(exchange.exchange_rows(sizes, lane), what)
+            exchange.all_to_all(sources, targets, lane)
 
         return self._start(what, run, alone=True)
 
@@ -136,7 +136,7 @@ class RingCommunicator:
         flat = contiguous_flat(tensor, "broadcast_")
         check_rank(src, self.world_size, "src")
         what = describe("broadcast", f"from rank {src}", flat.dtype, f"{flat.numel()} elements", name=name)
-        return self._start(what, lambda: exchange.broadcast_(flat, self.transport, src))
+        return self._start(what, lambda lane: exchange.broadcast_(flat, lane, src), flat.nbytes)
 
     def broadcast_object(self, obj: T, *, src: int = 0) -> T:
         if self.world_size == 1:
@@ -146,10 +146,10 @@ class RingCommunicator:
         size = torch.tensor([message.numel()])
         received: list[Tensor] = []
 
-        def run() -> None:
-            exchange.broadcast_(size, self.transport, src)
+        def run(lane: Lane) -> None:
+            exchange.broadcast_(size, lane, src)
             received.append(message if self.rank == src else torch.empty(int(size), dtype=torch.uint8))
-            exchange.broadcast_(received[0], self.transport, src)
+            exchange.broadcast_(received[0], lane, src)
 
         self._start(describe("broadcast_object", f"from rank {src}"), run).wait()
         value = unpickled(received[0], src)
@@ -161,12 +161,12 @@ class RingCommunicator:
         message = pickled(obj)
         received: list[Tensor] = []
 
-        def run() -> None:
+        def run(lane: Lane) -> None:
             sizes = torch.zeros(self.world_size, 1, dtype=torch.int64)
             sizes[self.rank] = message.numel()
-            exchange.exchange_rows(sizes, self.transport)
+            exchange.exchange_rows(sizes, lane)
             received.extend(torch.empty(int(size), dtype=torch.uint8) for size in sizes)
-            exchange.all_to_all([message] * self.world_size, received, self.transport)
+            exchange.all_to_all([message] * self.world_size, received, lane)
 
         self._start(describe("all_gather_object"), run).wait()
         return [unpickled(message, rank) for rank, message in enumerate(received)]
@@ -186,19 +186,31 @@ class RingCommunicator:
             ended = sum(thread.close() for thread in self._threads) == len(self._threads)
             self.transport.close(broken=self._patience.error is not None or not ended)
 
-    def _start(self, what: str, run: Callable[[], object], *, alone: bool = False) -> Work:
-        """Queue one collective; with one rank nothing is done, unless it does something ``alone``."""
+    def _start(
+        self,
+        what: str,
+        run: Callable[[Lane], object],
+        num_bytes: int = 0,
+        *,
+        lane: Lane | None = None,
+        alone: bool = False,
+    ) -> Work:
+        """Queue one collective; with one rank nothing is done, unless it does something ``alone``.
+
+        ``num_bytes`` is what tells the lanes apart. What has to begin in the order of the calls names its ``lane``.
+        """
         if self.world_size == 1 and not alone:
             self._patience.raise_if_broken()
             return CompletedWork()
-        self._thread.check_open(what)
+        lane = lane or self._lanes.next(num_bytes)
+        lane.thread.check_open(what)
         agree = self._announce(what) if self._checked else _nothing
 
         def agree_and_run() -> None:
             agree()
-            run()
+            run(lane)
 
-        return self._thread.submit(what, agree_and_run)
+        return lane.thread.submit(what, agree_and_run)
 
     def _announce(self, what: str) -> Callable[[], None]:
         """Tell the others what is called; returns what waits until they have told it too, and compares."""
@@ -219,12 +231,8 @@ class RingCommunicator:
         return agree
 
     def _while_waiting(self, peers: Sequence[int]) -> float:
-        return self._thread.while_waiting([self._members[peer] for peer in peers])
-
-    def _landing_memory(self) -> Tensor:
-        if not self._scratch.numel():  # kept: fresh memory costs a page fault for every 4 KiB
-            self._scratch = torch.empty(ring.scratch_bytes(), dtype=torch.uint8)
-        return self._scratch
+        thread = self._lanes.of_this_thread().thread
+        return thread.while_waiting([self._members[peer] for peer in peers])
 
 
 def pickled(obj: Any) -> Tensor:
@@ -284,7 +292,7 @@ def contiguous_flat(tensor: Tensor, method: str) -> Tensor:
     return tensor.detach().view(-1)
 
 
-def _nothing() -> None:
+def _nothing(*_: object) -> None:
     return None
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_ring.comm.agreement import describe
 from lightning_ring.comm.collective_thread import CollectiveThread
 from lightning_ring.comm.communicator import Communicator, CompletedWork, ReduceOp, Work
+from lightning_ring.comm.lane import Lane
 from lightning_ring.comm.nccl_backend import NCCLCommunicator
 from lightning_ring.comm.patience import DEFAULT_TIMEOUT, Check, Patience, wait_politely
 from lightning_ring.comm.ring import check_reducible
@@ -118,7 +119,7 @@ class GlooCommunicator(RingCommunicator):
         if self._group is None:
             raise ConfigurationError("torch.distributed is not initialised; call init_process_group first.")
         transport = GlooTransport(self._group, owns_group)
-        super().__init__(transport, patience or Patience(timeout, check, stall_warning), members, checked)
+        super().__init__(transport, patience or Patience(timeout, check, stall_warning), members, checked, num_lanes=2)
         self._arriving = CollectiveThread(self._patience)
         self._threads.append(self._arriving)
 
@@ -131,13 +132,13 @@ class GlooCommunicator(RingCommunicator):
 
         started = _StartedWork()
 
-        def run() -> None:
+        def run(lane: Lane) -> None:
             if op is ReduceOp.AVG:
                 flat.div_(self.world_size)
             work = dist.all_reduce(flat, op=_OPS[op], group=self._group, async_op=True)
             started.arrival = self._arriving.submit(what, lambda: self._wait_for(work))
 
-        started.start = self._start(what, run)
+        started.start = self._start(what, run, lane=self._lanes.first)  # torch numbers them in the order of their calls
         return started
 
     def _wait_for(self, work: dist.Work) -> None:
