@@ -64,7 +64,7 @@ class Conductor:
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    start_new_session=True,
+                    preexec_fn=os.setpgrp,  # one session: Linux shares the cores out by session first, then by process
                 )
             self._processes.append(process)
         self._ranks = {name: [] for name in jobs}

@@ -21,7 +21,7 @@ from lightning_ring.errors import CollectiveError, ConfigurationError
 T = TypeVar("T")
 DIRECT_BYTES = 16 * 1024  # per rank; up to this an all-reduce is one message to everybody
 _HEADER_TAG = 1
-_LANE_TAGS = (0, 2)
+_LANE_TAGS = (0, 2, 3)
 
 
 class Transport(ring.PointToPoint, Protocol):
@@ -37,7 +37,7 @@ class Transport(ring.PointToPoint, Protocol):
 class RingCommunicator:
     """Collectives run in threads beside the computation, in the order of the calls: one after another in each lane.
 
-    With two lanes two are on the wire at a time: while one waits for its last messages, the other one fills it.
+    With several lanes several are on the wire at a time: while one waits for messages, the others fill it.
     For each, the ranks exchange a header (`agreement`), so that diverged calls are an error on every rank. It leaves
     with the call, and arrives while earlier collectives are still under way. After an error the communicator is broken:
     what is under way and every later call raise that same error. So do those of the other communicators that share its

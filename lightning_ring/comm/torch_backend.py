@@ -19,6 +19,8 @@ from lightning_ring.comm.ring import check_reducible
 from lightning_ring.comm.ring_communicator import DIRECT_BYTES, RingCommunicator, contiguous_flat
 from lightning_ring.errors import ConfigurationError
 
+# measured between two hosts at 1 Gbit/s: a second one takes 5 % off a step, a third one 2 %, a fourth nothing
+_NUM_LANES = 3
 _NATIVE = (torch.float32, torch.float64)
 _OPS = {
     ReduceOp.SUM: dist.ReduceOp.SUM,
@@ -119,7 +121,9 @@ class GlooCommunicator(RingCommunicator):
         if self._group is None:
             raise ConfigurationError("torch.distributed is not initialised; call init_process_group first.")
         transport = GlooTransport(self._group, owns_group)
-        super().__init__(transport, patience or Patience(timeout, check, stall_warning), members, checked, num_lanes=2)
+        super().__init__(
+            transport, patience or Patience(timeout, check, stall_warning), members, checked, num_lanes=_NUM_LANES
+        )
         self._arriving = CollectiveThread(self._patience)
         self._threads.append(self._arriving)
 
