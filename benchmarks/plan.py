@@ -148,7 +148,7 @@ def measure(
     rank = [sys.executable, "-m", "benchmarks.plan_rank", str(path), str(out), topology, str(asked.steps), *asked.ways]
     run(hosts.mpirun(num_ranks, *rank))
     for way, seconds in json.loads(out.read_text()).items():
-        settings = Settings(topology, way == "ring_sharded", None, float(profile.run.bucket_cap_mb))
+        settings = Settings(topology, way == "ring_sharded")
         step = predict(profile, Cluster(num_ranks, ranks_per_host, network, node or network), settings)
         name = f"{way}, {topology}"
         yield Row(rate, len(hosts.names), ranks_per_host, name, step.seconds, statistics.median(seconds))

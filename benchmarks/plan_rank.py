@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lightning_ring.comm.communicator import Communicator
+from lightning_ring.comm.cost import default_cap_mb
 from lightning_ring.comm.job import connect, open_communicator
 from lightning_ring.comm.ranks import discover_ranks
 from lightning_ring.gradients import Reducer, ShardReducer
@@ -120,7 +121,7 @@ def replay(profile: Profile, comm: Communicator, way: str, steps: int) -> list[f
     model = build(profile, pace)
     num_elements = sum(gradient.numel for gradient in profile.gradients)
     optimizer = SleepingOptimizer(model.parameters(), phases.optimizer / num_elements)
-    cap = float(profile.run.bucket_cap_mb)
+    cap = default_cap_mb("cpu", comm.world_size)
     reducer = (ShardReducer if way == "ring_sharded" else Reducer)(comm, model.named_parameters(), bucket_cap_mb=cap)
     forward: Callable[[Tensor], Tensor] = model
     sharding = None

@@ -80,9 +80,9 @@ class RingOptions:
                 "rank its shard of a sum. Use 'fp16', 'bf16' or None, or shard_optimizer=False (strategy='ring')."
             )
 
-    def bucket_cap_on(self, device: torch.device) -> float | Literal["auto"]:
-        """``bucket_cap_mb``, or the default where gradients live on ``device``."""
-        return default_cap_mb(device.type) if self.bucket_cap_mb is None else self.bucket_cap_mb
+    def bucket_cap_on(self, device: torch.device, world_size: int) -> float | Literal["auto"]:
+        """``bucket_cap_mb``, or the default for so many ranks whose gradients live on ``device``."""
+        return default_cap_mb(device.type, world_size) if self.bucket_cap_mb is None else self.bucket_cap_mb
 
     def new_compressor(self) -> Compressor | None:
         """One without a past: what a fit leaves out of its last step is no part of the next fit."""

@@ -73,9 +73,9 @@ class RingStrategy(ShardedSteps):
     Args:
         backend: Who moves gradients. ``"auto"``: NCCL on CUDA; on CPU shared memory within a node, and between nodes
             Gloo (MPI if it started the ranks and they have InfiniBand or the like).
-        bucket_cap_mb: Bucket size in MiB, `None` for 4 on CPUs and 25 on GPUs; the first bucket to fill takes 1 MiB, so
-            that the wire starts early. Or ``"auto"``: sizes that fit what the first steps show of backward and of the
-            wire.
+        bucket_cap_mb: Bucket size in MiB, `None` for 4 on up to 16 CPU ranks and 25 elsewhere; the first bucket to fill
+            takes 1 MiB, so that the wire starts early. Or ``"auto"``: sizes that fit what the first steps show of
+            backward and of the wire.
         topology: ``"hierarchical"`` reduces in each node first, then across nodes, so that every byte crosses the wire
             once; ``"flat"`` is one ring over all ranks. ``"auto"``: hierarchical on CPU where there are several nodes,
             each with the same number of ranks and more than one.
@@ -199,9 +199,9 @@ class RingStrategy(ShardedSteps):
             return
         assert self.model is not None
         self._compressor = self.options.new_compressor()
-        cap, auto = self.options.bucket_cap_on(self.root_device), None
+        cap, auto = self.options.bucket_cap_on(self.root_device, self.world_size), None
         if cap == "auto":
-            cap = default_cap_mb(self.root_device.type)
+            cap = default_cap_mb(self.root_device.type, self.world_size)
             auto = AutoBuckets(self._comm, _say, default_cap_mb=cap, compressor=self._compressor)
         self._recorded = RecordedCommunicator(self._comm, self.listeners)
         self._reducer = (ShardReducer if self.options.shard_optimizer else Reducer)(

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from lightning_ring.bench.plot import check_plot
-from lightning_ring.comm.cost import default_cap_mb
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.plan import report
 from lightning_ring.plan.advice import advise
@@ -124,7 +123,7 @@ def chosen_settings(options: argparse.Namespace, profile: Profile) -> Settings:
     if cap is not None and not 0 < cap < float("inf"):
         raise ConfigurationError(f"--bucket-cap-mb {cap:g}: must be a size in MiB greater than 0, such as 25.")
     if cap is None:
-        cap = default_cap_mb(run.device) if isinstance(run.bucket_cap_mb, str) else run.bucket_cap_mb
+        cap = None if isinstance(run.bucket_cap_mb, str) else run.bucket_cap_mb
     compression = run.compression if options.compression is None else options.compression
     if compression not in (None, "none", *COMPRESSED):
         raise ConfigurationError(

@@ -102,13 +102,24 @@ class ThreadCommunicator(RingCommunicator):
     """A `Communicator` among the threads of one `ThreadWorld`."""
 
     def __init__(
-        self, world: ThreadWorld, rank: int, *, timeout: timedelta = timedelta(seconds=60), check: Check | None = None
+        self,
+        world: ThreadWorld,
+        rank: int,
+        *,
+        timeout: timedelta = timedelta(seconds=60),
+        check: Check | None = None,
+        num_lanes: int = 1,
     ) -> None:
-        super().__init__(ThreadTransport(world, rank), Patience(timeout, check or world.raise_if_failed))
+        patience = Patience(timeout, check or world.raise_if_failed)
+        super().__init__(ThreadTransport(world, rank), patience, num_lanes=num_lanes)
 
 
 def run_ranks(
-    world_size: int, fn: Callable[[ThreadCommunicator], T], *, timeout: timedelta = timedelta(seconds=60)
+    world_size: int,
+    fn: Callable[[ThreadCommunicator], T],
+    *,
+    timeout: timedelta = timedelta(seconds=60),
+    num_lanes: int = 1,
 ) -> list[T]:
     """Run ``fn(comm)`` on ``world_size`` thread-ranks and return their results, by rank.
 
@@ -122,7 +133,7 @@ def run_ranks(
     results: dict[int, T] = {}
 
     def run_rank(rank: int) -> None:
-        comm = ThreadCommunicator(world, rank, timeout=timeout)
+        comm = ThreadCommunicator(world, rank, timeout=timeout, num_lanes=num_lanes)
         try:
             results[rank] = fn(comm)
         except BaseException as error:

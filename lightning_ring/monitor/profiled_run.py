@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from lightning_ring.comm.communicator import Communicator
-from lightning_ring.comm.cost import Collective, CostModel, default_cap_mb, fit
+from lightning_ring.comm.cost import Collective, CostModel, fit
 from lightning_ring.comm.hierarchical import HierarchicalCommunicator
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.monitor.stopwatch import now, seconds_between
@@ -67,14 +67,14 @@ def describe(trainer: Trainer, comm: Communicator | None, batch_size: int, steps
     where = (trainer.world_size, num_nodes(trainer), trainer.strategy.root_device.type, batch_size, steps)
     options = getattr(trainer.strategy, "options", None)
     if options is None:  # not ours, on one rank
-        return Run(*where, bucket_cap_mb=default_cap_mb(where[2]))
+        return Run(*where)
     compression = options.compression
     return Run(
         *where,
         topology="hierarchical" if isinstance(comm, HierarchicalCommunicator) else "flat",
         sharded=options.shard_optimizer,
         compression=compression if compression is None or isinstance(compression, str) else compression.name,
-        bucket_cap_mb=options.bucket_cap_on(trainer.strategy.root_device),
+        bucket_cap_mb=options.bucket_cap_mb,
     )
 
 

@@ -65,7 +65,8 @@ def _changes(profile: Profile, cluster: Cluster, settings: Settings, asked: Sett
     if not settings.shard_optimizer:
         yield "shard_optimizer=True", replace(settings, shard_optimizer=True)
     for cap in CAPS_MB:
-        before = "" if settings.bucket_cap_mb == asked.bucket_cap_mb else f" instead of {settings.bucket_cap_mb:g}"
+        again = settings.bucket_cap_mb is not None and settings.bucket_cap_mb != asked.bucket_cap_mb
+        before = f" instead of {settings.bucket_cap_mb:g}" if again else ""
         yield f"bucket_cap_mb={cap:g}{before}", replace(settings, bucket_cap_mb=cap)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from lightning_ring.comm.cost import FIRST_BUCKET_MB, CostModel
+from lightning_ring.comm.cost import FIRST_BUCKET_MB, CostModel, default_cap_mb
 from lightning_ring.plan.profile import Gradient, Profile
 
 MIB = 2**20
@@ -66,7 +66,8 @@ class Settings:
     topology: str = "flat"
     shard_optimizer: bool = False
     compression: str | None = None
-    bucket_cap_mb: float = 25.0
+    bucket_cap_mb: float | None = None
+    """`None`: the default, which depends on device and number of ranks."""
 
 
 @dataclass(slots=True)
@@ -105,7 +106,8 @@ def predict(profile: Profile, cluster: Cluster, settings: Settings) -> Step:
         return Step(1, phases.alone, 0.0, 0.0, phases.alone)
     if profile.run.device == "cpu" and cluster.num_nodes > 1 and settings.topology == "flat":
         cluster = replace(cluster, node=cluster.network)  # inside a node, too, one ring over all ranks talks TCP
-    buckets = cut_buckets(profile.gradients, settings.bucket_cap_mb, settings.compression)
+    cap = settings.bucket_cap_mb or default_cap_mb(profile.run.device, cluster.world_size)
+    buckets = cut_buckets(profile.gradients, cap, settings.compression)
     between = phases.data + phases.copy + phases.other
     if not settings.shard_optimizer:
         reduced = _Wire("all_reduce", cluster, settings)

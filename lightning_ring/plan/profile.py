@@ -61,7 +61,8 @@ class Phases:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """How it was recorded. ``compression`` is the compressor's name; ``bucket_cap_mb`` is MiB or ``"auto"``."""
+    """How it was recorded. ``compression`` is the compressor's name; ``bucket_cap_mb`` is MiB, ``"auto"``, or `None`:
+    the default."""
 
     world_size: int
     num_nodes: int
@@ -71,7 +72,7 @@ class Run:
     topology: str = "flat"
     sharded: bool = False
     compression: str | None = None
-    bucket_cap_mb: float | str = 25.0
+    bucket_cap_mb: float | str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from lightning_ring.comm.cost import MOST_RANKS_FOR_SMALL_BUCKETS, default_cap_mb
 from lightning_ring.plan.advice import Advice, in_words
 from lightning_ring.plan.model import MIB, Link, Settings, Step
 from lightning_ring.plan.profile import Profile
@@ -34,7 +35,16 @@ def heading(
     yield f"between {'nodes' if ranks_per_node > 1 else 'ranks'}: {_in_words(network)}"
     if node is not None and ranks_per_node > 1:
         yield f"in a node, of {ranks_per_node} ranks: {_in_words(node)}"
-    yield f"buckets of {settings.bucket_cap_mb:g} MiB, compression {settings.compression}"
+    yield f"buckets of {_cap_in_words(settings.bucket_cap_mb, run.device)}, compression {settings.compression}"
+
+
+def _cap_in_words(cap_mb: float | None, device: str) -> str:
+    if cap_mb is not None:
+        return f"{cap_mb:g} MiB"
+    few, many = default_cap_mb(device, 1), default_cap_mb(device, MOST_RANKS_FOR_SMALL_BUCKETS + 1)
+    if few == many:
+        return f"{few:g} MiB"
+    return f"{few:g} MiB, {many:g} on more than {MOST_RANKS_FOR_SMALL_BUCKETS} ranks (the default)"
 
 
 def _in_words(link: Link) -> str:

@@ -13,7 +13,7 @@ from lightning_ring.gradients.bucket import plan_buckets
 from lightning_ring.plan import model
 from lightning_ring.plan.advice import advise, in_words
 from lightning_ring.plan.model import Cluster, Link, Settings, cut_buckets, predict, world_sizes
-from lightning_ring.plan.profile import Profile
+from lightning_ring.plan.profile import Profile, Run
 from tests.plan.profiles import MIB, gradient, link, profile, several
 
 ONE = profile(gradient("w", 8, 0.1), data=0.004, other=0.006)
@@ -37,6 +37,16 @@ def test_a_link_that_costs_nothing_hides_everything() -> None:
         assert predict(ONE, Cluster(64, 8, free, free), settings).seconds == pytest.approx(0.17)
     sharded = predict(ONE, flat(64, free), Settings(shard_optimizer=True))
     assert sharded.seconds == pytest.approx(0.16 + 0.01 / 64)  # the optimizer steps 1/64
+
+
+@pytest.mark.parametrize(("device", "world_size", "cap"), [("cpu", 16, 4), ("cpu", 17, 25), ("cuda", 2, 25)])
+def test_buckets_have_their_default_size_at_each_number_of_ranks(device: str, world_size: int, cap: float) -> None:
+    found = profile(*(gradient(str(number), 3, 0.1) for number in range(12)), run=Run(1, 1, device, 16, 10))
+    for other in (4, 25):
+        same = predict(found, flat(world_size), Settings()) == predict(
+            found, flat(world_size), Settings(bucket_cap_mb=other)
+        )
+        assert same == (other == cap)
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 64, 10_000])

@@ -80,8 +80,9 @@ def test_positional_arguments_are_refused() -> None:
         RingStrategy("gloo")  # type: ignore[misc]
 
 
-def test_buckets_fit_the_device_unless_they_were_given_a_size() -> None:
+def test_buckets_fit_device_and_ranks_unless_they_were_given_a_size() -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    for given, expected in ((None, (4, 25)), (7.5, (7.5, 7.5)), ("auto", ("auto", "auto"))):
+    for given, expected in ((None, (4, 25, 25)), (7.5, (7.5,) * 3), ("auto", ("auto",) * 3)):
         options = RingStrategy(bucket_cap_mb=given).options
-        assert (options.bucket_cap_on(cpu), options.bucket_cap_on(cuda)) == expected
+        places = ((cpu, 16), (cpu, 17), (cuda, 2))
+        assert tuple(options.bucket_cap_on(device, world_size) for device, world_size in places) == expected

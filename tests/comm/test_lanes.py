@@ -1,0 +1,114 @@
+"""Collectives of several lanes are on the wire at a time, do not mix, and fail as those of one lane do."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_ring.comm.communicator import Communicator, ReduceOp, Work
+from lightning_ring.comm.lane import Lane, Lanes
+from lightning_ring.comm.patience import Patience
+from lightning_ring.comm.ring_communicator import RingCommunicator
+from lightning_ring.comm.thread_backend import ThreadTransport, ThreadWorld, run_ranks
+from lightning_ring.errors import CollectiveError
+
+MIB = 2**20
+
+
+def three_lanes() -> tuple[Lanes, list[Lane]]:
+    lanes = [Lane(ThreadTransport(ThreadWorld(2), 0), tag, Patience()) for tag in (0, 2, 3)]
+    return Lanes(lanes), lanes
+
+
+def test_large_and_small_ones_in_turn_do_not_put_all_large_ones_on_one_lane() -> None:
+    lanes, each = three_lanes()
+    large = [lanes.next(9 * MIB if number % 2 == 0 else 1000) for number in range(12)][::2]
+    assert {large.count(lane) for lane in each} == {2}
+
+
+def test_what_was_large_long_ago_keeps_no_lane_from_being_used() -> None:
+    lanes, each = three_lanes()
+    loaded = lanes.next(1000 * MIB)
+    assert loaded in [lanes.next(4 * MIB) for _ in range(12)]
+    assert each[0] is loaded
+
+
+def start(comm: Communicator, kind: str, tensor: Tensor) -> Work:
+    ways: dict[str, Callable[[], Work]] = {
+        "all_reduce": lambda: comm.all_reduce_(tensor, op=ReduceOp.AVG),
+        "reduce_scatter": lambda: comm.reduce_scatter_(tensor),
+        "all_gather": lambda: comm.all_gather_(tensor),
+        "broadcast": lambda: comm.broadcast_(tensor, src=1),
+    }
+    return ways[kind]()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_many_collectives_give_the_bits_of_one_lane(world_size: int) -> None:
+    draw = random.Random(world_size)
+    kinds = draw.choices(["all_reduce", "reduce_scatter", "all_gather", "broadcast"], k=40)
+    sizes = [draw.choice([30, 6_000, 90_000, 600_000]) for _ in kinds]
+    dtypes = draw.choices([torch.float32, torch.bfloat16], k=40)
+
+    def rank(comm: Any) -> list[Tensor]:
+        noise = torch.Generator().manual_seed(comm.rank)
+        tensors = [torch.randn(size, generator=noise).to(dtype) for size, dtype in zip(sizes, dtypes, strict=True)]
+        works = [start(comm, kind, tensor) for kind, tensor in zip(kinds, tensors, strict=True)]
+        for work in reversed(works):
+            work.wait()
+        return tensors
+
+    one, three = run_ranks(world_size, rank), run_ranks(world_size, rank, num_lanes=3)
+    for ours, theirs in zip(three, one, strict=True):
+        assert all(torch.equal(mine, other) for mine, other in zip(ours, theirs, strict=True))
+
+
+def test_a_collective_ends_while_the_one_before_it_waits_for_its_messages() -> None:
+    def rank(comm: RingCommunicator) -> None:
+        second_is_over = threading.Event()
+        wait = comm.transport.wait
+
+        def held_up_in_the_first_lane(requests: Any) -> None:
+            if threading.current_thread() is first.thread._thread:
+                assert second_is_over.wait(10)
+            wait(requests)
+
+        first = comm._lanes.first
+        comm.transport.wait = held_up_in_the_first_lane  # type: ignore[method-assign]
+        before, after = torch.ones(300_000), torch.ones(300_000)
+        works = [comm.all_reduce_(before), comm.all_reduce_(after)]
+        works[1].wait()
+        assert after.eq(2).all()
+        assert not works[0].done()
+        second_is_over.set()
+        works[0].wait()
+        assert before.eq(2).all()
+
+    run_ranks(2, rank, num_lanes=2)
+
+
+def _wait_for_all(works: list[Work]) -> None:
+    for work in works:
+        work.wait()
+
+
+def test_calls_that_differ_are_one_error_on_all_ranks() -> None:
+    def rank(comm: Any) -> str:
+        works = [comm.all_reduce_(torch.ones(100_000), name=f"bucket {index}") for index in range(4)]
+        works.append(comm.all_reduce_(torch.ones(100_000 + comm.rank), name="bucket 4"))
+        with pytest.raises(CollectiveError) as caught:
+            _wait_for_all(works)
+        with pytest.raises(CollectiveError):
+            comm.all_reduce_(torch.ones(10))
+        return str(caught.value)
+
+    messages = run_ranks(3, rank, num_lanes=3)
+    assert len(set(messages)) == 1
+    assert "100000 elements" in messages[0]
+    assert "100002 elements" in messages[0]
