@@ -52,14 +52,8 @@ from lightning_ring.options import (
 from lightning_ring.random_state import RandomStates
 from lightning_ring.sharded_steps import ShardedSteps
 from lightning_ring.stopping import on_stop_signal
-from lightning_ring.uneven import (
-    AgreedLoader,
-    Turns,
-    agree_on_batches,
-    batches_until_the_end,
-    check_join_allowed,
-    say_what_is_padded,
-)
+from lightning_ring.turns import Turns
+from lightning_ring.uneven import agree_on_batches, batches_until_the_end, say_what_is_padded
 
 log = logging.getLogger(__name__)
 
@@ -269,22 +263,13 @@ class RingStrategy(ShardedSteps):
                 self._make_whole()
                 self._stopping_together = True
                 raise SIGTERMException(143)  # 128 + SIGTERM, on every rank at the same step
-            self._find_joining_loader(self._trainer)
+            self._turns.find_loader(self._trainer)
             self._reducer.active_ranks = self._turns.take(batch_idx, self._trainer.accumulate_grad_batches)
             self._track_new_parameters(self._reducer, replicate=True)
         when = self.options.broadcast_buffers
         if when == "step" or (when == "epoch" and batch_idx == 0):
             self._broadcast_buffers()
         super().on_train_batch_start(batch, batch_idx)
-
-    def _find_joining_loader(self, trainer: pl.Trainer) -> None:
-        combined = trainer.fit_loop._combined_loader  # another one whenever loaders are reloaded
-        loaders = combined.flattened if combined is not None else []
-        joining = next((loader for loader in loaders if isinstance(loader, AgreedLoader) and loader.joins), None)
-        if joining is not None and joining is not self._turns.loader:
-            assert self.lightning_module is not None
-            check_join_allowed(len(loaders), self.lightning_module)
-        self._turns.loader = joining
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         module = self.lightning_module
