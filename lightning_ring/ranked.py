@@ -28,7 +28,7 @@ from lightning_ring.monitor.terminal import widen_terminal
 from lightning_ring.options import RingOptions
 from lightning_ring.starting import asked_of_trainer, check_asked, choose_launcher, devices_for
 from lightning_ring.timeline.settings import timeline_settings
-from lightning_ring.uneven import Turns
+from lightning_ring.turns import Turns
 
 T = TypeVar("T")
 

@@ -1,12 +1,9 @@
-"""`RingStrategy`: Lightning's hooks, each a line or two onto the rooms that do the work."""
+"""`RingStrategy`: its arguments, set-up, evaluation and checkpoints; its training steps are those that it extends."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 from datetime import timedelta
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,27 +12,20 @@ import torch
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import CheckpointIO, Precision
-from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from torch import Tensor
-from torch.nn import Parameter
-from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_ring.comm.recording import RecordedCommunicator
+from lightning_ring.averaged_steps import AveragedSteps
 from lightning_ring.comm.replicate import (
     broadcast_buffers,
     broadcast_module,
     broadcast_optimizer_state,
-    broadcast_tensors,
     check_same_model,
 )
 from lightning_ring.compression_state import CompressionState
 from lightning_ring.foreign import explain_foreign_modules
-from lightning_ring.gradients import AutoBuckets, Reducer, ShardReducer, default_cap_mb
 from lightning_ring.gradients.compression import Compressor
-from lightning_ring.gradients.squares import squares_by_bucket
 from lightning_ring.host_memory import keep_freed_memory, return_freed_memory
 from lightning_ring.loader_state import count_trained_batches
 from lightning_ring.monitor.ring_monitor import add_monitor
@@ -50,21 +40,11 @@ from lightning_ring.options import (
     Uneven,
 )
 from lightning_ring.random_state import RandomStates
-from lightning_ring.sharded_steps import ShardedSteps
-from lightning_ring.stopping import on_stop_signal
-from lightning_ring.uneven import (
-    AgreedLoader,
-    Turns,
-    agree_on_batches,
-    batches_until_the_end,
-    check_join_allowed,
-    say_what_is_padded,
-)
-
-log = logging.getLogger(__name__)
+from lightning_ring.stopping import leave_sigterm_to_the_buckets, on_stop_signal
+from lightning_ring.turns import Turns
 
 
-class RingStrategy(ShardedSteps):
+class RingStrategy(AveragedSteps):
     """Synchronous data-parallel training over a ring all-reduce: ``Trainer(strategy="ring")``.
 
     Gradients travel in flat buckets while backward goes on, and are averaged over all ranks. The module is not wrapped.
@@ -154,14 +134,9 @@ class RingStrategy(ShardedSteps):
             precision_plugin=precision_plugin,
         )
         explain_foreign_modules()
-        self._step_hooks: list[RemovableHandle] = []
-        self._reducer: Reducer | None = None
-        self._stand_in: Tensor | None = None
-        self._repeated_loss: Tensor | None = None
         self._stop_asked = False
         self._keeps_freed_memory = False
         self._random_states = RandomStates()
-        self._compressor: Compressor | None = None
         self._compression_state = CompressionState()
 
     # -- set-up and tear-down
@@ -182,72 +157,24 @@ class RingStrategy(ShardedSteps):
             self.configure_ddp()
             if self.options.monitor and self._comm is not None:
                 add_monitor(trainer)
-            self._leave_sigterm_to_the_buckets(trainer)
+            if self._reducer is not None and self.world_size > 1:
+                leave_sigterm_to_the_buckets(trainer)
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
-            for optimizer in self.optimizers if self._reducer else ():
-                self._step_hooks.append(optimizer.register_step_pre_hook(self._before_step))
-            if isinstance(self._reducer, ShardReducer):
-                self._shard_optimizers(trainer, self._reducer)
+            self._follow_optimizers(trainer)
             self.timeline.prepare(trainer, self._comm)
-
-    def configure_ddp(self) -> None:
-        """Put the gradients into buckets; the module stays unwrapped."""
-        if self._comm is None:
-            return
-        assert self.model is not None
-        self._compressor = self.options.new_compressor()
-        cap, auto = self.options.bucket_cap_on(self.root_device, self.world_size), None
-        if cap == "auto":
-            cap = default_cap_mb(self.root_device.type, self.world_size)
-            auto = AutoBuckets(self._comm, _say, default_cap_mb=cap, compressor=self._compressor)
-        self._recorded = RecordedCommunicator(self._comm, self.listeners)
-        self._reducer = (ShardReducer if self.options.shard_optimizer else Reducer)(
-            self._recorded,
-            self.model.named_parameters(),
-            bucket_cap_mb=cap,
-            auto=auto,
-            compressor=self._compressor,
-            warn=lambda message: rank_zero_warn(f"lightning_ring: {message}"),
-        )
-        compressed = f" as {self._compressor.name}" if self._compressor else ""
-        _say(
-            f"{self.world_size} ranks on {self.ring_environment.num_nodes()} node(s), gradients by "
-            f"{type(self._comm).__name__}{compressed} in {len(self._reducer.buckets)} bucket(s) of up to {cap:g} MiB"
-        )
 
     def teardown(self) -> None:
         self.timeline.abandon()
         super().teardown()
-        for hook in self._step_hooks:  # an optimizer may be stepped by hand afterwards
-            hook.remove()
-        self._step_hooks.clear()
-        if self._reducer is not None:
-            self._reducer.remove()
-            self._reducer = None
         self._turns = Turns()
         if self._keeps_freed_memory:
             self._keeps_freed_memory = False
             return_freed_memory()
 
     # -- training
-
-    def process_dataloader(self, dataloader: object) -> object:
-        trainer = self._trainer
-        if self._comm is None or trainer is None:
-            return dataloader
-        say_what_is_padded(dataloader, self.world_size)
-        if trainer.state.stage != RunningStage.TRAINING or trainer.state.fn != TrainerFn.FITTING:
-            return dataloader
-        return agree_on_batches(
-            dataloader,
-            self._comm,
-            self.options.uneven,
-            limit=trainer.limit_train_batches,
-            needed=batches_until_the_end(trainer),
-        )
 
     def on_train_start(self) -> None:
         self._catch_stop_signals()
@@ -256,7 +183,7 @@ class RingStrategy(ShardedSteps):
         if self.options.keep_freed_memory and self.root_device.type == "cpu":
             self._keeps_freed_memory = keep_freed_memory()
         if self._keeps_freed_memory:
-            _say("memory that a step frees is kept for the next one (keep_freed_memory=True)")
+            rank_zero_info("lightning_ring: memory that a step frees is kept for the next one (keep_freed_memory=True)")
 
     def on_train_end(self) -> None:
         super().on_train_end()
@@ -269,109 +196,11 @@ class RingStrategy(ShardedSteps):
                 self._make_whole()
                 self._stopping_together = True
                 raise SIGTERMException(143)  # 128 + SIGTERM, on every rank at the same step
-            self._find_joining_loader(self._trainer)
-            self._reducer.active_ranks = self._turns.take(batch_idx, self._trainer.accumulate_grad_batches)
-            self._track_new_parameters(self._reducer, replicate=True)
+            self._begin_batch(self._trainer, self._reducer, batch_idx)
         when = self.options.broadcast_buffers
         if when == "step" or (when == "epoch" and batch_idx == 0):
             self._broadcast_buffers()
         super().on_train_batch_start(batch, batch_idx)
-
-    def _find_joining_loader(self, trainer: pl.Trainer) -> None:
-        combined = trainer.fit_loop._combined_loader  # another one whenever loaders are reloaded
-        loaders = combined.flattened if combined is not None else []
-        joining = next((loader for loader in loaders if isinstance(loader, AgreedLoader) and loader.joins), None)
-        if joining is not None and joining is not self._turns.loader:
-            assert self.lightning_module is not None
-            check_join_allowed(len(loaders), self.lightning_module)
-        self._turns.loader = joining
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        module = self.lightning_module
-        assert module is not None
-        self._stand_in = None
-        with self._reporting_failures(), self._turns.step(module):
-            output = super().training_step(*args, **kwargs)
-        has_data = self._turns.has_data
-        if self._reducer is None or not module.automatic_optimization or (output is not None and has_data):
-            return output
-        if has_data:
-            _warn_of_none(self.global_rank)
-        self._repeated_loss = None if has_data else _loss_of(output)
-        # a loss that depends on nothing: its backward takes part in the reduction, with zeros
-        self._stand_in = torch.zeros((), device=self.root_device, requires_grad=True)
-        return self._stand_in
-
-    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        reducer = self._reducer
-        if reducer is None:
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
-        assert self.lightning_module is not None
-        self._track_new_parameters(reducer)
-        self.pre_backward(closure_loss)
-        closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
-        # gradients are averaged before the precision plugin's `post_backward`, which calls the user's
-        # `on_after_backward`: there they are equal on all ranks already
-        with self._reporting_failures(), reducer.backward():
-            self._repeat_backward(reducer)
-            self.precision_plugin.backward(closure_loss, self.lightning_module, optimizer, *args, **kwargs)
-        closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
-        self.post_backward(closure_loss)
-        return closure_loss
-
-    def _repeat_backward(self, reducer: Reducer) -> None:
-        """On a rank that ran out of data: the collectives inside backward (`all_gather` with gradients, SyncBatchNorm)
-        need this rank too; what it adds to them is zeros."""
-        loss, self._repeated_loss = self._repeated_loss, None
-        if loss is not None and loss.requires_grad:
-            with reducer.discarding():
-                loss.backward(torch.zeros_like(loss))
-
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
-        if self._reducer is None:
-            yield
-            return
-        with self._reducer.no_sync():
-            yield
-
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        def closure_or_none() -> Any:
-            loss = closure()
-            if self._stand_in is None or any(p.grad is not None for g in optimizer.param_groups for p in g["params"]):
-                return loss
-            return None  # no rank has a gradient: a loss scaler must not look for one
-
-        return super().optimizer_step(optimizer, closure_or_none, model, **kwargs)
-
-    def gradient_squares(self, parameters: Sequence[Parameter]) -> Tensor:
-        """What this rank adds to the squared norms of gradients, summed over ranks: of each bucket, and outside of any.
-
-        1-D, float64. All ranks call it, with the same parameters, where gradients are averaged already.
-        """
-        if self._sharding is not None:
-            return self._sharding.gradient_squares(parameters)
-        buckets = self._reducer.buckets if self._reducer is not None else []
-        return squares_by_bucket(parameters, buckets, self.world_size)
-
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        assert self._reducer is not None
-        self._reducer.finish()
-
-    def _track_new_parameters(self, reducer: Reducer, *, replicate: bool = False) -> None:
-        """Parameters added or thawed after the start (fine-tuning callbacks): in the optimizer, not in a bucket yet.
-
-        ``replicate`` gives all ranks rank 0's values of them; only before forward, which keeps them for backward.
-        """
-        params = [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
-        if all(reducer.is_tracked(param) or not param.requires_grad for param in params):
-            return
-        assert self.model is not None
-        new = reducer.track(self.model.named_parameters())
-        if self._sharding is not None:
-            self._sharding.follow_module()
-        if replicate and self._comm is not None:
-            broadcast_tensors(new, self._comm)
 
     # -- evaluation
 
@@ -444,17 +273,6 @@ class RingStrategy(ShardedSteps):
         if self._comm is not None and self.world_size > 1:
             on_stop_signal(self._ask_to_stop)
 
-    def _leave_sigterm_to_the_buckets(self, trainer: pl.Trainer) -> None:
-        # Before every batch Lightning broadcasts in torch's default group whether rank 0 got a SIGTERM, and reads the
-        # answer off the device. The buckets carry that already; and of ranks that take different numbers of steps one
-        # would wait in that group and one in the communicator, for ever, where the communicator alone sees the error.
-        if self._reducer is not None and self.world_size > 1:
-            trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _nothing  # type: ignore[method-assign]
-
-    def _progress(self) -> str:
-        text, reducer = super()._progress(), self._reducer
-        return f"{text} and backward {reducer.num_finished}" if text and reducer is not None else text
-
     def _ask_to_stop(self) -> None:
         self._stop_asked = True
         if self._reducer is not None:
@@ -463,25 +281,3 @@ class RingStrategy(ShardedSteps):
     def _stop_if_asked(self) -> None:
         if self._stop_asked and self._reducer is None:
             raise SIGTERMException(143)
-
-
-def _loss_of(output: Any) -> Tensor | None:
-    loss = output.get("loss") if isinstance(output, Mapping) else output
-    return loss if isinstance(loss, Tensor) else None
-
-
-def _say(message: str) -> None:
-    rank_zero_info(f"lightning_ring: {message}")
-
-
-def _nothing() -> None:
-    return None
-
-
-@cache
-def _warn_of_none(rank: int) -> None:
-    log.warning(
-        "lightning_ring: training_step returned None on rank %d: for that step its gradient counts as zero, and the "
-        "average still divides by all ranks.",
-        rank,
-    )

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sized
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Sized
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -15,9 +13,7 @@ from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
 from lightning.pytorch.utilities.data import sized_len
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch import Tensor
 from torch.utils.data import DistributedSampler, IterableDataset
-from torchmetrics import Metric
 
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.errors import ConfigurationError, UnevenBatchesError
@@ -36,7 +32,7 @@ class AgreedLoader:
 
     It stands in where lengths are unknown (iterable data sets), or where ``uneven="join"`` lets ranks run out at
     different steps: it then goes on, on every rank, until the last one has no data. A rank that ran out repeats its own
-    last batch (`Turns.step`).
+    last batch (`lightning_ring.turns.Turns.step`).
 
     Raises:
         UnevenBatchesError: With ``policy="error"``, on every rank, at the step for which some rank has no batch.
@@ -100,48 +96,6 @@ class AgreedLoader:
                 f"rank {_listed(without)} has no training batch at all, so it cannot join in. Give every rank at least "
                 "one batch."
             )
-
-
-class Turns:
-    """Which ranks hold data for the batch at hand. Without an `AgreedLoader` that joins all of them do.
-
-    Attributes:
-        loader: The training loader that goes on until the last rank has no data.
-        during_step: The current turn while a training step runs, else `None`.
-    """
-
-    def __init__(self) -> None:
-        self.loader: AgreedLoader | None = None
-        self.during_step: Turn | None = None
-        self._current: Turn | None = None
-        self._window_ranks = 0
-
-    @property
-    def has_data(self) -> bool:
-        return self._current is None or self._current.has_data
-
-    def take(self, batch_idx: int, accumulate_grad_batches: int) -> int | None:
-        """Go on to the next batch; returns how many ranks its gradient averages over, `None` where that is all.
-
-        Over several micro-batches a rank counts if it had data for the first: then it holds part of the gradient.
-        """
-        if self.loader is None:
-            self._current = None  # the loader before this one may have ended without data on this rank
-            return None
-        self._current = self.loader.take_turn()
-        if batch_idx % accumulate_grad_batches == 0:
-            self._window_ranks = self._current.active_ranks
-        return self._window_ranks
-
-    @contextmanager
-    def step(self, module: LightningModule) -> Iterator[None]:
-        """Around a training step."""
-        self.during_step = self._current
-        try:
-            with nullcontext() if self.has_data else _leaving_no_trace(module):
-                yield
-        finally:
-            self.during_step = None
 
 
 _WHAT_TO_DO = (
@@ -209,37 +163,6 @@ def check_join_allowed(num_loaders: int, module: LightningModule) -> None:
             f"RingStrategy(uneven='join') was given {num_loaders} training loaders, expected one. Combine them into "
             "one data set, or use uneven='error'."
         )
-
-
-@contextmanager
-def _leaving_no_trace(module: LightningModule) -> Iterator[None]:
-    """Around the training step of a rank that ran out of data: it repeats its last batch, so that it makes the same
-    collective calls as the others (``self.log(..., sync_dist=True)``, ``self.all_gather``), and none of it counts: no
-    gradient (its loss is not used), no buffer, no metric, no weight in logged means."""
-    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    metrics = [(metric, _metric_state(metric)) for metric in module.modules() if isinstance(metric, Metric)]
-    log = module.log
-    module.log = functools.partial(_log_without_weight, log)  # type: ignore[method-assign]
-    try:
-        yield  # with gradients enabled: steps that call torch.autograd.grad (penalties, forces) need them
-    finally:
-        del module.log
-        for metric, state in metrics:
-            for name, value in state.items():
-                setattr(metric, name, value)
-        for buffer, before in buffers:
-            buffer.data.copy_(before)  # unseen by autograd: a backward may follow
-
-
-def _metric_state(metric: Metric) -> dict[str, Any]:
-    state = {
-        name: value.clone() if isinstance(value, Tensor) else list(value) for name, value in metric.metric_state.items()
-    }
-    return state | {name: getattr(metric, name) for name in ("_update_count", "_computed", "_forward_cache")}
-
-
-def _log_without_weight(log: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    log(*args, **(kwargs | {"batch_size": 0}))
 
 
 def _limited(length: int, limit: float) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -15,9 +14,11 @@ from torch.nn import Parameter
 from lightning_ring.comm.communicator import Communicator, Work
 from lightning_ring.comm.cost import DEFAULT_CAP_MB
 from lightning_ring.gradients.auto_buckets import AutoBuckets
-from lightning_ring.gradients.bucket import Bucket, plan_buckets
+from lightning_ring.gradients.bucket import Bucket
 from lightning_ring.gradients.compression import Compressor
+from lightning_ring.gradients.layout import BucketLayout
 from lightning_ring.gradients.sending import average_
+from lightning_ring.gradients.stop_flag import StopFlag
 
 log = logging.getLogger(__name__)
 
@@ -29,15 +30,14 @@ class Reducer:
     has left, the bucket leaves. `finish` sends what is left, waits, and puts the averages into ``param.grad``. It is
     called by whoever runs backward through `backward`; for a plain ``loss.backward()`` the autograd engine calls it.
 
-    Buckets leave in one order on every rank, the reverse of use: first of registration, then, from the second backward
-    on, the order in which rank 0's first backward produced the gradients. A parameter that some ranks used averages
-    with zeros from the others; one that no rank used keeps its ``.grad``.
+    Buckets leave in one order on every rank, the reverse of use (`BucketLayout`). A parameter that some ranks used
+    averages with zeros from the others; one that no rank used keeps its ``.grad``.
 
     Args:
         comm: Who takes part.
         named_parameters: Name and parameter, in order of registration. Shared parameters may repeat.
         bucket_cap_mb: Bucket size in MiB.
-        auto: Who chooses other sizes after `backwards_before_auto` backward passes.
+        auto: Who chooses other sizes after the first few backward passes (`BucketLayout`).
         compressor: Who sends the buckets whose dtype it accepts; `None` sends all of them as they are.
         warn: Called with a message for the user, at most once a message.
 
@@ -47,8 +47,6 @@ class Reducer:
         active_ranks: Ranks that the sum is divided by; `None` means all.
         num_finished: Backward passes reduced so far.
     """
-
-    backwards_before_auto: ClassVar[int] = 4  # the first warms up; the others are measured
 
     def __init__(
         self,
@@ -65,8 +63,7 @@ class Reducer:
         self.active_ranks: int | None = None
         self.num_finished = 0
         self._comm = comm
-        self._cap = bucket_cap_mb
-        self._auto = auto
+        self._layout = BucketLayout(comm, bucket_cap_mb, auto)
         self._compressor = compressor
         self._warn = warn
         self._warned: set[str] = set()
@@ -77,7 +74,6 @@ class Reducer:
         self._ready: set[Parameter] = set()  # gradient produced by this backward
         self._unsent: set[Parameter] = set()  # gradient accumulated while reduction was off: travels with the next
         self._late: set[Parameter] = set()  # gradient produced again after its bucket had left
-        self._order: list[Parameter] | None = []  # order of the first backward's gradients; None once it was used
         self._delayed = False  # no overlap: everything leaves in `finish`
         self._active = False
         self._explicit = False
@@ -85,8 +81,7 @@ class Reducer:
         self._queue: list[Bucket] = []
         self._next = 0
         self._works: list[tuple[Bucket, Work]] = []
-        self._stop_flag: Tensor | None = None
-        self._stop_event: torch.cuda.Event | None = None
+        self._stop_flag = StopFlag()
         self.track(named_parameters)
 
     def track(self, named_parameters: Iterable[tuple[str, Parameter]]) -> list[Parameter]:
@@ -104,7 +99,7 @@ class Reducer:
         for name, param in new:
             self._names[param] = name
             self._hooks.append(param.register_post_accumulate_grad_hook(self._on_gradient))
-        self._take(self._plan(new[::-1]))
+        self._take(self._layout.plan(new[::-1]))
         return [param for _, param in new]
 
     def is_tracked(self, param: Parameter) -> bool:
@@ -166,7 +161,8 @@ class Reducer:
             bucket.publish()
         if late:
             self._add_late(extra)
-        self._note_stop()
+        if self._works:
+            self._stop_flag.keep(self._works[-1][0].stop)
         self._works = []
         self._unsent.clear()
         self._active = False
@@ -179,18 +175,19 @@ class Reducer:
 
     def agreed_to_stop(self) -> bool:
         """Whether some rank had asked to stop in the last finished backward: the same answer on every rank, once."""
-        flag, self._stop_flag = self._stop_flag, None
-        if flag is None:
-            return False
-        if self._stop_event is not None:
-            self._stop_event.synchronize()
-        return bool(flag.item() > 0)
+        return self._stop_flag.take()
 
     def remove(self) -> None:
         """Remove the hooks; the gradients stay."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+
+    def _revise_layout(self) -> None:
+        buckets = self._layout.revise(self.buckets, self.num_finished)
+        if buckets is not None:
+            self.buckets = []
+            self._take(buckets)
 
     def _take(self, buckets: Sequence[Bucket]) -> None:
         self.buckets += buckets
@@ -214,11 +211,11 @@ class Reducer:
         for _, work in self._works:  # of a backward that raised: its buffers are needed again
             work.wait()
         self._works = []
-        self._rebuild_in_order_of_use()
+        self._revise_layout()
         if self._compressor is not None:
             self._compressor.begin_backward()
-        if self._auto is not None and self.buckets:
-            self._auto.begin_backward(self.buckets[0].flat.device)
+        if self.buckets:
+            self._layout.begin_backward(self.buckets[0].flat.device)
         self._active = True
         self._ready.clear()
         self._late.clear()
@@ -250,10 +247,8 @@ class Reducer:
                 self._late.add(param)
             return
         self._ready.add(param)
-        if self._order is not None:
-            self._order.append(param)
-        if self._auto is not None:
-            self._auto.note(self._names[param], param.device)
+        if not self._layout.settled:
+            self._layout.note(self._names[param], param.device)
         bucket.pending -= 1
         while not self._delayed and self._next < len(self._queue) and self._queue[self._next].pending == 0:
             self._launch()
@@ -297,45 +292,6 @@ class Reducer:
                     flat.as_strided(view.size(), view.stride(), view.storage_offset() - offset).copy_(grads[param])
             average_(flat, self._comm, self.active_ranks, f"late part of {bucket.describe()}").wait()
             bucket.flat.add_(flat)
-
-    def _rebuild_in_order_of_use(self) -> None:
-        """After the first backward, fill buckets anew in the order in which rank 0's gradients came; later, once, with
-        the sizes that ``auto`` chooses."""
-        if self._auto is not None and self.num_finished >= self.backwards_before_auto:
-            auto, self._auto, self._order = self._auto, None, None
-            now, self.buckets = self._in_buckets(), []
-            self._take(auto.build(now))
-            return
-        if self._order is None or not self.num_finished:
-            return
-        order = [self._names[param] for param in self._order]
-        self._order = None
-        if self._auto is not None:
-            self._auto.forget()  # the first backward is slower than all that follow
-        order = self._comm.broadcast_object(order)
-        position = {name: index for index, name in enumerate(order)}
-        now = self._in_buckets()
-        then = sorted(now, key=lambda pair: position.get(pair[0], len(position)))
-        if [name for name, _ in then] != [name for name, _ in now]:
-            self.buckets = []
-            self._take(self._plan(then))
-
-    def _plan(self, params: Sequence[tuple[str, Parameter]]) -> list[Bucket]:
-        return plan_buckets(params, self._cap, empty=self._comm.empty, num_shards=self._comm.world_size)
-
-    def _in_buckets(self) -> list[tuple[str, Parameter]]:
-        return [pair for bucket in self.buckets for pair in zip(bucket.names, bucket.params, strict=True)]
-
-    def _note_stop(self) -> None:
-        if not self._works:
-            return
-        flag = self._works[-1][0].stop
-        if flag.is_cuda:  # read it a step later, so that the host runs ahead of the device
-            self._stop_flag = flag.to("cpu", non_blocking=True)
-            self._stop_event = torch.cuda.Event()
-            self._stop_event.record()
-        else:
-            self._stop_flag = flag.clone()
 
     def _warn_once(self, message: str) -> None:
         if message not in self._warned:

@@ -57,10 +57,8 @@ class ShardReducer(Reducer):
         if self.settled:
             return
         before = self.buckets
-        self._rebuild_in_order_of_use()
-        if self._auto is None:  # else it has yet to choose sizes
-            self._order = None
-            self.settled = True
+        self._revise_layout()
+        self.settled = self._layout.settle()
         if self.buckets is before:
             return
         for bucket in self.buckets:

@@ -1,0 +1,57 @@
+"""A loss for the backward of a rank that has none: `training_step` returned `None`, or the rank ran out of data."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_ring.gradients import Reducer
+
+log = logging.getLogger(__name__)
+
+
+class StandInLoss:
+    """Depends on no parameter: its backward takes part in the reduction with zeros.
+
+    Attributes:
+        in_use: Whether the training step at hand has one.
+    """
+
+    def __init__(self) -> None:
+        self.in_use = False
+        self._repeated_loss: Tensor | None = None
+
+    def new(self, output: Any, device: torch.device, *, has_data: bool, rank: int) -> Tensor:
+        """One for the step at hand, whose ``output`` is `None`, or was computed from a batch that counted before."""
+        if has_data:
+            _warn_of_none(rank)
+        self._repeated_loss = None if has_data else _loss_of(output)
+        self.in_use = True
+        return torch.zeros((), device=device, requires_grad=True)
+
+    def repeat_backward(self, reducer: Reducer) -> None:
+        """On a rank that ran out of data: the collectives inside backward (`all_gather` with gradients, SyncBatchNorm)
+        need this rank too; what it adds to them is zeros."""
+        loss, self._repeated_loss = self._repeated_loss, None
+        if loss is not None and loss.requires_grad:
+            with reducer.discarding():
+                loss.backward(torch.zeros_like(loss))
+
+
+def _loss_of(output: Any) -> Tensor | None:
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    return loss if isinstance(loss, Tensor) else None
+
+
+@cache
+def _warn_of_none(rank: int) -> None:
+    log.warning(
+        "lightning_ring: training_step returned None on rank %d: for that step its gradient counts as zero, and the "
+        "average still divides by all ranks.",
+        rank,
+    )
