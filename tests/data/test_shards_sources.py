@@ -86,6 +86,17 @@ def test_rows_without_label_and_repeated_rows_are_reported_by_line(tmp_path):
     ]
 
 
+def test_two_spellings_of_a_path_are_one_image(tmp_path):
+    file = tmp_path / "train.csv"
+    file.write_text("path,label\n./a.jpg,x\na.jpg,x\nd/./b.jpg,y\nd//b.jpg,y\nd/../b.jpg,y\n/a.jpg,y\n")
+    sources = listed(file, tmp_path)
+    assert [sources.name(i) for i in range(len(sources))] == [b"a.jpg", b"d/b.jpg", b"d/../b.jpg", b"/a.jpg"]
+    assert sources.report.decode().splitlines() == [
+        "left out,a.jpg,line 3 of train.csv repeats line 2",
+        "left out,d/b.jpg,line 5 of train.csv repeats line 4",
+    ]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -94,6 +105,7 @@ def test_rows_without_label_and_repeated_rows_are_reported_by_line(tmp_path):
         ("path,label\n", "lists no image"),
         ("path,label\na.jpg,\n", r"lists no image.\n  left out,a.jpg,line 2 of train.csv has no label"),
         ("path,label\na.jpg,x\nb.jpg,x\na.jpg,y\n", "'a.jpg' two labels: 'x' in line 2, 'y' in line 4"),
+        ("path,label\n./a.jpg,x\na.jpg,y\n", "'a.jpg' two labels: 'x' in line 2, 'y' in line 3"),
         ("path,label\na.jpg,Cat\nb.jpg,cat\n", "two classes of one name, 'Cat' and 'cat'"),
         ("path,label\na.jpg,1\nb.jpg,01\n", "two classes of one name, '1' and '01'"),
         ("path,label\na.jpg,caf\u00e9\nb.jpg,cafe\u0301\n", "two classes of one name"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 from array import array
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import NamedTuple
 
 import numpy as np
@@ -16,12 +16,14 @@ from lightning_ring.errors import ConfigurationError
 
 class _Row(NamedTuple):
     line: int
-    path: str
+    path: str  # in one spelling: two of one file are one image
     label: str
 
 
 def read_csv(file: Path) -> Iterator[Found | LeftOut]:
     """An image for each row; rows without path or label, and repeated ones, by line. Paths are relative to ``file``.
+
+    ``./a.jpg`` and ``a.jpg`` are one path, as are ``a//b.jpg`` and ``a/b.jpg``; links are not followed.
 
     Raises:
         ConfigurationError: The first line lacks the columns, the file is not CSV, or a path has two labels.
@@ -67,6 +69,11 @@ def _rows(file: Path) -> Iterator[_Row]:
             for cells in reader:
                 if cells:
                     cells += [""] * len(columns)
-                    yield _Row(reader.line_num, cells[path].strip(), cells[label].strip())
+                    yield _Row(reader.line_num, _one_spelling(cells[path].strip()), cells[label].strip())
         except csv.Error as error:
             raise ConfigurationError(f"{file}, line {reader.line_num}, is not CSV: {error}.") from None
+
+
+def _one_spelling(path: str) -> str:
+    """``path`` without ``.`` and doubled slashes. ``..`` stays: behind a link it leads elsewhere."""
+    return str(PurePath(path)) if "./" in path or "//" in path else path
