@@ -13,7 +13,7 @@ GENERATOR = "lightning_ring"
 
 
 def checked_path(value: Any, asked: str) -> Path:
-    """``value`` as a path that a timeline may be written to, as far as can be seen without writing.
+    """``value`` as a path that a timeline may be written to, as far as can be seen without writing; ``~`` is a home.
 
     Args:
         asked: Who asked for it, for the message, such as ``"RingStrategy got timeline='trace.json'"``.
@@ -25,7 +25,7 @@ def checked_path(value: Any, asked: str) -> Path:
     expected = "expected the name of a file that ends in .json, such as 'logs/trace.json'"
     if not isinstance(value, (str, os.PathLike)) or isinstance(value, bytes):
         raise ConfigurationError(f"{asked}, {expected}.")
-    path = Path(value)
+    path = expanded(value, asked)
     if path.suffix != ".json" or path.stem == "":
         raise ConfigurationError(f"{asked}, {expected}.")
     try:
@@ -33,6 +33,18 @@ def checked_path(value: Any, asked: str) -> Path:
     except OSError as error:  # a name that is too long, a folder that may not be entered
         raise ConfigurationError(f"{asked}, which cannot be looked up ({error}). Give another path.") from None
     return path
+
+
+def expanded(value: str | os.PathLike[str], asked: str) -> Path:
+    """``value`` with the home folder for ``~``.
+
+    Raises:
+        ConfigurationError: There is no such home.
+    """
+    try:
+        return Path(value).expanduser()
+    except RuntimeError as error:
+        raise ConfigurationError(f"{asked}, but: {error} Write the path out.") from None
 
 
 def _check_place(path: Path, asked: str, expected: str) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_ring.errors import ConfigurationError
-from lightning_ring.timeline.paths import checked_path
+from lightning_ring.timeline.paths import checked_path, expanded
 
 PATH_VARIABLE = "RING_TIMELINE"
 SWITCH_VARIABLE = "RING_TIMELINE_SWITCH"
@@ -47,7 +47,8 @@ def timeline_settings(argument: str | Path | None, environ: Mapping[str, str]) -
             f"{SWITCH_VARIABLE} is {switch!r}, but no timeline is asked for. Set {PATH_VARIABLE}=trace.json too, or "
             "give RingStrategy(timeline='trace.json')."
         )
-    return TimelineSettings(path, Path(switch) if switch else None, _max_mb(environ.get(SIZE_VARIABLE)))
+    switch_path = expanded(switch, f"{SWITCH_VARIABLE} is {switch!r}") if switch else None
+    return TimelineSettings(path, switch_path, _max_mb(environ.get(SIZE_VARIABLE)))
 
 
 def _max_mb(text: str | None) -> float:

@@ -21,6 +21,13 @@ def test_the_argument_counts_more_than_the_environment(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists(), "nothing is made before training"
 
 
+def test_a_home_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert timeline_settings("~/t.json", {}).path == tmp_path / "t.json"
+    settings = timeline_settings(None, {"RING_TIMELINE": "~/t.json", "RING_TIMELINE_SWITCH": "~/on"})
+    assert (settings.path, settings.switch) == (tmp_path / "t.json", tmp_path / "on")
+
+
 @pytest.mark.parametrize(
     ("value", "message"),
     [
@@ -29,6 +36,7 @@ def test_the_argument_counts_more_than_the_environment(tmp_path: Path) -> None:
         ("trace", "ends in .json"),
         ("trace.txt", "ends in .json"),
         ("{tmp}/folder.json", "which is a folder"),
+        ("~nobody-of-this-name/trace.json", "Could not determine home directory"),
         ("{tmp}/file/trace.json", "is no folder"),
         ("t" * 300 + ".json", "cannot be looked up"),
         ("{tmp}/mine.json", "exists and was not written as a timeline"),
