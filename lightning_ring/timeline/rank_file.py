@@ -21,6 +21,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,15 @@ class TraceFile:
             os.close(self._replace(self._used(before, _header(other)), size=0))
         finally:
             os.close(before)
+
+    def discard(self) -> None:
+        """Remove the file. Nothing is written for it, so that a full disk is no obstacle, and nothing is raised."""
+        with suppress(OSError):
+            self.path.unlink()
+        file, self._file = self._file, -1
+        if file >= 0:
+            with suppress(OSError):
+                os.close(file)
 
     def _write(self, batch: bytearray) -> None:
         if not batch or self.full:

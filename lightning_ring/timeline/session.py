@@ -154,8 +154,7 @@ def _open_together(
     if any(problems):
         who = "; ".join(f"rank {rank}: {found}" for rank, found in enumerate(problems) if found)
         if file is not None:
-            file.close(other)
-            path.unlink(missing_ok=True)
+            file.discard()
         raise ConfigurationError(
             f"The timeline cannot be written ({who}). Give timeline= or RING_TIMELINE a path that every rank's host "
             "can write, or leave it out."
