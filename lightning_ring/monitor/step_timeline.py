@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from lightning_ring.monitor.step_timer import StepRecord, StepTimer
 from lightning_ring.timeline.lanes import BACKWARD, DATA, FORWARD, OPTIMIZER, PAUSES, STEPS
 from lightning_ring.timeline.session import Session, start_session
 from lightning_ring.timeline.settings import TimelineSettings
+
+log = logging.getLogger(__name__)
 
 _LOOK_EVERY = 20  # batches between two looks at the switch
 _PAUSES = {"validation_step": "validation batch", "test_step": "test batch", "save_checkpoint": "checkpoint"}
@@ -38,6 +41,7 @@ class StepTimeline:
         self._session: Session | None = None
         self._timer: StepTimer | None = None
         self._batches = 0
+        self._refused = False  # by `start`, since the switch is on
 
     @property
     def recording(self) -> bool:
@@ -128,10 +132,16 @@ class StepTimeline:
         on = switch.exists()
         if self._comm is not None:
             on = self._comm.broadcast_object(on)
-        if on:
-            self.start()
-        else:
+        if not on:
+            self._refused = False
             self.stop()
+        elif not self._refused:
+            try:
+                self.start()
+            except ConfigurationError as error:  # the same on every rank; training does not end for its trace
+                self._refused = True
+                if self._trainer is not None and self._trainer.is_global_zero:
+                    log.warning("lightning_ring: switched on, but not recorded. %s Training goes on.", error)
 
     def _detach(self) -> Session | None:
         session, self._session = self._session, None

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from lightning_ring.errors import ConfigurationError
+from lightning_ring.timeline.claim import TAKEN, is_claimed
+from lightning_ring.timeline.rank_file import read_other
 
 GENERATOR = "lightning_ring"
 
@@ -95,8 +98,31 @@ def rank_files(path: Path) -> dict[int, Path]:
 
 
 def remove_earlier(path: Path) -> None:
-    """Remove what an earlier run left under this name (``trace-2.json`` too): it would pass for part of this one."""
-    pattern = re.compile(re.escape(path.stem) + r"(-\d+)?(\.rank\d+)?\.json(\.part)?")
-    for file in path.absolute().parent.glob("*.json*"):
+    """Remove what an earlier run left under this name (``trace-2.json`` too): it would pass for part of this one.
+
+    Raises:
+        ConfigurationError: That run goes on.
+    """
+    for file in _timelines_named(path, r"\.rank\d+\.json"):
+        if is_claimed(file):
+            raise ConfigurationError(
+                f"The timeline {path} is in use: {file.name}{_writer(file)}, {TAKEN}. Give each job a path of its "
+                "own, or wait until that one has ended."
+            )
+    for file in _timelines_named(path, r"(\.rank\d+)?\.json(\.part)?"):
+        file.unlink(missing_ok=True)
+
+
+def _timelines_named(path: Path, ending: str) -> Iterator[Path]:
+    pattern = re.compile(re.escape(path.stem) + r"(-\d+)?" + ending)
+    for file in sorted(path.absolute().parent.glob("*.json*")):
         if pattern.fullmatch(file.name) and is_timeline(file):
-            file.unlink(missing_ok=True)
+            yield file
+
+
+def _writer(file: Path) -> str:
+    try:
+        rank = read_other(file)["rank"]
+        return f", of process {rank['pid']} on {rank['host']}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""

@@ -14,16 +14,22 @@ SIGKILL ends a write(2) where the kernel looks for it, which is between two page
 touches one page: an event that does not fit into the rest of a page goes to the next one, and the rest stays spaces.
 When there are no spaces left, a copy of twice the size takes the file's name (rename is atomic). A loss of power may
 damage the file, since nothing waits for the disk.
+
+While it is written the file is locked (`claim`), and each copy before it takes the name: two jobs that were given one
+path do not write into one trace.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from lightning_ring.timeline.claim import TAKEN, claim, is_claimed, release
 
 PAGE = 4096  # the page size of every system is a multiple of it
 TAIL = b"\n]}\n"
@@ -41,7 +47,7 @@ class TraceFile:
         max_bytes: Largest size of the file, spaces included.
 
     Raises:
-        OSError: The file cannot be written.
+        OSError: The file cannot be written, or another job is writing it.
 
     Attributes:
         full: Events were dropped because the file had its largest size.
@@ -60,7 +66,7 @@ class TraceFile:
         self._header_size = len(_header(other))
         self._end = self._at = len(start)  # of what is written; where the next event goes, perhaps on the next page
         self._size = max(first_size, 2 * self._at)
-        self._file = self._replace(iter([start]), self._size)
+        self._file = self._replace(iter([start]), self._size, first=True)
 
     def append(self, events: Iterable[str]) -> None:
         """Write ``events``, each as JSON text of less than 4 KB in one line. They can be read from the file at once.
@@ -86,18 +92,22 @@ class TraceFile:
             return
         before, self._file = self._file, -1
         try:
-            os.close(self._replace(self._used(before, _header(other)), size=0))
+            release(self._replace(self._used(before, _header(other)), size=0))
         finally:
-            os.close(before)
+            release(before)
+
+    def leave(self) -> None:
+        """Close the file as it is, valid and without its final ``otherData``."""
+        file, self._file = self._file, -1
+        if file >= 0:
+            with suppress(OSError):
+                release(file)
 
     def discard(self) -> None:
         """Remove the file. Nothing is written for it, so that a full disk is no obstacle, and nothing is raised."""
         with suppress(OSError):
             self.path.unlink()
-        file, self._file = self._file, -1
-        if file >= 0:
-            with suppress(OSError):
-                os.close(file)
+        self.leave()
 
     def _write(self, batch: bytearray) -> None:
         if not batch or self.full:
@@ -121,7 +131,7 @@ class TraceFile:
         before = self._file
         self._file = self._replace(self._used(before, None), size)
         self._size = size
-        os.close(before)
+        release(before)
 
     def _used(self, file: int, header: bytes | None) -> Iterator[bytes]:
         """What the file holds up to the spaces, with another header if one is given."""
@@ -136,10 +146,18 @@ class TraceFile:
             yield piece
             at += len(piece)
 
-    def _replace(self, content: Iterator[bytes], size: int) -> int:
+    def _replace(self, content: Iterator[bytes], size: int, *, first: bool = False) -> int:
         """Write ``content``, spaces up to ``size`` and the tail, give it the file's name, and return it opened."""
-        file = os.open(self._part, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        file = os.open(self._part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
+            claim(file)
+        except OSError:
+            release(file)  # what another job is about to give the name
+            raise
+        try:
+            if first and is_claimed(self.path):
+                raise OSError(errno.EBUSY, TAKEN)
+            os.ftruncate(file, 0)
             with open(file, "wb", closefd=False) as out:
                 for piece in content:
                     out.write(piece)
@@ -149,7 +167,7 @@ class TraceFile:
                 out.write(TAIL)
             os.replace(self._part, self.path)
         except BaseException:
-            os.close(file)
+            release(file)
             self._part.unlink(missing_ok=True)
             raise
         return file

@@ -113,6 +113,7 @@ class Recorder:
     def _give_up(self, error: OSError) -> None:
         self._failed = True
         self._queue.clear()  # nobody takes anything from it any more
+        self._file.leave()
         log.warning(
             "lightning_ring: the timeline %s ends here, it cannot be written any more (%s). Training goes on.",
             self._file.path,

@@ -89,7 +89,7 @@ def start_session(
     A path that was used in this process before gets a number; files of an earlier run are replaced.
 
     Raises:
-        ConfigurationError: Some rank cannot write its file; the same on every rank.
+        ConfigurationError: Some rank cannot write its file, or another job is writing it; the same on every rank.
     """
     rank, world_size = (comm.rank, comm.world_size) if comm is not None else (0, 1)
     agreed = (str(path), max_bytes, "", "")
@@ -156,8 +156,8 @@ def _open_together(
         if file is not None:
             file.discard()
         raise ConfigurationError(
-            f"The timeline cannot be written ({who}). Give timeline= or RING_TIMELINE a path that every rank's host "
-            "can write, or leave it out."
+            f"The timeline cannot be written ({who}). Give timeline= or RING_TIMELINE a path of its own that every "
+            "rank's host can write, or leave it out."
         )
     assert file is not None
     return file

@@ -18,6 +18,7 @@ from mpi4py import MPI
 from lightning_ring import RingStrategy
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.monitor import StepTimer
+from lightning_ring.timeline.rank_file import TraceFile
 from tests.checks.models import RANK, SIZE, Classifier, assert_all_ranks_equal, fit, loader, parameters
 from tests.timeline.rules import lanes, read_trace, slices
 
@@ -185,6 +186,37 @@ def check_an_unwritable_path_is_one_error_before_the_first_step(tmp_path: Path) 
     assert [file.name for file in tmp_path.iterdir()] == [f"trace.rank{SIZE - 1}.json"]
 
 
+@contextmanager
+def said() -> Iterator[list[str]]:
+    """What this package logs."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("lightning_ring").addHandler(handler)
+    try:
+        yield messages
+    finally:
+        logging.getLogger("lightning_ring").removeHandler(handler)
+
+
+def check_a_path_that_another_job_writes_is_one_error_and_with_a_switch_a_warning(tmp_path: Path) -> None:
+    path, switch = tmp_path / "trace.json", tmp_path / "on"
+    other = {"generator": "lightning_ring", "run": "another"}
+    file = TraceFile(tmp_path / "trace.rank0.json", other, "{}", max_bytes=1 << 22) if RANK == 0 else None
+    switch.touch()
+    WORLD.Barrier()
+    with pytest.raises(ConfigurationError, match=r"is in use: trace\.rank0\.json, another job") as caught:
+        train(RingStrategy(timeline=path))
+    assert len(set(WORLD.allgather(str(caught.value)))) == 1
+    with environment(RING_TIMELINE=str(path), RING_TIMELINE_SWITCH=str(switch)), said() as messages:
+        train(RingStrategy(), batches=24)
+    assert len([message for message in messages if "not recorded" in message]) == (RANK == 0)
+    assert not path.exists()
+    WORLD.Barrier()
+    if file is not None:
+        file.discard()
+
+
 class Between(L.Callback):
     """Records from batch 2 to batch 5, by hand."""
 
@@ -239,21 +271,14 @@ def check_switched_on_and_off_from_outside(tmp_path: Path) -> None:
 
 
 def check_a_largest_size(tmp_path: Path) -> None:
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("lightning_ring").addHandler(handler)
-
     class Chatty(Between):
         def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
             session = trainer.strategy.timeline._session  # type: ignore[attr-defined]
             for _ in range(2000 if session else 0):
                 session.recorder.slice(1, "step", 0.0, 0.0)
 
-    try:
+    with said() as messages:
         train(RingStrategy(monitor=False), batches=8, callbacks=[Chatty(tmp_path / "trace.json", max_mb=0.3)])
-    finally:
-        logging.getLogger("lightning_ring").removeHandler(handler)
-    assert len([message for message in said if "largest size" in message]) == 1
+    assert len([message for message in messages if "largest size" in message]) == 1
     assert 0 < (tmp_path / f"trace.rank{RANK}.json").stat().st_size <= 0.3 * 2**20
     assert json.loads((tmp_path / f"trace.rank{RANK}.json").read_bytes())["otherData"]["dropped"]

@@ -1,6 +1,7 @@
 """Writers of traces, each killed at some moment: ``python -m tests.timeline.killed_writers PATH NUMBER``.
 
-Prints how many events each file holds; one that does not hold exactly the first of those written is an error.
+Prints how many events each file holds; one that does not hold exactly the first of those written is an error. Some
+writers have forked a process, as a data loader does, which lives on: it does not keep the next one from the path.
 """
 
 from __future__ import annotations
@@ -30,21 +31,25 @@ def some_events(first: int, random_: random.Random) -> list[str]:
     return [json.dumps({"i": first + number, "x": "x" * length}) for number, length in enumerate(lengths)]
 
 
-def write_for_ever(path: Path, seed: int) -> None:
+def write_for_ever(path: Path, seed: int, until_the_end: int) -> None:
     random_, written = random.Random(seed), 1
     file = TraceFile(path, OTHER, '{"i":0}', max_bytes=1 << 26, first_size=2 * PAGE)
+    if seed % 50 == 1 and os.fork() == 0:
+        os.read(until_the_end, 1)
+        os._exit(0)
     while True:
         events = some_events(written, random_)
         file.append(events)
         written += len(events)
 
 
-def kill_one(path: Path, seed: int, after: float) -> int:
+def kill_one(path: Path, seed: int, after: float, pipe: tuple[int, int]) -> int:
     """Kill a writer ``after`` seconds and return how many events its file holds."""
     writer = os.fork()
     if writer == 0:
         try:
-            write_for_ever(path, seed)
+            os.close(pipe[1])
+            write_for_ever(path, seed, pipe[0])
         finally:
             os._exit(1)
     until = time.monotonic() + 5
@@ -60,9 +65,9 @@ def kill_one(path: Path, seed: int, after: float) -> int:
 
 
 def main(path: Path, count: int) -> None:
-    random_ = random.Random(2)
+    random_, pipe = random.Random(2), os.pipe()  # whose end closes with this process
     for seed in range(count):
-        print(kill_one(path, seed, random_.uniform(0, 0.006)))
+        print(kill_one(path, seed, random_.uniform(0, 0.006), pipe))
         if seed % 10 == 0:
             path.unlink()
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,10 @@ import pytest
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.thread_backend import run_ranks
 from lightning_ring.errors import ConfigurationError
+from lightning_ring.timeline.lanes import STEPS
+from lightning_ring.timeline.rank_file import TraceFile
 from lightning_ring.timeline.session import start_session
+from tests.timeline.rules import read_trace, slices
 
 SIZE = 1 << 22
 
@@ -45,3 +50,47 @@ def test_a_disk_that_rank_0_filled_is_the_error_of_rank_1_on_both(tmp_path: Path
     assert f"cannot be written (rank 1: {tmp_path}/trace.rank1.json: No space left on device)" in said
     assert sorted(parts) == ["trace.rank0.json.part", "trace.rank1.json.part"]
     assert not list(tmp_path.iterdir())
+
+
+def test_a_path_that_another_job_writes_is_refused_on_every_rank(tmp_path: Path, monkeypatch: Any) -> None:
+    first = start_session(tmp_path / "t.json", None, max_bytes=SIZE, about={})
+    monkeypatch.setattr("lightning_ring.timeline.session._times_started", {})  # another process has none
+    first.recorder.slice(STEPS, "step 0", 0.0, 1.0)
+    said = refused(tmp_path / "t.json")
+    assert f"t.json is in use: t.rank0.json, of process {os.getpid()} on {socket.gethostname()}, another job" in said
+    first.finish()
+    assert [event["name"] for event in slices(read_trace(tmp_path / "t.json"), "steps", 0)] == ["step 0"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["t.json", "t.rank0.json"]
+
+    second = start_session(tmp_path / "t.json", None, max_bytes=SIZE, about={})
+    second.finish()
+    assert "step 0" not in (tmp_path / "t.json").read_text(), "the first one has ended, and is replaced"
+
+
+def test_a_rank_whose_own_file_is_taken_is_named(tmp_path: Path) -> None:
+    """As where another job's other rank runs on its host."""
+    file = TraceFile(tmp_path / "t.rank1.json", {"generator": "another"}, "{}", max_bytes=SIZE)
+    before = file.path.read_bytes()
+    assert f"(rank 1: {file.path}: another job is writing it now)" in refused(tmp_path / "t.json")
+    assert file.path.read_bytes() == before
+    assert [each.name for each in tmp_path.iterdir()] == [file.path.name]
+    file.close({"generator": "another"})
+
+
+def test_of_two_that_start_together_one_is_refused(tmp_path: Path) -> None:
+    """The second opens the copy that the first is about to give the name."""
+    part = tmp_path / "t.rank0.json.part"
+    with open(part, "wb") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        other.write(b"of the first")
+        other.flush()
+        with pytest.raises(OSError, match="another job is writing it now"):
+            TraceFile(tmp_path / "t.rank0.json", {}, "{}", max_bytes=SIZE)
+        assert part.read_bytes() == b"of the first"
+
+
+def test_a_home_is_found(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    start_session(Path("~/home.json"), None, max_bytes=SIZE, about={}).finish()
+    assert (tmp_path / "home.json").exists()

@@ -1,0 +1,64 @@
+"""Who writes a file: a lock that ends with its process, however that ends."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from contextlib import suppress
+from pathlib import Path
+
+TAKEN = "another job is writing it now"
+_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)  # of network file systems, where nobody can tell
+_held: set[int] = set()
+
+
+def claim(file: int) -> None:
+    """Hold the open ``file`` against other jobs, until `release`.
+
+    Raises:
+        OSError: Another one holds it.
+    """
+    if not _lock(file):
+        raise OSError(errno.EBUSY, TAKEN)
+    _held.add(file)
+
+
+def release(file: int) -> None:
+    """Close ``file``, claimed or not."""
+    _held.discard(file)
+    os.close(file)
+
+
+def is_claimed(path: Path) -> bool:
+    """Whether ``path`` is being written now."""
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        return not _lock(file)
+    finally:
+        os.close(file)
+
+
+def _lock(file: int) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+    return True
+
+
+def _leave_to_parent() -> None:
+    """A lock lives as long as some process has the file open: a data loader's worker may outlive its rank."""
+    for file in _held:
+        with suppress(OSError):
+            os.close(file)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
