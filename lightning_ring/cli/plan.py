@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,7 +15,7 @@ from lightning_ring.plan import report
 from lightning_ring.plan.advice import advise
 from lightning_ring.plan.model import COMPRESSED, Cluster, Link, Settings, predict, world_sizes
 from lightning_ring.plan.networks import parse_link
-from lightning_ring.plan.profile import Profile, check_same_model, read_profile
+from lightning_ring.plan.profile import Profile, check_same_model, json_text, read_profile
 
 MOST_RANKS = 10_000
 
@@ -48,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
         print(report.check_line(found["profile"], found, found["predicted_seconds"], found["measured_seconds"]))
     if options.json is not None:
         content = report.as_json(profile, network, node, per_node, settings, table, advice, checks)
-        Path(options.json).write_text(json.dumps(content, indent=1) + "\n")
+        Path(options.json).write_text(json_text(content))
     if options.plot is not None:
         report.plot(table, f"{profile.model.name}, {network.name}", options.plot)
     return 0
@@ -73,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--check", nargs="+", default=[], metavar="OTHER.json", help="profiles of runs to compare the prediction with"
     )
-    parser.add_argument("--json", metavar="FILE", help="write all numbers, in bytes and seconds")
+    parser.add_argument("--json", metavar="FILE", help="write all numbers, in bytes and seconds (null: without limit)")
     parser.add_argument("--plot", metavar="FILE.png", help="draw efficiency and step time (needs matplotlib)")
     return parser
 

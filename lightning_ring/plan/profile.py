@@ -117,7 +117,7 @@ def write_profile(profile: Profile, path: str | os.PathLike[str]) -> None:
     content = {"kind": _KIND, "format": FORMAT} | asdict(profile)
     beside = Path(f"{path}.{os.getpid()}.part")
     try:
-        beside.write_text(json.dumps(content, indent=1) + "\n")
+        beside.write_text(json_text(content))
         beside.replace(path)
     finally:
         beside.unlink(missing_ok=True)
@@ -144,12 +144,29 @@ def read_profile(path: str | os.PathLike[str]) -> Profile:
             Phases(**content["phases"]),
             tuple(Gradient(**gradient) for gradient in content["gradients"]),
             content["link_level"],
-            None if link is None else {name: CostModel(**model) for name, model in link.items()},
+            None if link is None else {name: _cost(**model) for name, model in link.items()},
         )
         _check(profile)
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigurationError(f"{path} is a damaged profile ({type(error).__name__}: {error}). {_HOW}") from None
     return profile
+
+
+def _cost(alpha_seconds: float, bandwidth: float | None) -> CostModel:
+    return CostModel(alpha_seconds, math.inf if bandwidth is None else bandwidth)
+
+
+def json_text(content: Any) -> str:
+    """``content`` as JSON, which has no infinity: a number that is not finite is ``null``."""
+    return json.dumps(_finite(content), indent=1, allow_nan=False) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:

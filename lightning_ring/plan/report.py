@@ -86,7 +86,7 @@ def as_json(
     advice: Advice,
     checks: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """Seconds and bytes a second throughout."""
+    """Seconds and bytes a second throughout; a bandwidth may be infinite."""
     return {
         "model": asdict(profile.model),
         "run": asdict(profile.run),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 import subprocess
 import sys
@@ -70,6 +71,27 @@ def test_table_json_and_plot(path: str, tmp_path: Path, capsys: pytest.CaptureFi
     assert all(step["efficiency"] > 0 for steps in found["predictions"].values() for step in steps)
     assert found["settings"]["bucket_cap_mb"] == 5
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+
+
+def strictly(path: Path) -> Any:
+    """What any reader of JSON makes of a file; Python's takes Infinity too, which is none."""
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} in {path}")
+
+    return json.loads(path.read_text(), parse_constant=refuse)
+
+
+def test_a_bandwidth_without_limit_is_null(tmp_path: Path) -> None:
+    costs = COSTS | {"all_gather": CostModel(1e-4, math.inf)}
+    recorded = replace(profile(*several(), run=Run(2, 2, "cpu", 16, 10)), link_level="network", link=costs)
+    write_profile(recorded, tmp_path / "p.json")
+    assert strictly(tmp_path / "p.json")["link"]["all_gather"] == {"alpha_seconds": 1e-4, "bandwidth": None}
+    assert read_profile(tmp_path / "p.json") == recorded
+    assert plan.main([str(tmp_path / "p.json"), "--json", str(tmp_path / "out.json")]) == 0
+    network = strictly(tmp_path / "out.json")["network"]
+    assert network["all_gather"] == {"alpha_seconds": 1e-4, "bandwidth": None}
+    assert network["all_reduce"]["bandwidth"] == 1e8
 
 
 def test_a_recorded_link_needs_no_network(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
