@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -38,24 +38,32 @@ class GapMeter(Callback):
         steps: Steps of a block, at least 4.
         rounds: Blocks of each source, at least 1.
         only: End after the measurement instead of training.
+        batch_size: From a batch to its number of images; default `first_dimension`.
 
     Raises:
         ValueError: ``steps`` or ``rounds`` is too small.
     """
 
-    def __init__(self, steps: int = 20, rounds: int = 3, only: bool = False) -> None:
+    def __init__(
+        self,
+        steps: int = 20,
+        rounds: int = 3,
+        only: bool = False,
+        batch_size: Callable[[Any], int] = first_dimension,
+    ) -> None:
         if steps < 4 or rounds < 1:
             raise ValueError(f"GapMeter needs steps >= 4 and rounds >= 1, got {steps} and {rounds}.")
         self.steps = steps
         self.rounds = rounds
         self.only = only
+        self.batch_size = batch_size
         self.report: GapReport | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         with borrowed(trainer, pl_module), _loaders_of_its_own(trainer) as loader:
-            mine = _Measurement(trainer, pl_module, self.steps, loader).run(self.rounds)
+            mine = _Measurement(trainer, pl_module, self.steps, loader, self.batch_size).run(self.rounds)
         everyone: list[RankTimes] = [mine]
         if trainer.world_size > 1:
             everyone = [None] * trainer.world_size  # type: ignore[list-item]
@@ -74,11 +82,18 @@ class GapMeter(Callback):
 class _Measurement:
     """The four sources over one Trainer's own step."""
 
-    def __init__(self, trainer: Trainer, module: LightningModule, steps: int, loader: CombinedLoader) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        steps: int,
+        loader: CombinedLoader,
+        batch_size: Callable[[Any], int],
+    ) -> None:
         self.trainer, self.module, self.steps, self.loader = trainer, module, steps, loader
         self.real = self._endlessly()
         self.replayed = [next(self.real) for _ in range(4)]
-        self.batch_size = first_dimension(self.replayed[0])
+        self.batch_size = batch_size(self.replayed[0])
         self.host = tree_map(_noise, self.replayed[0])
         self.device = self._to_device(self.host)
         self.times: dict[str, list[float]] = {source: [] for source in SOURCES}
