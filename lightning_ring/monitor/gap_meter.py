@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
 
+from lightning_ring.errors import ConfigurationError
 from lightning_ring.monitor.borrowed_state import borrowed
 from lightning_ring.monitor.gap_report import ON_DEVICE, REAL, REPLAYED, SOURCES, GapReport, RankTimes, judge, median
 from lightning_ring.monitor.loader_cost import loader_cost
@@ -29,19 +30,21 @@ class GapMeter(Callback):
     The sources: random images that lie on the device already; the same on the host; real batches replayed from memory;
     and real data from the training loader, warm. They take turns, ``rounds`` times, in blocks of ``steps`` steps of
     which the first half warms up (a loader fills its queue while the others run) and is not timed. Batches have one
-    shape in all. Afterwards model, optimizer, counters, loaders and random states are as before, so that training gives
-    the numbers it gives without the meter.
+    shape in all. The optimizer steps as in training, with ``accumulate_grad_batches`` after so many batches: a step is
+    then the mean of those, and a block goes on until two of them are whole. Afterwards model, optimizer, counters,
+    loaders and random states are as before, so that training gives the numbers it gives without the meter.
 
     The result is printed by rank 0 and kept in ``report``.
 
     Args:
-        steps: Steps of a block, at least 4.
+        steps: Batches of a block, at least 4.
         rounds: Blocks of each source, at least 1.
         only: End after the measurement instead of training.
         batch_size: From a batch to its number of images; default `first_dimension`.
 
     Raises:
         ValueError: ``steps`` or ``rounds`` is too small.
+        ConfigurationError: When training starts: there is no optimizer to step.
     """
 
     def __init__(
@@ -62,6 +65,11 @@ class GapMeter(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
+        if pl_module.automatic_optimization and not trainer.optimizers:
+            raise ConfigurationError(
+                f"GapMeter times training steps, and {type(pl_module).__name__}.configure_optimizers gave no optimizer "
+                "to step. Return one, or leave GapMeter out."
+            )
         with borrowed(trainer, pl_module), _loaders_of_its_own(trainer) as loader:
             mine = _Measurement(trainer, pl_module, self.steps, loader, self.batch_size).run(self.rounds)
         everyone: list[RankTimes] = [mine]
@@ -100,6 +108,8 @@ class _Measurement:
         self.waits: list[float] = []
         self.fetches: list[float] = []
         self.own: list[float] = []
+        # Lightning steps at the end of an epoch, too, however many batches it has accumulated by then
+        self.accumulated = min(trainer.accumulate_grad_batches, int(min(trainer.num_training_batches, 2**31)))
 
     def run(self, rounds: int) -> RankTimes:
         for _ in range(rounds):
@@ -116,20 +126,28 @@ class _Measurement:
         )
 
     def _block(self, source: str) -> None:
-        """Steps on one source; the second half of them counts."""
-        for number in range(self.steps):
-            begin = time.perf_counter()
-            batch = self._batch(source, number)
-            fetched = time.perf_counter()
-            self._train(batch if source == ON_DEVICE else self._to_device(batch))
-            self._wait_for_device()
-            end = time.perf_counter()
-            if number < self.steps // 2:
+        """Steps of the optimizer on one source; the second half of them counts."""
+        steps = max(2, -(-self.steps // self.accumulated))
+        for step in range(steps):
+            begin, fetching = time.perf_counter(), 0.0
+            for number in range(self.accumulated):
+                fetching += self._train_batch(source, step * self.accumulated + number)
+            seconds = time.perf_counter() - begin
+            if step < steps // 2:
                 continue
-            self.times[source].append(end - begin)
+            self.times[source].append(seconds / self.accumulated)
             if source == REAL:
-                self.waits.append((fetched - begin) / (end - begin))
-                self.fetches.append(fetched - begin)
+                self.waits.append(fetching / seconds)
+                self.fetches.append(fetching / self.accumulated)
+
+    def _train_batch(self, source: str, number: int) -> float:
+        """Seconds spent waiting for the batch."""
+        begin = time.perf_counter()
+        batch = self._batch(source, number)
+        fetched = time.perf_counter()
+        self._train(batch if source == ON_DEVICE else self._to_device(batch), number % self.accumulated)
+        self._wait_for_device()
+        return fetched - begin
 
     def _block_alone(self) -> None:
         """Forward and backward without gradients travelling: a rank's own time, whoever it would wait for."""
@@ -140,7 +158,7 @@ class _Measurement:
                     loss = self._forward(self.device)
                     call._call_strategy_hook(self.trainer, "backward", loss, self.trainer.optimizers[0])
                 else:
-                    self._train(self.device)
+                    self._train(self.device, 0)
                 self._wait_for_device()
                 self.own.append(time.perf_counter() - begin)
         for param in self.module.parameters():
@@ -153,11 +171,14 @@ class _Measurement:
             return self.replayed[number % len(self.replayed)]
         return self.device if source == ON_DEVICE else self.host
 
-    def _train(self, batch: Any) -> None:
+    def _train(self, batch: Any, batch_idx: int) -> None:
+        """``batch_idx`` counts from the optimizer's last step."""
         loop = self.trainer.fit_loop.epoch_loop
-        kwargs = loop._build_kwargs(OrderedDict(), batch, 0)
+        kwargs = loop._build_kwargs(OrderedDict(), batch, batch_idx)
         if self.module.automatic_optimization:
-            loop.automatic_optimization.run(self.trainer.optimizers[0], 0, kwargs)
+            loop.batch_progress.current.ready = batch_idx + 1  # by these Lightning knows whether to step
+            loop.batch_progress.is_last_batch = False
+            loop.automatic_optimization.run(self.trainer.optimizers[0], batch_idx, kwargs)
         else:
             loop.manual_optimization.run(kwargs)
 

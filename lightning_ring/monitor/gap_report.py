@@ -36,7 +36,7 @@ class RankTimes:
     """What one rank measured, in seconds.
 
     Attributes:
-        step: For each of `SOURCES` the median step.
+        step: For each of `SOURCES` the median step, a batch's share of it where gradients accumulate.
         waits: For each step on real data the share of it spent waiting for the batch.
         own: Median time of forward and backward without any exchange of gradients.
         batch_size: Images of a step on this rank.

@@ -6,10 +6,12 @@ import time
 from typing import Any
 
 import lightning as L
+import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
+from lightning_ring.errors import ConfigurationError
 from lightning_ring.monitor import GapMeter
 from tests.checks.models import trainer
 
@@ -111,15 +113,48 @@ def check_a_rank_that_sleeps_is_called_a_slow_rank_by_all() -> None:
     assert "Rank 1 takes" in report.verdict()
 
 
+class Stepping(Model):
+    """Keeps the gradients with which the optimizer steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gradients: list[float] = []
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.gradients.append(float(self.net[3].weight.grad.norm()))
+
+
+def check_the_optimizer_steps_as_often_as_in_training() -> None:
+    """An epoch has 4 batches: at its end Lightning steps, though 8 have to be accumulated."""
+    for accumulated, batches in ((3, 3), (8, 4)):
+        model = Stepping()
+        meter = measured(model, DataLoader(Images(), 16), accumulate_grad_batches=accumulated)
+        assert len(model.gradients) == 8, "6 batches of each of 4 sources are 2 steps of 3, or of 4"
+        own = 2
+        assert len(model.losses) == 8 * batches + own
+        assert all(gradient > 0 for gradient in model.gradients)
+        assert meter.report.ranks[0].batch_size == 16
+
+
+def check_without_an_optimizer_it_says_so() -> None:
+    class None_(Model):
+        def configure_optimizers(self) -> Any:
+            return []
+
+    with pytest.raises(ConfigurationError, match=r"None_\.configure_optimizers gave no optimizer to step"):
+        measured(None_(), DataLoader(Images(), 16))
+
+
 def check_training_gives_the_numbers_it_gives_without_the_meter() -> None:
-    losses, weights = [], []
-    for callbacks in ([], [GapMeter(steps=4, rounds=1)]):
-        L.seed_everything(3, verbose=False)
-        model = Model()
-        loader = DataLoader(Images(), 16, shuffle=True, num_workers=1, persistent_workers=True)
-        run = trainer(max_epochs=2, callbacks=callbacks)
-        run.fit(model, loader)
-        losses.append(model.losses[-run.global_step :])
-        weights.append(torch.cat([tensor.flatten().double() for tensor in model.parameters()]))
-    assert losses[0] == losses[1]
-    assert torch.equal(weights[0], weights[1])
+    for accumulated in (1, 3):
+        losses, weights = [], []
+        for callbacks in ([], [GapMeter(steps=4, rounds=1)]):
+            L.seed_everything(3, verbose=False)
+            model = Model()
+            loader = DataLoader(Images(), 16, shuffle=True, num_workers=1, persistent_workers=True)
+            run = trainer(max_epochs=2, callbacks=callbacks, accumulate_grad_batches=accumulated)
+            run.fit(model, loader)
+            losses.append(model.losses[-2 * int(run.num_training_batches) :])
+            weights.append(torch.cat([tensor.flatten().double() for tensor in model.parameters()]))
+        assert losses[0] == losses[1]
+        assert torch.equal(weights[0], weights[1])

@@ -139,9 +139,7 @@ def test_rate_is_of_all_ranks_and_logged_from_the_host():
 
 def test_batch_size_is_the_first_tensors_length():
     assert first_dimension({"scale": torch.tensor(1.0), "images": [torch.ones(7, 3), torch.ones(9)]}) == 7
-    with pytest.raises(
-        TypeError, match=r"^There is no tensor.* in a batch of type list.* batch_size="
-    ):
+    with pytest.raises(TypeError, match=r"^There is no tensor.* in a batch of type list.* batch_size="):
         first_dimension(["no", "tensor"])  # whichever callback asks
 
 
