@@ -102,7 +102,7 @@ def layout(trust_ratios: bool) -> dict[str, dict[str, list[Any]]]:
         },
         "Data": {
             "waiting for data, ms": ["ring/data_ms$", "ring/data_ms_slowest$"],
-            "waiting for data, share of a step": ["ring/data_share$"],
+            "waiting for data, share of the slowest rank's step": ["ring/data_share$"],
             "copying to the device, ms": ["ring/copy_ms$"],
         },
         "Optimizer": {

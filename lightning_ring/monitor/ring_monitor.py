@@ -34,7 +34,8 @@ class RingMonitor(Callback):
     it reads clocks, and on CUDA it records events. `RingStrategy` adds one by itself (``monitor=True``).
 
     Times are means over the steps since the last logged one (200 at most, without the first of all), and then over the
-    ranks; their parts add up to the step. Images per second are those of all ranks.
+    ranks; their parts add up to the step. Images per second are those of all ranks, the share of data that of the
+    slowest one, for which the others wait.
 
     Args:
         batch_size: From a batch to its number of images; default `first_dimension`.

@@ -48,12 +48,13 @@ class RingReport:
 
     @property
     def data_share(self) -> float:
-        """Of a step, spent waiting for data."""
-        return self._mean("data") / self._step_seconds
+        """Of a step of the slowest rank, spent waiting for data: that of others holds nobody up."""
+        times = self._slowest.times
+        return times.data / (times.total or math.nan) if self._timed else math.nan
 
     @property
     def communication_share(self) -> float:
-        """Of a step, lost to collectives."""
+        """Of a step, lost to collectives; the mean over ranks."""
         return self._mean("exposed") / self._step_seconds
 
     @property
@@ -63,7 +64,7 @@ class RingReport:
         Its own time is that in which it does not wait for others: all ranks end a step together, so that the step
         itself takes equally long everywhere.
         """
-        slowest = max(self.rows, key=lambda row: row.own)
+        slowest = self._slowest
         others = [row.own for row in self.rows if row is not slowest]
         return slowest.rank, slowest.own - statistics.median(others) if others else 0.0
 
@@ -103,6 +104,10 @@ class RingReport:
             rank, behind = self.slowest
             shown["slowest"] = f"rank {rank} +{behind * _MS:.0f} ms"
         return shown
+
+    @property
+    def _slowest(self) -> RankRow:
+        return max(self.rows, key=lambda row: row.own)
 
     @property
     def _timed(self) -> bool:

@@ -82,8 +82,16 @@ def test_bytes_are_counted_as_nccl_tests_do(kind: str, sent: float) -> None:
     assert sent_bytes(collective(0, 0, (0, 0), 0, kind=kind), world_size=4) == sent
 
 
-def row(rank: int, total: float, exposed: float, busy: float = 1.0, steps: int = 10, images: float = 32) -> RankRow:
-    times = StepBreakdown(data=0.1 * total, exposed=exposed, total=total, busy=busy, sent=6e9)
+def row(
+    rank: int,
+    total: float,
+    exposed: float,
+    busy: float = 1.0,
+    steps: int = 10,
+    images: float = 32,
+    data_share: float = 0.1,
+) -> RankRow:
+    times = StepBreakdown(data=data_share * total, exposed=exposed, total=total, busy=busy, sent=6e9)
     return RankRow(rank, steps, images, 0, times, Memory(1e9 * (rank + 1)))
 
 
@@ -97,6 +105,20 @@ def test_the_slowest_rank_is_the_one_that_waits_least() -> None:
     assert scalars["ring/slowest_rank"] == 1
     assert scalars["ring/memory_mb"] == 4000
     assert "ring/cuda_peak_mb" not in scalars
+
+
+def test_the_share_of_data_is_that_of_the_rank_that_holds_the_others_up() -> None:
+    """One loader is late, and seven ranks stand in the all-reduce; the mean would say 12 % of a step."""
+    late = RingReport(
+        0, [row(rank, 2.0, 1.5, data_share=0.01) for rank in range(7)] + [row(7, 2.0, 0.0, data_share=0.9)]
+    )
+    assert late.data_share == late.scalars()["ring/data_share"] == pytest.approx(0.9)
+    assert (late.bar()["data"], late.bar()["slowest"]) == ("90%", "rank 7 +1500 ms")
+    assert late.scalars()["ring/data_ms"] == pytest.approx(2000 * (7 * 0.01 + 0.9) / 8), "parts stay means: they add up"
+    # rank 0 waits for data while rank 1 computes, which takes longer: better data would change nothing
+    hidden = RingReport(0, [row(0, 2.0, 0.5, data_share=0.5), row(1, 2.0, 0.0, data_share=0.0)])
+    assert hidden.data_share == 0
+    assert hidden.scalars()["ring/data_ms_slowest"] == 1000
 
 
 def test_bandwidth_is_that_of_the_rank_that_others_did_not_keep_waiting() -> None:
