@@ -13,6 +13,10 @@ AllGather = Callable[[Tensor], Sequence[Tensor]]
 """Every rank's tensor, by rank, for a tensor of one shape and dtype on all ranks: `Communicator.all_gather` is one."""
 
 
+class NothingToFindError(ValueError):
+    """No two items share a class: the same on every rank."""
+
+
 @dataclass(frozen=True, slots=True)
 class RetrievalMetrics:
     """What `retrieval_metrics` found; rates are means over ``num_queries``.
@@ -64,8 +68,8 @@ def retrieval_metrics(
         all_gather: With more than one rank: brings tensors together.
 
     Raises:
-        ValueError: Shapes do not fit, there is no item with a match, values are not finite, or ``all_gather`` is
-            missing.
+        ValueError: Shapes do not fit, values are not finite, or ``all_gather`` is missing.
+        NothingToFindError: There is no item with a match (a `ValueError` too).
     """
     _check(embeddings, labels, indices, ks, chunk, world_size, all_gather)
     if all_gather is not None and world_size > 1:
@@ -78,7 +82,9 @@ def retrieval_metrics(
     num_others = sizes[labels] - 1
     queries = (num_others > 0).nonzero().squeeze(1)
     if not len(queries):
-        raise ValueError(f"retrieval_metrics: of {len(labels)} items no two share a class, so nothing can be found.")
+        raise NothingToFindError(
+            f"retrieval_metrics: of {len(labels)} items no two share a class, so nothing can be found."
+        )
     sums = torch.zeros(len(ks) + 1, dtype=torch.float64, device=gallery.device)
     for part in queries[rank::world_size].split(chunk):
         sums += _sums_of(part, gallery, labels, num_others[part], ks)

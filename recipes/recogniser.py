@@ -8,6 +8,7 @@ from functools import partial
 import lightning as L
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from pytorch_metric_learning.distances import LpDistance
 from pytorch_metric_learning.losses import TripletMarginLoss
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_ring.optim import exclude_bias_and_norm
-from lightning_ring.retrieval import RetrievalMetrics, retrieval_metrics
+from lightning_ring.retrieval import NothingToFindError, retrieval_metrics
 from lightning_ring.schedules import WarmupLR
 
 Batch = tuple[Tensor, Tensor, Tensor]
@@ -138,22 +139,31 @@ class Recogniser(L.LightningModule):
         for dataloader_idx, parts in sorted(self.seen.items()):
             embeddings, labels, indices = (torch.cat(column) for column in zip(*parts, strict=True))
             name = stage if dataloader_idx == 0 else f"{stage}_unseen"
-            metrics = self.retrieve(embeddings, labels, indices)
-            for metric, value in metrics.as_dict().items():
+            for metric, value in self.retrieve(embeddings, labels, indices, name).items():
                 self.log(f"{name}/{metric}", value, sync_dist=True, prog_bar=metric == "R@1")
             if dataloader_idx == 0 and self.classification_weight:
                 self.report_accuracy(name, embeddings, labels)
         self.seen.clear()
 
-    def retrieve(self, embeddings: Tensor, labels: Tensor, indices: Tensor) -> RetrievalMetrics:
-        return retrieval_metrics(
-            embeddings,
-            labels,
-            indices,
-            rank=self.trainer.global_rank,
-            world_size=self.trainer.world_size,
-            all_gather=lambda tensor: list(self.all_gather(tensor)),
-        )
+    def retrieve(self, embeddings: Tensor, labels: Tensor, indices: Tensor, name: str) -> dict[str, float]:
+        """Metrics of retrieval by name; none, with a warning, where nothing has a match, as in a few batches."""
+        try:
+            found = retrieval_metrics(
+                embeddings,
+                labels,
+                indices,
+                rank=self.trainer.global_rank,
+                world_size=self.trainer.world_size,
+                all_gather=lambda tensor: list(self.all_gather(tensor)),
+            )
+        except NothingToFindError as error:
+            if not self.trainer.sanity_checking:
+                rank_zero_warn(
+                    f"{name}/R@1, MAP@R and the like are left out of this evaluation ({error}). Give it two images of "
+                    "some class: more batches, or another split."
+                )
+            return {}
+        return found.as_dict()
 
     def report_accuracy(self, name: str, embeddings: Tensor, labels: Tensor) -> None:
         right = (self.logits(embeddings).argmax(1) == labels).double()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -50,6 +51,16 @@ class Given(L.LightningDataModule):
         return [DataLoader(part, batch_size=size, sampler=ExactSampler(part, SIZE, RANK)) for part in sets]
 
     test_dataloader = val_dataloader
+
+
+class NoPair(Given):
+    """No class has two of the images that are evaluated."""
+
+    def val_dataloader(self) -> DataLoader:
+        part = TensorDataset(*images(CLASSES, 1))
+        return DataLoader(part, even_batch_size(CLASSES, SIZE, 1), sampler=ExactSampler(part, SIZE, RANK))
+
+    test_dataloader = val_dataloader  # type: ignore[assignment]
 
 
 def alone(model: Recogniser) -> Recogniser:
@@ -107,3 +118,20 @@ def check_evaluation_counts_each_image_once_and_knows_the_rare_classes() -> None
             assert abs(metrics["test/accuracy"] - float(right.mean())) < 1e-6
             assert abs(metrics["test/accuracy_rare"] - float(right[rare].mean())) < 1e-6
     assert "test_unseen/accuracy" not in metrics  # nothing was trained to name those classes
+
+
+def check_without_two_images_of_a_class_retrieval_is_left_out_with_a_warning() -> None:
+    model = recogniser(classification_weight=1.0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        (metrics,) = trainer(RingStrategy()).test(model, datamodule=NoPair(), verbose=False)
+    left_out = [str(one.message) for one in caught if "left out of this evaluation" in str(one.message)]
+    assert len(left_out) == (RANK == 0)
+    assert not [name for name in metrics if "R@" in name]
+    assert "test/accuracy" in metrics, "the head is judged all the same"
+    with warnings.catch_warnings(record=True) as caught:  # a few batches before training need not have a pair
+        warnings.simplefilter("always")
+        run = trainer(RingStrategy(), max_steps=1, num_sanity_val_steps=1, check_val_every_n_epoch=9)
+        run.fit(model, train_dataloaders=Given().train_dataloader(), val_dataloaders=NoPair().val_dataloader())
+    assert run.global_step == 1
+    assert not [one for one in caught if "left out of this evaluation" in str(one.message)]
