@@ -20,8 +20,10 @@ class CollectiveRecord:
     """One collective, as its caller saw it. Times are those of `time.perf_counter`, in seconds.
 
     The caller loses ``returned - called`` and ``waited_until - waited_from``; the rest of the time until ``ended`` is
-    hidden under what it computes. Collectives of one communicator run in the order of their calls, so that one began
-    when it was called or when the one before it had ended, whichever came later.
+    hidden under what it computes. Collectives of one communicator begin in the order of their calls, but one may be
+    called, and over Gloo also be on the wire, before the last one has ended, and then even end before it. Whoever adds
+    up takes of each what comes after the end of those before it (`monitor.breakdown` does), so that no moment counts
+    twice; when an overlapping one began on the wire is not known.
 
     Attributes:
         name: What the caller named it, such as ``"bucket 3 (...)"``.

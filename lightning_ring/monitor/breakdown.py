@@ -83,7 +83,11 @@ def collectives_of(record: StepRecord, told: Iterable[CollectiveRecord]) -> list
 
 
 def collective_times(collectives: Sequence[CollectiveRecord]) -> list[Times]:
-    """One after the other: each began when it was called or when the one before it had ended, whichever was later."""
+    """As one after the other: each began when it was called or when those before it had ended, whichever was later.
+
+    Where two were on the wire at once, as over Gloo, the time counts for the earlier one, and once: sums of
+    ``ended - began`` are the time in which some collective was under way.
+    """
     reference = next((one.events[0] for one in collectives if one.events is not None), None)
     found: list[Times] = []
     previous = float("-inf")

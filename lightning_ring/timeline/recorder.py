@@ -137,7 +137,7 @@ class Recorder:
 
     def _events_of(self, record: CollectiveRecord, step: int, called: float, ended: float) -> Iterable[str]:
         lane = lane_of(record.name)
-        began = min(max(called, self._ended_before), ended)  # they run in the order of their calls
+        began = min(max(called, self._ended_before), ended)  # of two that overlap, the earlier one has the wire
         self._ended_before = max(self._ended_before, ended)
         args = {
             "step": step,

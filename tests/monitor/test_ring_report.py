@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_ring.comm.recording import CollectiveRecord
-from lightning_ring.monitor.breakdown import StepBreakdown, break_down, collectives_of, sent_bytes
+from lightning_ring.monitor.breakdown import StepBreakdown, break_down, collective_times, collectives_of, sent_bytes
 from lightning_ring.monitor.bucket_chart import ON_THE_WIRE, READY, WAITED_FOR, bars, draw
 from lightning_ring.monitor.memory import Memory
 from lightning_ring.monitor.rank_rows import RankRow
@@ -57,6 +57,20 @@ def test_collectives_come_out_of_the_phase_in_which_they_cost_time() -> None:
     parts = (found.data, found.copy, found.forward, found.backward, found.exposed, found.optimizer, found.other)
     assert sum(parts) == pytest.approx(found.total) == 30
     assert found.sent == pytest.approx(2 * (2 * 3 / 4 * 8) + 3 / 4 * 8)
+
+
+def test_time_in_which_two_collectives_overlap_counts_once() -> None:
+    told = [
+        collective(10, 10, (21, 23), ended=16),
+        collective(11, 11, (23, 24), ended=15),  # in another lane: over before the first
+        collective(12, 12, (24, 24.5), ended=17),
+        collective(19, 19, (24.5, 24.5), ended=20),
+    ]
+    found = break_down(step(**AUTOMATIC), told, world_size=2)
+    assert found.busy == pytest.approx(7 + 1), "10 to 17, and 19 to 20"
+    assert found.exposed == pytest.approx(2 + 1 + 0.5)
+    times = collective_times(told)
+    assert [(one.began - 100, one.ended - 100) for one in times] == [(10, 16), (15, 15), (16, 17), (19, 20)]
 
 
 def test_backward_of_manual_optimization_comes_out_of_forward_and_out_of_a_closure() -> None:
