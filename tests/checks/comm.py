@@ -15,7 +15,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 from lightning_ring.comm.communicator import Communicator, ReduceOp, shard
-from lightning_ring.comm.nccl_backend import NCCLCommunicator
+from lightning_ring.comm.nccl_backend import NCCLCommunicator, StreamWork
 from lightning_ring.comm.patience import Patience
 from lightning_ring.comm.shared_memory import open_shared_memory
 from lightning_ring.comm.topology import open_hierarchical
@@ -190,10 +190,8 @@ def check_the_nccl_backend_apart_from_nccl() -> None:
                 torch.testing.assert_close(halves, expected, **tolerance(dtype))
         mine = torch.full((2, 3), float(comm.rank))
         assert [float(row[1, 2]) for row in comm.all_gather(mine)] == list(range(comm.world_size))
-        if comm.world_size == 1:
-            target = torch.zeros(2, 3)
-            comm.all_to_all([mine + 1], [target]).wait()
-            assert torch.equal(target, mine + 1)
+        # also where a rank is alone: on one GPU that is what can be measured of NCCL
+        assert isinstance(comm.all_reduce_(mine.clone()), StreamWork)
         work = comm.broadcast_(mine, src=comm.world_size - 1)
         work.wait()
         assert work.done()
