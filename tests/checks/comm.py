@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
@@ -23,8 +24,10 @@ from lightning_ring.comm.torch_backend import GlooCommunicator, open_torch_commu
 from lightning_ring.errors import CollectiveError, ConfigurationError, PeerFailedError, RingError
 from tests.checks.world import open_gloo
 from tests.comm.test_ring import COMPLEX, FLOATS, INTEGERS, allowed, plain, tolerance, values
+from tests.comm.test_wide_sum import HALVES, rounded_once
 
 WORLD = MPI.COMM_WORLD
+CPU = torch.device("cpu")
 BACKENDS = ["gloo", "mpi", "shared memory"] + ["hierarchical"] * (WORLD.size == 4)
 # Every dtype goes through the others on up to three ranks; a ring of four is the same ring (and `test_ring.py` has it)
 EVERY_DTYPE = ["hierarchical"] if WORLD.size == 4 else BACKENDS
@@ -139,6 +142,20 @@ def check_the_halves() -> None:
                 comm.all_gather_(flat).wait()
                 torch.testing.assert_close(flat, expected, **tolerance(dtype))
                 assert_same_everywhere(comm, flat)
+
+
+def check_16_bit_sums_are_taken_in_float32_and_rounded_once() -> None:
+    for comm in each([backend for backend in BACKENDS if backend != "hierarchical"]):  # which rounds once a level
+        for dtype, op, numel in itertools.product(HALVES, (ReduceOp.SUM, ReduceOp.AVG), (9, 40_003)):
+            inputs = values(numel, dtype, comm.world_size)
+            expected = rounded_once(inputs, op)
+            for whole in (inputs[comm.rank].clone(), comm.empty(numel, dtype, CPU).copy_(inputs[comm.rank])):
+                half = whole.clone()
+                comm.all_reduce_(whole, op=op).wait()
+                assert torch.equal(whole, expected), (comm, dtype, op)
+                comm.reduce_scatter_(half, op=op).wait()
+                own = shard(half, comm.world_size, comm.shard_index)
+                assert torch.equal(own, shard(expected, comm.world_size, comm.shard_index)), (comm, dtype, op)
 
 
 def check_more_than_16_megabytes() -> None:
