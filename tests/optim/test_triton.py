@@ -60,9 +60,10 @@ def test_on_cuda(optimizer_class, way, dtype):
 @needs_gpu
 @every_optimizer
 @pytest.mark.parametrize("skip_nonfinite", [False, True])
-def test_the_step_waits_for_nothing(optimizer_class, skip_nonfinite):
+@pytest.mark.parametrize("way", [{}, {"foreach": True}], ids=str)
+def test_the_step_waits_for_nothing(optimizer_class, way, skip_nonfinite):
     params = [p.detach().cuda().requires_grad_() for p in random_params(dtype=torch.float32)]
-    optimizer = optimizer_class(params, lr=0.1, skip_nonfinite=skip_nonfinite)
+    optimizer = optimizer_class(params, lr=0.1, skip_nonfinite=skip_nonfinite, **way)
     set_random_grads(params, 0)
     optimizer.step()
     torch.cuda.set_sync_debug_mode("error")
