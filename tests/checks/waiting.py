@@ -16,7 +16,7 @@ LATE = 0.6  # seconds; a wait that spins would take as much of a core
 def check_waiting_for_a_late_rank_takes_no_core() -> None:
     """Neither in the thread behind, while this one could compute, nor in the one that waits in the end."""
     for backend in BACKENDS:
-        with opened(backend) as comm:
+        with opened(backend, timeout=10) as comm:
             flat = comm.empty(300_000, torch.float32, CPU).fill_(1)
             comm.all_reduce_(flat).wait()  # opens what the first one opens
             comm.barrier()
