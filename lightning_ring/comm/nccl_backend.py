@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_ring.comm.agreement import describe
-from lightning_ring.comm.communicator import CompletedWork, ReduceOp, Work, as_bytes, shard
+from lightning_ring.comm.communicator import ReduceOp, Work, as_bytes, shard
 from lightning_ring.comm.patience import Check, transport_error
 from lightning_ring.comm.ring import check_reducible, finish_
 from lightning_ring.comm.ring_communicator import check_all_to_all
@@ -35,7 +35,8 @@ class NCCLCommunicator:
 
     `Work.wait` orders the current stream after the collective. A collective that does not finish is ended by NCCL's
     watchdog in torch, after the timeout the group was made with. Shards that NCCL cannot split evenly (length not a
-    multiple of the world size) travel through a padded copy.
+    multiple of the world size) travel through a padded copy. One rank alone uses NCCL too: that is how its cost is
+    measured on one GPU (``force_communication=True``).
     """
 
     def __init__(self, group: dist.ProcessGroup, host: GlooCommunicator, *, owns_group: bool = False) -> None:
@@ -124,8 +125,6 @@ class NCCLCommunicator:
             return self._host.all_to_all(inputs, outputs, name=name)
         what = describe("all_to_all", name=name)
         check_all_to_all(inputs, outputs, self.world_size, what)
-        if self.world_size == 1:
-            outputs[0].detach().copy_(inputs[0])
         sources, targets = [as_bytes(tensor) for tensor in inputs], [as_bytes(tensor) for tensor in outputs]
         return self._start(
             what,
@@ -164,8 +163,6 @@ class NCCLCommunicator:
         return tensor.is_cuda
 
     def _start(self, what: str, launch: Callable[[], Any], finish: Callable[[], None] = lambda: None) -> Work:
-        if self.world_size == 1:
-            return CompletedWork()
         try:
             return StreamWork(what, launch(), finish)
         except RingError:

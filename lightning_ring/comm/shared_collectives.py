@@ -18,6 +18,7 @@ from lightning_ring.comm.communicator import ReduceOp, shard
 from lightning_ring.comm.ring import finish_
 from lightning_ring.comm.shared_regions import Regions
 from lightning_ring.comm.shared_rounds import SLOT_BYTES, Rounds
+from lightning_ring.comm.wide_sum import sum_into_, wants_wide_sum
 
 PIECE_BYTES = 256 * 1024  # summed and written to all ranks before it leaves the cache
 _SIZE_BYTES = 8
@@ -32,7 +33,10 @@ _COMBINE: dict[ReduceOp, Callable[..., Tensor]] = {
 
 
 def reduce_rows(rows: Sequence[Tensor], out: Tensor, op: ReduceOp) -> None:
-    """Reduce the ranks' ``rows`` into ``out``, which may be one of the first two."""
+    """Reduce the ranks' ``rows`` into ``out``, which may be one of the first two. 16-bit sums are rounded once."""
+    if wants_wide_sum(out.dtype, op):
+        sum_into_(out, rows, op)
+        return
     combine = _COMBINE[op]
     if len(rows) == 1:
         out.copy_(rows[0])

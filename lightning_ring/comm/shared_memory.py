@@ -17,7 +17,7 @@ from lightning_ring.comm.collective_queue import CollectiveQueue, Steps
 from lightning_ring.comm.communicator import ReduceOp, Work, as_bytes
 from lightning_ring.comm.cores import bound_cores
 from lightning_ring.comm.patience import SPIN_SECONDS, Check, Patience
-from lightning_ring.comm.ring import check_reducible, prepare_
+from lightning_ring.comm.ring import check_reducible
 from lightning_ring.comm.ring_communicator import (
     check_all_to_all,
     check_device,
@@ -30,6 +30,7 @@ from lightning_ring.comm.ring_communicator import (
 from lightning_ring.comm.shared_regions import Regions
 from lightning_ring.comm.shared_rounds import SEGMENT_BYTES, Rounds
 from lightning_ring.comm.shared_segment import Bootstrap, NoSharedMemory, share
+from lightning_ring.comm.wide_sum import sums_halves
 from lightning_ring.errors import CollectiveError
 
 T = TypeVar("T")
@@ -211,13 +212,16 @@ class SharedMemoryCommunicator:
         else:
             flat = contiguous_flat(tensor, kind.name + "_")
         what, digest = self._describe(kind.name, flat.dtype, flat.numel(), how, name)
+        halves = sums_halves(flat.dtype, how, self.world_size)
+        if halves:
+            how = ReduceOp.SUM
         if flat.nbytes <= SHORT_BYTES:
             body = kind.through_slots(flat, self._rounds, how)
             steps = self._agreed(what, digest, body)
         else:
             steps = self._in_place_if_all_can(what, digest, kind, flat, how)
-        if how is ReduceOp.AVG and flat.dtype.itemsize == 2:
-            steps = self._prepared(flat, how, steps)
+        if halves:
+            steps = _halved_first(flat, steps)
         return self._queue.submit(what, steps, background=flat.nbytes > SHORT_BYTES)
 
     def _describe(
@@ -257,10 +261,6 @@ class SharedMemoryCommunicator:
         yield from ways.exchange_rows(headers, self._rounds)
         check_agreement(headers, call)
 
-    def _prepared(self, flat: Tensor, op: ReduceOp, body: Steps) -> Steps:
-        prepare_(flat, op, self.world_size)
-        yield from body
-
     def _in_place_if_all_can(self, what: str, digest: int, kind: Kind, flat: Tensor, how: Any) -> Steps:
         """As `_agreed`; the first round also tells where the tensors are."""
         self._num_calls += 1
@@ -277,6 +277,11 @@ class SharedMemoryCommunicator:
 
     def _missing(self, number: int) -> list[int]:
         return [self._members[rank] for rank in self._rounds.missing(number)]
+
+
+def _halved_first(flat: Tensor, body: Steps) -> Steps:
+    flat.mul_(0.5)
+    yield from body
 
 
 def digest_of(what: str) -> int:

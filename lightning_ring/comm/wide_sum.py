@@ -42,7 +42,7 @@ def reduce_scatter_(
     peers = [peer for peer in range(world_size) if peer != rank]
     if not peers:
         return flat
-    op = _halved_(flat, op, world_size)
+    op = halved_(flat, op, world_size)
     window = max(2, WINDOW // len(peers))
     piece_bytes = min(piece_bytes, WINDOW * piece_bytes // (window * len(peers)))
     count = num_pieces(-(-flat.numel() // world_size), flat.element_size(), piece_bytes)
@@ -59,7 +59,7 @@ def reduce_scatter_(
         places, requests = arriving.popleft()
         p2p.wait(requests)
         places.insert(rank, own)
-        _sum_into_(own, places, op, wide)
+        sum_into_(own, places, op, wide)
     p2p.wait(sends)
     return flat
 
@@ -78,7 +78,7 @@ def all_reduce_(
     sent waits for a sum.
     """
     if p2p.world_size == 2:
-        return _exchange_and_add_(flat, p2p, _halved_(flat, op, 2), scratch, piece_bytes)
+        return _exchange_and_add_(flat, p2p, halved_(flat, op, 2), scratch, piece_bytes)
     reduce_scatter_(flat, p2p, op, scratch=scratch, piece_bytes=piece_bytes)
     return all_gather_(flat, p2p, piece_bytes=piece_bytes)
 
@@ -86,7 +86,7 @@ def all_reduce_(
 def sum_rows(rows: Tensor, op: ReduceOp) -> Tensor:
     """SUM or AVG of 16-bit ``rows`` (one a rank), in the order of the ranks; 1-D of their dtype."""
     target = torch.empty_like(rows[0])
-    _sum_into_(target, list(rows), op, torch.empty(2, min(_CHUNK, rows.shape[1]), dtype=torch.float32))
+    sum_into_(target, list(rows), op)
     return target
 
 
@@ -106,13 +106,18 @@ def _exchange_and_add_(
             num_posted = number + 1
         arrived, requests = under_way.popleft()
         p2p.wait(requests)  # for the message that left too: its memory becomes the sum
-        _sum_into_(own, (own, arrived) if p2p.rank == 0 else (arrived, own), op, wide)
+        sum_into_(own, (own, arrived) if p2p.rank == 0 else (arrived, own), op, wide)
     return flat
 
 
-def _halved_(flat: Tensor, op: ReduceOp, world_size: int) -> ReduceOp:
-    """What is left of ``op`` to do; of two bfloat16 tensors' average a sum, because each is halved here, in place."""
-    if op is not ReduceOp.AVG or flat.dtype is not torch.bfloat16 or world_size != 2:
+def sums_halves(dtype: torch.dtype, op: object, world_size: int) -> bool:
+    """Whether ``op`` is an average that is the sum of halves: that of two bfloat16 tensors."""
+    return op is ReduceOp.AVG and dtype is torch.bfloat16 and world_size == 2
+
+
+def halved_(flat: Tensor, op: ReduceOp, world_size: int) -> ReduceOp:
+    """What is left of ``op`` to do: a sum, where ``flat`` is halved here, in place."""
+    if not sums_halves(flat.dtype, op, world_size):
         return op
     flat.mul_(0.5)
     return ReduceOp.SUM
@@ -143,11 +148,13 @@ def _landing_places(longest: Tensor, window: int, num_peers: int, scratch: Tenso
     return [places[slot * num_peers : (slot + 1) * num_peers] for slot in range(window)]
 
 
-def _sum_into_(target: Tensor, parts: Sequence[Tensor], op: ReduceOp, wide: Tensor) -> None:
+def sum_into_(target: Tensor, parts: Sequence[Tensor], op: ReduceOp, wide: Tensor | None = None) -> None:
     """``target`` (it may be one of ``parts``) becomes their SUM or AVG; ``wide`` is float32 memory for two chunks."""
     if op is ReduceOp.SUM and len(parts) == 2:
         torch.add(parts[0], parts[1], out=target)
         return
+    if wide is None:
+        wide = torch.empty(2, min(_CHUNK, target.numel()), dtype=torch.float32)
     scale = 2.0 ** -math.ceil(math.log2(len(parts))) if op is ReduceOp.AVG else 1.0
     rest = scale * len(parts) if op is ReduceOp.AVG else 1.0
     for start in range(0, target.numel(), _CHUNK):

@@ -91,12 +91,15 @@ class MultiTensorRunner:
             if x is None:
                 x = self._directions(w, g, batch, h, deferred)
             sums[1] += _square_sums(x)
-            sums[2] += [(t * 0).sum(dtype=norm_dtype(t.device)) for t in g] if deferred else [0.0] * len(w)
+            if deferred:
+                sums[2] += [(t * 0).sum(dtype=norm_dtype(t.device)) for t in g]
             rows += batch.rows
             batch.directions = x if to_come <= part.room else None
             to_come -= sum(t.numel() for t in w)
             x = None  # so that the next piece finds the same memory, still in the cache
-        return torch.stack([_sum_by_row(values, rows, part) for values in sums])
+        found = [_sum_by_row(values, rows, part) for values in (sums if deferred else sums[:2])]
+        # zeros that are made on the device: to send them would wait for it, which no CUDA graph allows
+        return torch.stack(found if deferred else [*found, torch.zeros_like(found[0])])
 
     def _directions(self, w: Tensors, g: Tensors, batch: Batch, h: Scalars, deferred: bool) -> Tensors:
         # State that is about to be stored may be overwritten; else it has to outlive this call.

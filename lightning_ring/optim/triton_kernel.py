@@ -38,7 +38,8 @@ def add_up(first_chunk, sums, by_row, num_rows, BLOCK: tl.constexpr):
         tl.store(by_row + column * num_rows + row, tl.sum(total))
 """
 
-# Chunks are whole but for the last of each tensor: those need no mask, so that their loads can be 16 bytes wide.
+# Chunks are whole but for the last of each tensor: those need no mask, so that their loads can be 16 bytes wide. The
+# size is an int32, as the other branch's CHUNK is: Triton wants both loops' variable to be of one type.
 FUNCTION = """
 
 @triton.jit
@@ -46,7 +47,7 @@ def {name}(chunks, pointers, scalars, {output}, ALIGNED: tl.constexpr, {flag}CHU
     chunk = tl.program_id(0)
     row = tl.load(chunks + 3 * chunk)
     start = tl.load(chunks + 3 * chunk + 1)
-    size = tl.load(chunks + 3 * chunk + 2)
+    size = tl.load(chunks + 3 * chunk + 2).to(tl.int32)
 {setup}
     if size == CHUNK:
         for i in range(0, CHUNK, BLOCK):
@@ -102,7 +103,9 @@ def _function(name: str, body: Body, types: dict[str, str], compute: str, deferr
     sums = ("w_squares", "x_squares", *(["probe"] if deferred else [])) if name == "measure" else ()
     setup += [f"{sum_} = tl.zeros([BLOCK], tl.float64)" for sum_ in sums]
     if name == "move":
-        setup.append("if CONDITIONAL:\n        size = size * tl.load(keep)  # 0 elements: nothing is written")
+        setup.append(
+            "if CONDITIONAL:\n        size = size * tl.load(keep).to(tl.int32)  # 0 elements: nothing is written"
+        )
     after = [f"tl.store(sums + 3 * chunk + {i}, tl.sum({sum_}))" for i, sum_ in enumerate(sums)]
     return FUNCTION.format(
         name=name,

@@ -121,6 +121,9 @@ class ShardedParameters:
 
     def gather(self, params: Iterable[Parameter]) -> None:
         """Start to make the buckets of ``params`` whole, in the order in which the next forward uses them."""
+        params = list(params)
+        # an optimizer that steps whole ones leaves this mark too: a graph made before the step is then an error
+        torch.autograd.graph.increment_version(params)
         changed = {self._bucket_of[id(param)] for param in params}
         for number, bucket in reversed(list(enumerate(self.buckets))):
             if bucket in changed:

@@ -131,9 +131,15 @@ comm.close()
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-def test_every_collective_over_nccl():
-    world_size = max(2, min(4, torch.cuda.device_count()))
-    extra = {} if torch.cuda.device_count() > 1 else {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}  # NCCL 2.30 or newer
+@pytest.mark.parametrize("alone", [True, False])
+def test_every_collective_over_nccl(alone):
+    gpus = torch.cuda.device_count()
+    world_size = 1 if alone else max(2, min(4, gpus))
+    extra = {}
+    if world_size > gpus:
+        if torch.cuda.nccl.version() < (2, 30):
+            pytest.skip("one GPU, which NCCL before 2.30 gives to one rank only")
+        extra["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
     for code, output in run_ranks_of(NCCL_RANK, world_size, str(world_size), **extra):
         assert code == 0, output
 

@@ -3,10 +3,12 @@
 import copy
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
 
 import pytest
 import torch
 
+from lightning_ring.optim.triton_kernel import BLOCK, CHUNK, compile_module
 from tests.launch import ROOT, run
 from tests.optim.ways import INTERPRETED, every_optimizer, random_params, relative_difference, set_random_grads
 
@@ -32,6 +34,39 @@ def test_under_the_interpreter():
     for done in results:
         assert done.returncode == 0, done.stdout[-6000:]
         assert " passed" in done.stdout
+
+
+ARGUMENTS = {
+    "measure": ({"chunks": "*i64", "pointers": "*i64", "scalars": "*fp64", "sums": "*fp64"}, 8),
+    "add_up": ({"first_chunk": "*i64", "sums": "*fp64", "by_row": "*fp64", "num_rows": "i32"}, 4),
+    "move": ({"chunks": "*i64", "pointers": "*i64", "scalars": "*fp64", "keep": "*i64"}, 8),
+}
+
+
+@pytest.mark.skipif(INTERPRETED, reason="what is interpreted is not compiled")
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("weight", [torch.float32, torch.bfloat16], ids=str)
+@every_optimizer
+def test_it_compiles_for_real_gpus(optimizer_class, weight, deferred, tmp_path, monkeypatch):
+    """To machine code, which needs no GPU: the interpreter takes what the compiler refuses."""
+    compiler = pytest.importorskip("triton.compiler")
+    target = pytest.importorskip("triton.backends.compiler").GPUTarget("cuda", 90, 32)
+    if tuple(map(int, version("triton").split(".")[:2])) < (3, 3):
+        pytest.skip("this Triton takes other arguments")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    mirror = torch.bfloat16 if weight is torch.float32 and deferred else None
+    module = compile_module(
+        optimizer_class, weight, torch.bfloat16 if mirror else weight, torch.float32, mirror, deferred
+    )
+    constants = {
+        "measure": {"ALIGNED": True, "CHUNK": CHUNK, "BLOCK": BLOCK},
+        "add_up": {"BLOCK": 128},
+        "move": {"ALIGNED": True, "CONDITIONAL": deferred, "CHUNK": CHUNK, "BLOCK": BLOCK},
+    }
+    for name, (types, num_warps) in ARGUMENTS.items():
+        signature = types | dict.fromkeys(constants[name], "constexpr")
+        source = compiler.ASTSource(module[name], signature, constants[name])
+        assert compiler.compile(source, target=target, options={"num_warps": num_warps}).asm["cubin"]
 
 
 @pytest.mark.gpu
@@ -60,9 +95,10 @@ def test_on_cuda(optimizer_class, way, dtype):
 @needs_gpu
 @every_optimizer
 @pytest.mark.parametrize("skip_nonfinite", [False, True])
-def test_the_step_waits_for_nothing(optimizer_class, skip_nonfinite):
+@pytest.mark.parametrize("way", [{}, {"foreach": True}], ids=str)
+def test_the_step_waits_for_nothing(optimizer_class, way, skip_nonfinite):
     params = [p.detach().cuda().requires_grad_() for p in random_params(dtype=torch.float32)]
-    optimizer = optimizer_class(params, lr=0.1, skip_nonfinite=skip_nonfinite)
+    optimizer = optimizer_class(params, lr=0.1, skip_nonfinite=skip_nonfinite, **way)
     set_random_grads(params, 0)
     optimizer.step()
     torch.cuda.set_sync_debug_mode("error")

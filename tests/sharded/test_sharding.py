@@ -210,3 +210,25 @@ def test_what_a_probing_run_did_can_be_undone() -> None:
 
     run_ranks(2, probe_and_train)
     assert_close(first, reference, AdamW)
+
+
+def test_a_graph_from_before_a_step_is_an_error() -> None:
+    """As with whole parameters: the values that it saved are gone, and its gradients would be wrong."""
+
+    def rank(comm: ThreadCommunicator) -> None:
+        net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+        reducer = ShardReducer(comm, net.named_parameters())
+        optimizer = SGD(net.parameters(), lr=0.1)
+        sharding = Sharding(comm, reducer, net, [optimizer], warn=pytest.fail)
+        for _ in range(3):
+            with sharding.forward(wait=True):
+                loss = net(torch.ones(3, 4)).square().mean()
+            with reducer.backward():
+                loss.backward(retain_graph=True)
+            optimizer.step()
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                torch.autograd.grad(loss, net[0].weight)
+        sharding.release(wait=True)
+        reducer.remove()
+
+    run_ranks(2, rank)

@@ -15,8 +15,8 @@ class SixteenBit(Compressor):
     """Half the bytes; each value is rounded to nearest.
 
     Gradients are converted while they are copied into the bucket. Their average is rounded before it leaves its owner,
-    who takes the rounded value too. Whether sums in between are rounded is the communicator's matter: over MPI and Gloo
-    they are not, in shared memory and NCCL they may be.
+    who takes the rounded value too. Sums in between are float32 over MPI, Gloo and shared memory (rounded once more
+    where several nodes hold several ranks each, between the two levels); NCCL may round each of them.
     """
 
     can_shard = True

@@ -50,14 +50,17 @@ def check_hooks_between_steps_read_new_values() -> None:
 
 
 def check_parameters_travel_in_the_order_of_use_while_forward_goes_on() -> None:
-    events: list[str] = []
+    left: list[list[int]] = []  # by step and layer: how many buckets were still on their way when it had run
 
     class Layers(Classifier):
         def __init__(self) -> None:
             super().__init__()
-            self.net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)), nn.Linear(8, 4))
-            for index, layer in enumerate(self.net):
-                layer.register_forward_hook(lambda *_, index=index: events.append(f"used {index}"))
+            self.net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(5)), nn.Linear(8, 4))
+            for layer in self.net:
+                layer.register_forward_hook(self.note)
+
+        def note(self, *_: Any) -> None:
+            left[-1].append(len(self.trainer.strategy._sharding._parameters._coming))
 
     module = Layers()
     waits: list[int] = []
@@ -65,12 +68,17 @@ def check_parameters_travel_in_the_order_of_use_while_forward_goes_on() -> None:
     class Counting(LateRing):
         def training_step(self, *args: Any, **kwargs: Any) -> Any:
             waits.append(len(self._sharding._parameters._coming))
-            events.append("step")
+            left.append([])
             return super().training_step(*args, **kwargs)
 
     strategy = run_late(module, kind=Counting)
     assert waits[0] == 0
-    assert set(waits[1:]) == {len(strategy._sharding._parameters.buckets)}, waits  # all still on their way
+    num_buckets = len(strategy._sharding._parameters.buckets)
+    assert set(waits[1:]) == {num_buckets}, waits  # all still on their way
+    for counts in left[1:]:  # a layer waited for its own weight and bias alone, which two buckets hold at most
+        assert counts == sorted(counts, reverse=True)
+        assert counts[0] >= num_buckets - 2 > 0, (counts, num_buckets)
+        assert counts[-1] == 0
     first = [name.split("(")[1].split(".")[1] for name in strategy.late.gathered[: waits[1]]]
     assert first == sorted(first), first
     assert first[0] == "0"

@@ -1,0 +1,46 @@
+"""When the host reads whether some rank was asked to stop."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from lightning_ring.comm.thread_backend import run_ranks
+from lightning_ring.gradients import Reducer, stop_flag
+
+
+@pytest.mark.parametrize(("on_device", "agreed"), [(False, [0, 1, 1, 1]), (True, [0, 0, 1, 1])])
+def test_no_device_is_waited_for_in_the_step_that_it_still_computes(
+    on_device: bool, agreed: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now: list[int] = []  # the step that the device, as far as the host knows, may still be in
+
+    class Copied:
+        def __init__(self) -> None:
+            self.step = now[-1]
+
+        def synchronize(self) -> None:
+            assert self.step < now[-1], "the host waits for the step that it has just sent"
+
+    def on_its_way(flag: Tensor) -> stop_flag.Flag:
+        return stop_flag.Flag(flag.clone(), Copied() if on_device else None)  # type: ignore[arg-type]
+
+    def rank(comm) -> list[int]:
+        param = Parameter(torch.ones(3))
+        ours = Reducer(comm, [("p", param)])
+        answers = []
+        for step in range(4):
+            now.append(step)
+            ours.stop_requested = comm.rank == 1 and step >= 1
+            with ours.backward():
+                param.sum().backward()
+            comm.barrier()
+            answers.append(int(ours.agreed_to_stop()))
+            assert not ours.agreed_to_stop()  # asked and answered
+            comm.barrier()
+        return answers
+
+    monkeypatch.setattr(stop_flag, "_on_its_way", on_its_way)
+    assert run_ranks(2, rank) == [agreed, agreed]
