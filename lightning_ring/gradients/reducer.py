@@ -174,8 +174,10 @@ class Reducer:
             pass
 
     def agreed_to_stop(self) -> bool:
-        """Whether some rank had asked to stop in the last finished backward (on CUDA in the one before): the same answer on
-        every rank, once."""
+        """Whether some rank had asked to stop in the last finished backward, on CUDA in the one before.
+
+        The same answer on every rank, once.
+        """
         return self._stop_flag.take()
 
     def remove(self) -> None:
