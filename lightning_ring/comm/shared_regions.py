@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import weakref
-from bisect import bisect_right, insort
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -39,7 +39,7 @@ class Regions:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._starts: list[int] = []  # in ascending order
+        self._starts: tuple[int, ...] = ()  # in ascending order; replaced, as `_forget` may run in any thread
         self._by_start: dict[int, Region] = {}
         self._by_number: dict[int, Region] = {}
         self._num_added = 0
@@ -53,9 +53,8 @@ class Regions:
         memory = [nothing if theirs is own else torch.frombuffer(theirs, dtype=torch.uint8) for theirs in maps]
         start = tensor.data_ptr()
         region = Region(self._num_added, start, start + tensor.nbytes, memory, {})
-        if start not in self._by_start:
-            insort(self._starts, start)
         self._by_start[start] = self._by_number[region.number] = region
+        self._starts = tuple(sorted(self._by_start))
         weakref.finalize(own, self._forget, start, region.number).atexit = False
         return tensor
 
@@ -64,16 +63,17 @@ class Regions:
         region = self._by_start.get(start)
         if region is not None and region.number == number:  # the address may have been given out anew
             del self._by_start[start]
-            self._starts.remove(start)
+            self._starts = tuple(sorted(self._by_start))
 
     def place(self, flat: Tensor) -> int:
         """Region and offset of ``flat`` in one number, equal on ranks that mean the same place; 0 if it is in none."""
         address = flat.data_ptr()
-        index = bisect_right(self._starts, address)
-        if not index:
+        starts = self._starts
+        index = bisect_right(starts, address)
+        region = self._by_start.get(starts[index - 1]) if index else None
+        if region is None or address >= region.stop:
             return 0
-        region = self._by_start[self._starts[index - 1]]
-        if address >= region.stop or flat.is_conj() or flat.is_neg():  # of the latter bytes are not values
+        if flat.is_conj() or flat.is_neg():  # its bytes are not its values
             return 0
         return (region.number << _OFFSET_BITS) + address - region.start
 

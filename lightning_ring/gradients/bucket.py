@@ -113,10 +113,10 @@ class Bucket:
             torch._foreach_copy_(targets, sources)
         if absent:
             torch._foreach_zero_(absent)
-        if all(self.contributed):
-            self.wire.used.fill_(1)
-        else:
-            self.wire.used.copy_(torch.tensor(self.contributed, dtype=self.used.dtype))
+        self.wire.used.fill_(1)
+        if not all(self.contributed):  # a list sent to a GPU would make the host wait for it
+            flags = zip(self.wire.used.split(1), self.contributed, strict=True)
+            torch._foreach_zero_([flag for flag, contributed in flags if not contributed])
         self.wire.stop.fill_(stop)
         self.launched = True
 

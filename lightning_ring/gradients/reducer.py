@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -68,6 +69,7 @@ class Reducer:
         self._warn = warn
         self._warned: set[str] = set()
         self._names: dict[Parameter, str] = {}
+        self._hooking = threading.RLock()  # autograd has a thread for each device, and a module may be on several
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._slots: dict[Parameter, tuple[Bucket, int]] = {}
         self.buckets: list[Bucket] = []
@@ -230,6 +232,10 @@ class Reducer:
         return bool(self._unsent) and any(param in self._unsent for param in bucket.params)
 
     def _on_gradient(self, param: Parameter) -> None:
+        with self._hooking:
+            self._take_gradient(param)
+
+    def _take_gradient(self, param: Parameter) -> None:
         if self._discarding:
             return
         if param.grad is not None and param.grad.is_sparse:

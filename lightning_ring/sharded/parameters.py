@@ -123,7 +123,8 @@ class ShardedParameters:
         """Start to make the buckets of ``params`` whole, in the order in which the next forward uses them."""
         params = list(params)
         # an optimizer that steps whole ones leaves this mark too: a graph made before the step is then an error
-        torch.autograd.graph.increment_version(params)
+        for param in params:
+            torch.autograd.graph.increment_version(param)
         changed = {self._bucket_of[id(param)] for param in params}
         for number, bucket in reversed(list(enumerate(self.buckets))):
             if bucket in changed:
