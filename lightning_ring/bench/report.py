@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -72,7 +73,10 @@ def model_lines(models: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 def as_json(
     timings: Sequence[Timing], models: Sequence[Mapping[str, Any]], world: Mapping[str, Any], missing: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Seconds, bytes, bytes a second throughout; a ``copy`` has the name of the collective it was measured beside."""
+    """Seconds, bytes, bytes a second throughout; a ``copy`` has the name of the collective it was measured beside.
+
+    A bandwidth that does not show in the times, because they do not grow with the size, is `None`.
+    """
     size = world["world_size"]
     return {
         "world": dict(world),
@@ -96,5 +100,8 @@ def as_json(
             }
             for timing in timings
         ],
-        "models": [dict(model) for model in models],
+        "models": [
+            {**model, "bandwidth": model["bandwidth"] if math.isfinite(model["bandwidth"]) else None}
+            for model in models
+        ],
     }

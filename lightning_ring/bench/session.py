@@ -50,7 +50,9 @@ def run(options: argparse.Namespace, sizes: Sequence[int]) -> int:
     if info.rank == 0:
         print(*report.model_lines(models), sep="\n", flush=True)
         if options.json is not None:
-            Path(options.json).write_text(json.dumps(report.as_json(timings, models, world, missing), indent=1) + "\n")
+            Path(options.json).write_text(
+                json.dumps(report.as_json(timings, models, world, missing), indent=1, allow_nan=False) + "\n"
+            )
         if options.plot is not None:
             plot(timings, info.world_size, options.plot)
     control.barrier()  # a rank that ended now would be taken for one that failed

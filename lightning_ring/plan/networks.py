@@ -95,7 +95,8 @@ def read_bench(path: str, backend: str = "auto") -> Link:
     found: dict[str, dict[str, CostModel]] = {}
     try:
         for model in models:
-            cost = CostModel(float(model["alpha_seconds"]), float(model["bandwidth"]))
+            bandwidth = math.inf if model["bandwidth"] is None else float(model["bandwidth"])
+            cost = CostModel(float(model["alpha_seconds"]), bandwidth)
             found.setdefault(model["backend"], {})[model["collective"]] = cost
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigurationError(f"{path} is a damaged file of `lightning-ring bench` ({error!r}).") from None
