@@ -6,6 +6,7 @@ A short collective then costs no change of threads, and one that nobody waits fo
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 import time
 import weakref
@@ -19,7 +20,6 @@ from lightning_ring.comm.patience import (
     CHECK_SECONDS,
     LONGEST_SLEEP_SECONDS,
     SLEEP_SHARE,
-    SPIN_SECONDS,
     Patience,
     transport_error,
 )
@@ -28,10 +28,14 @@ from lightning_ring.errors import CollectiveError, RingError
 WAKE_SECONDS = 1e-3  # whoever waits at once has begun by then, and the thread leaves it alone
 EXIT_SECONDS = 1.0
 STUCK_SECONDS = 5.0  # past the timeout: the thread itself hangs
+# Two ranks may find themselves on one core for a while: there the one that spins keeps the other from answering.
+SPIN_SECONDS = 10e-6
 YIELD_SECONDS = 100e-6  # until then a waiting thread only lets others run
 # A sleep lasts 60 µs at least. Two ranks that slept in turn, each for the other, would go on doing so: a caller,
 # who has nothing else to do, yields for longer than that before it sleeps.
 CALLER_YIELD_SECONDS = 2e-3
+
+_yield: Callable[[], object] = getattr(os, "sched_yield", lambda: time.sleep(0))  # a sleep of 0 may set a timer
 
 Steps = Generator[int, None, None]
 """A collective: it yields the number of a round, and goes on once that is reached."""
@@ -233,7 +237,7 @@ class CollectiveQueue:
             if waited < self.spin_seconds:
                 continue
             if waited < CALLER_YIELD_SECONDS:
-                time.sleep(0)
+                _yield()
                 continue
             if waited > next_check:
                 next_check = waited + CHECK_SECONDS

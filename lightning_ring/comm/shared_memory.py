@@ -13,10 +13,10 @@ from torch import Tensor
 
 from lightning_ring.comm import shared_collectives as ways
 from lightning_ring.comm.agreement import HEADER_BYTES, check_agreement, describe, header
-from lightning_ring.comm.collective_queue import CollectiveQueue, Steps
+from lightning_ring.comm.collective_queue import SPIN_SECONDS, CollectiveQueue, Steps
 from lightning_ring.comm.communicator import ReduceOp, Work, as_bytes
 from lightning_ring.comm.cores import bound_cores
-from lightning_ring.comm.patience import SPIN_SECONDS, Check, Patience
+from lightning_ring.comm.patience import Check, Patience
 from lightning_ring.comm.ring import check_reducible
 from lightning_ring.comm.ring_communicator import (
     check_all_to_all,
@@ -212,17 +212,18 @@ class SharedMemoryCommunicator:
         else:
             flat = contiguous_flat(tensor, kind.name + "_")
         what, digest = self._describe(kind.name, flat.dtype, flat.numel(), how, name)
-        halves = sums_halves(flat.dtype, how, self.world_size)
+        halves = flat.itemsize == 2 and sums_halves(flat.dtype, how, self.world_size)
         if halves:
             how = ReduceOp.SUM
-        if flat.nbytes <= SHORT_BYTES:
+        short = flat.nbytes <= SHORT_BYTES
+        if short:
             body = kind.through_slots(flat, self._rounds, how)
             steps = self._agreed(what, digest, body)
         else:
             steps = self._in_place_if_all_can(what, digest, kind, flat, how)
         if halves:
             steps = _halved_first(flat, steps)
-        return self._queue.submit(what, steps, background=flat.nbytes > SHORT_BYTES)
+        return self._queue.submit(what, steps, background=not short)
 
     def _describe(
         self, kind: str, dtype: torch.dtype, numel: int, how: ReduceOp | int | None, name: str

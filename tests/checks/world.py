@@ -15,7 +15,9 @@ TIMEOUT = timedelta(seconds=30)
 
 @cache
 def open_gloo() -> None:
-    """torch.distributed's default group over Gloo; rank 0's port travels over MPI."""
+    """torch.distributed's default group over Gloo, unless it is up; rank 0's port travels over MPI."""
+    if dist.is_initialized():  # on all ranks: an earlier check left it
+        return
     world = MPI.COMM_WORLD
     store = dist.TCPStore("127.0.0.1", 0, world.size, True, wait_for_workers=False) if world.rank == 0 else None
     port = world.bcast(store.port if store else None)
