@@ -100,9 +100,7 @@ def all_reduce_through_slots(flat: Tensor, rounds: Rounds, op: ReduceOp) -> Step
         slots[rounds.rank].copy_(piece)
         yield rounds.arrive()
         if op is ReduceOp.SUM and rounds.world_size == 2:
-            piece.add_(
-                slots[1 - rounds.rank]
-            )  # either order gives the same bits, and this takes two thirds of the time
+            piece.add_(slots[1 - rounds.rank])  # the same bits in either order, in two thirds of the time
         else:
             reduce_rows(slots, piece, op)
 
