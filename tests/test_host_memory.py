@@ -7,11 +7,15 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
+import lightning as L
 import pytest
+from lightning.pytorch.demos.boring_classes import BoringModel
 
-from lightning_ring import RingStrategy
+from lightning_ring import RingStrategy, strategy
 from lightning_ring.host_memory import keep_freed_memory
 
 needs_glibc = pytest.mark.skipif(
@@ -86,3 +90,27 @@ def test_variables_of_glibc_count_as_a_choice() -> None:
 def test_it_is_on_by_default_and_can_be_left_out() -> None:
     assert RingStrategy().options.keep_freed_memory
     assert not RingStrategy(keep_freed_memory=False).options.keep_freed_memory
+
+
+@pytest.mark.parametrize(("keeps", "fails"), [(True, False), (True, True), (False, False)])
+def test_a_fit_keeps_it_from_its_first_step_to_its_end(
+    keeps: bool, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = []
+
+    class Steps(BoringModel):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            said.append("step")
+            if fails:
+                raise ValueError("a step that fails")
+            return super().training_step(batch, batch_idx)
+
+    monkeypatch.setattr(strategy, "keep_freed_memory", lambda: said.append("keep") or True)
+    monkeypatch.setattr(strategy, "return_freed_memory", lambda: said.append("return"))
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = L.Trainer(
+        strategy=RingStrategy(keep_freed_memory=keeps), accelerator="cpu", devices=1, fast_dev_run=1, **quiet
+    )
+    with pytest.raises(ValueError, match="fails") if fails else nullcontext():
+        trainer.fit(Steps())
+    assert said == (["keep", "step", "return"] if keeps else ["step"])
