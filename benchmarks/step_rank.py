@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from benchmarks.turns import Turns
 from lightning_ring import RingStrategy
-from lightning_ring.host_memory import keep_freed_memory
+from lightning_ring.host.malloc import keep_freed_memory
 
 
 class ManySmall(nn.Module):

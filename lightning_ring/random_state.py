@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
-import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_ring.comm.communicator import Communicator
+from lightning_ring.host.random_state import collect_random_state, restore_random_state
 
 _CHECKPOINT_KEY = "lightning_ring"
 
@@ -43,34 +42,3 @@ class RandomStates:
             )
             return
         restore_random_state(states[rank])
-
-
-def collect_random_state() -> dict[str, Any]:
-    """State of Python's, NumPy's and torch's generators (every CUDA device's too), picklable with ``weights_only``."""
-    version, internal, gauss = random.getstate()
-    state: dict[str, Any] = {"python": [version, list(internal), gauss], "torch": torch.get_rng_state()}
-    if numpy := _numpy_random():
-        name, keys, position, has_gauss, cached = numpy.get_state()
-        state["numpy"] = [name, keys.tolist(), int(position), int(has_gauss), float(cached)]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state_all()
-    return state
-
-
-def restore_random_state(state: dict[str, Any]) -> None:
-    """Undo what was drawn since `collect_random_state`. CUDA states are restored for as many devices as there are."""
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
-    torch.set_rng_state(state["torch"].cpu())
-    if (numpy := _numpy_random()) and "numpy" in state:
-        numpy.set_state(tuple(state["numpy"]))
-    for index, cuda in enumerate(state.get("cuda", [])[: torch.cuda.device_count()]):
-        torch.cuda.set_rng_state(cuda.cpu(), index)
-
-
-def _numpy_random() -> Any:
-    try:
-        import numpy.random
-    except ImportError:
-        return None
-    return numpy.random

@@ -26,7 +26,7 @@ from lightning_ring.comm.replicate import (
 from lightning_ring.compression_state import CompressionState
 from lightning_ring.foreign import explain_foreign_modules
 from lightning_ring.gradients.compression import Compressor
-from lightning_ring.host_memory import keep_freed_memory, return_freed_memory
+from lightning_ring.host.malloc import keep_freed_memory, return_freed_memory
 from lightning_ring.loader_state import count_trained_batches
 from lightning_ring.monitor.ring_monitor import add_monitor
 from lightning_ring.options import (
@@ -73,7 +73,7 @@ class RingStrategy(AveragedSteps):
         stall_warning: After it a collective that has not finished is reported in the log.
         force_communication: Run buckets and collectives in a single process too, to measure them.
         keep_freed_memory: On CPUs, memory that a step frees stays with the process for the next one, from the first
-            step to the end of `fit` (see `lightning_ring.host_memory`). Only with glibc, and not where its variables
+            step to the end of `fit` (see `lightning_ring.host.malloc`). Only with glibc, and not where its variables
             are set.
         monitor: Add `lightning_ring.monitor.RingMonitor` to the Trainer's callbacks, unless there is one, or nothing
             that communicates.

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+
+from lightning_ring.host.cores import available_cores
 
 TRAIN = Path(__file__).resolve().parent / "train.py"
 RESULT = "result.json"
@@ -104,7 +105,7 @@ def table(runs: list[Run]) -> str:
             ]
         )
     rows = ["| " + " | ".join(line) + " |" for line in lines]
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = available_cores()
     if max(run.devices for run in runs) > cores:
         rows += ["", f"On the CPU these ranks share {cores} cores: more ranks than cores cannot be faster."]
     return "\n".join(rows)

@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_ring.bench.names import BACKENDS, COLLECTIVES
-from lightning_ring.cli.hosts import check_slots, cores, parse_hosts, read_hostfile
+from lightning_ring.cli.hosts import check_slots, parse_hosts, read_hostfile
 from lightning_ring.cli.mpirun import find_mpirun, require_mpirun
 from lightning_ring.cli.start import mpirun_job, plain_job
 from lightning_ring.comm.launch_variables import LaunchVariables, launcher_variables
 from lightning_ring.errors import ConfigurationError
+from lightning_ring.host.cores import bound_cores
 
 _FACTORS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 _STEP = 4  # each size to the next
@@ -159,4 +160,4 @@ def _default_ranks(device: str) -> int:
 
         if torch.cuda.device_count() > 1:
             return torch.cuda.device_count()
-    return max(2, cores())
+    return max(2, len(bound_cores()))

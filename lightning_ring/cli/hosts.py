@@ -85,8 +85,3 @@ def check_slots(ranks: int, hosts: list[Host]) -> None:
 def in_allocation(environ: Mapping[str, str]) -> bool:
     """Whether a batch system has given this process hosts, which mpirun then finds by itself."""
     return any(name in environ for name in ("SLURM_JOB_ID", "PBS_NODEFILE", "LSB_JOBID", "PE_HOSTFILE"))
-
-
-def cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_ring.cli.hosts import Host, cores, in_allocation
+from lightning_ring.cli.hosts import Host, in_allocation
 from lightning_ring.errors import ConfigurationError
+from lightning_ring.host.cores import bound_cores
 
 # What a rank on another host needs of this environment. Local ranks inherit all of it.
 _NAMES = (
@@ -99,7 +100,7 @@ def mpirun_line(
     line += ["--bind-to", "none"]
     # One TCP connection a pair leaves half of a 1 Gbit/s link unused
     line += ["--mca", "btl_tcp_links", "2"]
-    if ranks_per_host(ranks, hosts, environ) > cores():
+    if ranks_per_host(ranks, hosts, environ) > len(bound_cores()):
         line += ["--mca", "mpi_yield_when_idle", "1"]
     if mpirun.major >= 5:
         # The stop signal goes to the ranks, not to their data-loader workers, which it would kill
@@ -121,7 +122,7 @@ def ranks_per_host(ranks: int, hosts: Sequence[Host], environ: Mapping[str, str]
 
 def rank_environment(ranks: int, hosts: Sequence[Host], environ: Mapping[str, str], stop_signal: int) -> dict[str, str]:
     """``environ`` and what every rank needs besides: threads that fit the cores, and how it is told to stop."""
-    threads = max(1, cores() // ranks_per_host(ranks, hosts, environ))
+    threads = max(1, len(bound_cores()) // ranks_per_host(ranks, hosts, environ))
     defaults = {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
     return defaults | dict(environ) | {"RING_STOP_SIGNAL": str(int(stop_signal)), "RING_LAUNCHER_PID": str(os.getpid())}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import os
 import sys
 from collections.abc import Sequence
 from itertools import islice
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_ring.errors import ConfigurationError, ShardError
+from lightning_ring.host.cores import available_cores
 
 if TYPE_CHECKING:
     from lightning_ring.data.shards.manifest import Manifest
@@ -25,7 +25,7 @@ def main(arguments: Sequence[str]) -> int:
     """
     parser = _parser()
     options = parser.parse_args(arguments)
-    workers = options.workers if options.workers is not None else _cores()
+    workers = options.workers if options.workers is not None else available_cores()
     if workers < 1:
         raise ConfigurationError(f"--workers {workers}: expected 1 or more.")
     try:
@@ -44,10 +44,6 @@ def main(arguments: Sequence[str]) -> int:
     except ShardError as error:
         print(f"lightning-ring pack: {error}", file=sys.stderr)
         return 1
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _parser() -> argparse.ArgumentParser:

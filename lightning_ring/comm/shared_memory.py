@@ -15,7 +15,6 @@ from lightning_ring.comm import shared_collectives as ways
 from lightning_ring.comm.agreement import HEADER_BYTES, check_agreement, describe, header
 from lightning_ring.comm.collective_queue import SPIN_SECONDS, CollectiveQueue, Steps
 from lightning_ring.comm.communicator import ReduceOp, Work, as_bytes
-from lightning_ring.comm.cores import bound_cores
 from lightning_ring.comm.patience import Check, Patience
 from lightning_ring.comm.ring import check_reducible
 from lightning_ring.comm.ring_communicator import (
@@ -32,6 +31,7 @@ from lightning_ring.comm.shared_rounds import SEGMENT_BYTES, Rounds
 from lightning_ring.comm.shared_segment import Bootstrap, NoSharedMemory, share
 from lightning_ring.comm.wide_sum import sums_halves
 from lightning_ring.errors import CollectiveError
+from lightning_ring.host.cores import bound_cores
 
 T = TypeVar("T")
 SHORT_BYTES = 16 * 1024  # a tensor up to this goes through the slots in one round, wherever it is

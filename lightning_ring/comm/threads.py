@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from torch.distributed import PrefixStore, Store
 
-from lightning_ring.comm.cores import bound_cores, cgroup_quota
 from lightning_ring.comm.ranks import RankInfo
+from lightning_ring.host.cores import bound_cores, cgroup_quota
 
 _log = logging.getLogger("lightning_ring")
 

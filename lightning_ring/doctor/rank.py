@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from lightning_ring.comm.cores import bound_cores
 from lightning_ring.comm.job import Job, connect, open_communicator
 from lightning_ring.comm.ranks import discover_ranks, pick_gpu
 from lightning_ring.comm.torch_backend import open_torch_communicator
+from lightning_ring.host.cores import bound_cores
 
 PREFIX = "lightning_ring.doctor "
 _TIMEOUT = timedelta(seconds=20)

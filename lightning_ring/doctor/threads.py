@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from lightning_ring.comm.cores import bound_cores, cgroup_quota
 from lightning_ring.doctor.finding import Finding, ok, warning
 from lightning_ring.doctor.request import Request
+from lightning_ring.host.cores import bound_cores, cgroup_quota
 
 _PLACING = ("OMP_PROC_BIND", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 _BINDING = (

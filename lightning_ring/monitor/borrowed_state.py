@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import copy
-import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torchmetrics import Metric
+
+from lightning_ring.host.random_state import collect_random_state, restore_random_state
 
 
 @contextmanager
@@ -33,7 +33,7 @@ def borrowed(trainer: Trainer, module: LightningModule) -> Iterator[None]:
     progress = copy.deepcopy(loop.state_dict())
     loaders = [(loader, copy.deepcopy(loader.state_dict())) for loader in _loaders(trainer) if _has_state(loader)]
     metrics = [(metric, copy.deepcopy(metric)) for metric in module.modules() if isinstance(metric, Metric)]
-    random_states = _random_states()
+    random_state = collect_random_state()
     for param, _ in gradients:
         param.grad = None
     try:
@@ -58,7 +58,7 @@ def borrowed(trainer: Trainer, module: LightningModule) -> Iterator[None]:
             loader.load_state_dict(state)
         for metric, before in metrics:
             metric.__dict__.update(before.__dict__)
-        _restore_random_states(random_states)
+        restore_random_state(random_state)
 
 
 def _copied(value: Any) -> Any:
@@ -83,17 +83,3 @@ def _loaders(trainer: Trainer) -> list[Any]:
 
 def _has_state(loader: Any) -> bool:
     return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
-
-
-def _random_states() -> tuple[Any, ...]:
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else None
-    return random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda
-
-
-def _restore_random_states(states: tuple[Any, ...]) -> None:
-    python, numpy, cpu, cuda = states
-    random.setstate(python)
-    np.random.set_state(numpy)
-    torch.set_rng_state(cpu)
-    if cuda is not None:
-        torch.cuda.set_rng_state_all(cuda)

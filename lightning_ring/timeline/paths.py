@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_ring.errors import ConfigurationError
-from lightning_ring.timeline.claim import TAKEN, is_claimed
+from lightning_ring.host.file_lock import TAKEN, is_claimed
 from lightning_ring.timeline.rank_file import read_other
 
 GENERATOR = "lightning_ring"

@@ -29,7 +29,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lightning_ring.timeline.claim import TAKEN, claim, is_claimed, release
+from lightning_ring.host.file_lock import TAKEN, claim, is_claimed, release
 
 PAGE = 4096  # the page size of every system is a multiple of it
 TAIL = b"\n]}\n"

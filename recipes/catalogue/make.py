@@ -16,6 +16,7 @@ from numpy.random import Generator
 from PIL import Image
 
 from lightning_ring.errors import ConfigurationError
+from lightning_ring.host.cores import available_cores
 from recipes.catalogue.animals import draw_animal
 from recipes.catalogue.landmarks import draw_landmark
 from recipes.catalogue.pen import Pen
@@ -110,7 +111,7 @@ def make_catalogue(folder: Path, catalogue: Catalogue, num_workers: int | None =
     for parent in sorted({unfinished / photo.path.parent for photo in todo}):
         parent.mkdir(parents=True)
     try:
-        workers = num_workers or len(os.sched_getaffinity(0))
+        workers = num_workers or available_cores()
         batches = list(_batches([(unfinished, catalogue, photo) for photo in todo], 64))
         with multiprocessing.get_context("spawn").Pool(workers) as pool:
             pool.map(_take_all, batches, chunksize=1)

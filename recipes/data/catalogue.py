@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_ring.data.packing.run import pack
 from lightning_ring.data.packing.settings import PackSettings
+from lightning_ring.host.cores import available_cores
 from recipes.catalogue.make import SPLITS, Catalogue, make_catalogue
 from recipes.data.shards import Shards
 
@@ -36,7 +36,7 @@ class CatalogueShards(Shards):
         make_catalogue(self.folder, self.catalogue)
         for split in SPLITS:
             # Photographs are copied byte for byte: they are smaller than the size that packing shrinks to.
-            pack(self.folder / split, self.shards() / split, PackSettings(), len(os.sched_getaffinity(0)), _silent)
+            pack(self.folder / split, self.shards() / split, PackSettings(), available_cores(), _silent)
 
 
 def _silent(done: int, total: int, left_out: int) -> None:

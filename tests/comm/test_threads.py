@@ -12,7 +12,7 @@ import torch
 from torch.distributed import HashStore
 
 from lightning_ring.comm.ranks import RankInfo
-from lightning_ring.comm.threads import Cores, cgroup_quota, fit_threads, is_chosen, num_threads, report
+from lightning_ring.comm.threads import Cores, fit_threads, is_chosen, num_threads, report
 
 EIGHT = Cores(node=0, bound_to=list(range(8)), quota=math.inf)
 
@@ -85,17 +85,3 @@ def test_ranks_of_two_nodes_fit_their_own_node(monkeypatch, caplog):
     for thread in threads:
         thread.join(20)
     assert sorted(set_to) == [6, 6]  # the rank that has its node to itself keeps all 12
-
-
-def test_quota_of_a_container(tmp_path):
-    assert cgroup_quota(tmp_path) == math.inf
-    (tmp_path / "cpu").mkdir()
-    (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text("-1\n")
-    (tmp_path / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
-    assert cgroup_quota(tmp_path) == math.inf
-    (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text("250000\n")
-    assert cgroup_quota(tmp_path) == 2.5
-    (tmp_path / "cpu.max").write_text("max 100000\n")
-    assert cgroup_quota(tmp_path) == math.inf
-    (tmp_path / "cpu.max").write_text("400000 100000\n")
-    assert cgroup_quota(tmp_path) == 4

@@ -25,7 +25,6 @@ from lightning_ring.data import (
     image_loader,
     item_loader,
 )
-from lightning_ring.data.loading.cores import available_cores
 from lightning_ring.data.packing.run import pack
 from lightning_ring.data.packing.settings import PackSettings
 from lightning_ring.errors import ConfigurationError, SampleError
@@ -336,21 +335,6 @@ def test_too_few_images_for_a_step_or_for_the_ranks(
     data.setup("fit")
     with pytest.raises(ConfigurationError, match=message):
         (data.train_dataloader if world_size == 1 else data.val_dataloader)()
-
-
-def test_cores_follow_the_quota_of_the_container(tmp_path: Path) -> None:
-    unlimited = available_cores(cgroup=tmp_path)
-    assert unlimited >= 1
-    (tmp_path / "cpu.max").write_text("max 100000\n")
-    assert available_cores(cgroup=tmp_path) == unlimited
-    (tmp_path / "cpu.max").write_text("150000 100000\n")
-    assert available_cores(cgroup=tmp_path) == 1
-    assert available_cores(64, cgroup=tmp_path) == 1
-    (tmp_path / "cpu.max").unlink()
-    (tmp_path / "cpu").mkdir()
-    (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text("100000\n")
-    (tmp_path / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
-    assert available_cores(cgroup=tmp_path) == 1
 
 
 @pytest.mark.gpu

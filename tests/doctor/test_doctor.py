@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import signal
 import subprocess
@@ -14,7 +13,6 @@ import pytest
 
 from lightning_ring.cli import doctor as command
 from lightning_ring.cli.supervisor import processes_of_sessions
-from lightning_ring.comm.cores import cgroup_quota
 from lightning_ring.doctor.asking import ask
 from lightning_ring.doctor.compare import compare
 from lightning_ring.doctor.finding import ok, warning
@@ -159,22 +157,3 @@ prterun has exited due to process rank 0
     assert what_was_said(stderr).startswith("lightning_ring.errors.CollectiveError: all-reduce")
     assert what_was_said("-----\nssh: Could not resolve hostname a\n-----\n") == "ssh: Could not resolve hostname a"
     assert what_was_said("") == ""
-
-
-def test_quotas_of_all_groups_over_a_process_count(tmp_path):
-    own = tmp_path / "own"
-    root = tmp_path / "cgroup"
-    job = root / "system.slice" / "job_7"
-    job.mkdir(parents=True)
-    own.write_text("0::/system.slice/job_7/step\n")
-    assert cgroup_quota(root, own) == math.inf
-    (job / "cpu.max").write_text("150000 100000\n")
-    assert cgroup_quota(root, own) == 1.5, "the job's, above this step"
-    (job.parent / "cpu.max").write_text("max 100000\n")
-    assert cgroup_quota(root, own) == 1.5
-    own.write_text("4:cpu,cpuacct:/box\n0::/other\n")
-    assert cgroup_quota(root, own) == math.inf
-    (root / "cpu" / "box").mkdir(parents=True)
-    (root / "cpu" / "box" / "cpu.cfs_quota_us").write_text("50000\n")
-    (root / "cpu" / "box" / "cpu.cfs_period_us").write_text("100000\n")
-    assert cgroup_quota(root, own) == 0.5, "version 1"

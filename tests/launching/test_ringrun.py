@@ -13,9 +13,10 @@ import pytest
 
 from lightning_ring.cli import mpirun as mpirun_module
 from lightning_ring.cli import ringrun
-from lightning_ring.cli.hosts import Host, cores, parse_hosts, read_hostfile
+from lightning_ring.cli.hosts import Host, parse_hosts, read_hostfile
 from lightning_ring.cli.mpirun import Mpirun, find_mpirun, identify, mpirun_line, rank_environment, ranks_per_host
 from lightning_ring.errors import ConfigurationError
+from lightning_ring.host.cores import bound_cores
 from tests.launch import clean_env, mpirun_path
 
 OPEN_MPI = Mpirun("/opt/mpi/bin/mpirun", "openmpi", 5, "mpirun (Open MPI) 5.0.11")
@@ -58,16 +59,16 @@ def test_line_of_another_mpirun_is_minimal():
 
 def test_more_ranks_than_cores_yield_while_they_wait():
     few = mpirun_line(OPEN_MPI, 1, ["train"], [], {})
-    many = mpirun_line(OPEN_MPI, cores() + 1, ["train"], [], {})
+    many = mpirun_line(OPEN_MPI, len(bound_cores()) + 1, ["train"], [], {})
     assert "mpi_yield_when_idle" not in few
     assert ("mpi_yield_when_idle", "1") in pairs(many)
 
 
 def test_ranks_times_threads_fit_the_cores():
-    for ranks in (1, 2, cores() + 3):
+    for ranks in (1, 2, len(bound_cores()) + 3):
         threads = int(rank_environment(ranks, [], {}, 12)["OMP_NUM_THREADS"])
         assert threads >= 1
-        assert threads * ranks <= max(cores(), ranks)
+        assert threads * ranks <= max(len(bound_cores()), ranks)
     assert rank_environment(2, [], {"OMP_NUM_THREADS": "7"}, 12)["OMP_NUM_THREADS"] == "7"
     assert ranks_per_host(8, [Host("a", 2), Host("b", 6)], {}) == 6
     assert ranks_per_host(8, [], {"SLURM_JOB_NUM_NODES": "3"}) == 3

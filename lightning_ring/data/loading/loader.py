@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from lightning_ring.data.loading.cores import available_cores
 from lightning_ring.data.loading.samples import BatchMaker, Samples
 from lightning_ring.data.loading.times import LoaderTimes
 from lightning_ring.data.sampling.sampler import OrderedSampler
 from lightning_ring.errors import ConfigurationError
+from lightning_ring.host.cores import available_cores
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,6 @@ finished shard, and ends with the bytes that it would have written uninterrupted
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import shutil
@@ -32,6 +31,7 @@ from lightning_ring.data.packing.sources import Sources, list_sources, load_sour
 from lightning_ring.data.packing.whole_file import whole_file, write_whole
 from lightning_ring.data.shards.manifest import MANIFEST, Manifest, Shard, read_manifest
 from lightning_ring.errors import ConfigurationError, ShardError
+from lightning_ring.host.file_lock import claim, release
 
 PACKING = ".packing"
 Progress = Callable[[int, int, int], None]  # sources done, sources in all, left out so far
@@ -145,18 +145,20 @@ def _nothing_left(rows: list[bytes]) -> str:
 
 @contextmanager
 def _only_one(state: Path) -> Iterator[None]:
-    """Hold the packing against a second process; the lock ends with this one, however it ends."""
-    with open(state / "lock", "wb") as file:
+    """Lock the packing against a second process; the lock ends with this one, however it ends."""
+    file = os.open(state / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
+    try:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            claim(file)
+        except OSError as error:
+            if error.errno != errno.EBUSY:
+                raise
             raise ConfigurationError(
                 f"another process is packing into {state.parent}. Wait for it, or end it first."
             ) from None
-        except OSError as error:
-            if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):  # network file systems without locks
-                raise
         yield
+    finally:
+        release(file)
 
 
 def _identity(source: Path, settings: PackSettings) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""Who writes a file: a lock that ends with its process, however that ends."""
+"""A lock on an open file: it ends with the process that holds it, however that process ends."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _held: set[int] = set()
 
 
 def claim(file: int) -> None:
-    """Hold the open ``file`` against other jobs, until `release`.
+    """Lock the open ``file`` against other processes, until `release`.
 
     Raises:
-        OSError: Another one holds it.
+        OSError: Another process holds it (``errno.EBUSY``).
     """
     if not _lock(file):
         raise OSError(errno.EBUSY, TAKEN)

@@ -16,7 +16,7 @@ import pytest
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_ring import RingStrategy, strategy
-from lightning_ring.host_memory import keep_freed_memory
+from lightning_ring.host.malloc import keep_freed_memory
 
 needs_glibc = pytest.mark.skipif(
     not (sys.platform.startswith("linux") and hasattr(ctypes.CDLL(None), "gnu_get_libc_version")),
@@ -27,7 +27,7 @@ needs_glibc = pytest.mark.skipif(
 _SCRIPT = """
 import json, resource, sys
 from pathlib import Path
-from lightning_ring.host_memory import keep_freed_memory, return_freed_memory
+from lightning_ring.host.malloc import keep_freed_memory, return_freed_memory
 
 def faults_of_a_step():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

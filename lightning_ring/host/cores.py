@@ -18,6 +18,14 @@ def bound_cores() -> list[int]:
     return list(range(os.cpu_count() or 1))
 
 
+def available_cores(ranks_per_node: int = 1, root: Path = _CGROUP, own: Path = _OWN) -> int:
+    """Cores for one rank, at least 1: what affinity and processor quotas allow, divided by the ranks that share it.
+
+    Under ``mpirun --bind-to core`` each rank sees its own cores only: leave ``ranks_per_node`` at 1 there.
+    """
+    return max(1, int(min(len(bound_cores()), cgroup_quota(root, own)) / ranks_per_node))
+
+
 def cgroup_quota(root: Path = _CGROUP, own: Path = _OWN) -> float:
     """How many cores the processor quotas over this process let it run at a time, infinite if there is none.
 

@@ -1,0 +1,1 @@
+"""Facts and settings of the machine that a rank runs on: cores, malloc, file locks, random generators."""
