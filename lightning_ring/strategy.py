@@ -14,15 +14,12 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import CheckpointIO, Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_ring.averaged_steps import AveragedSteps
-from lightning_ring.comm.replicate import (
-    broadcast_buffers,
-    broadcast_module,
-    broadcast_optimizer_state,
-    check_same_model,
-)
+from lightning_ring.buffers import BufferBroadcast
+from lightning_ring.comm.communicator import Communicator
+from lightning_ring.comm.replicate import broadcast_module, broadcast_optimizer_state, check_same_model
 from lightning_ring.compression_state import CompressionState
 from lightning_ring.foreign import explain_foreign_modules
 from lightning_ring.gradients.compression import Compressor
@@ -64,7 +61,9 @@ class RingStrategy(AveragedSteps):
         shard_optimizer: Each rank steps 1/N of the parameters and holds 1/N of the optimizer's state; new parameters
             arrive while the next forward goes on. ``Trainer(strategy="ring_sharded")``.
         broadcast_buffers: When rank 0's buffers (BatchNorm statistics) replace the other ranks': at the ``"start"``,
-            also at each training ``"epoch"``, evaluation and checkpoint, or also at each training ``"step"``.
+            also at each training ``"epoch"``, evaluation and checkpoint, or also at each training ``"step"``. With
+            ``"epoch"``, buffers other than normalization statistics that training changes differently on each rank are
+            found and replaced at each step, with a warning.
         uneven: When ranks have different numbers of training batches: ``"error"`` names rank and step; with ``"join"``
             gradients divide by the ranks that still hold data, and a finished rank keeps stepping with the others.
         start_method: How plain ``python train.py`` starts its ranks: ``"popen"`` runs the script once a rank, through
@@ -138,6 +137,7 @@ class RingStrategy(AveragedSteps):
         self._keeps_freed_memory = False
         self._random_states = RandomStates()
         self._compression_state = CompressionState()
+        self._buffers = self._new_buffer_broadcast()
 
     # -- set-up and tear-down
 
@@ -170,6 +170,7 @@ class RingStrategy(AveragedSteps):
         self.timeline.abandon()
         super().teardown()
         self._turns = Turns()
+        self._buffers = self._new_buffer_broadcast()
         if self._keeps_freed_memory:
             self._keeps_freed_memory = False
             return_freed_memory()
@@ -197,9 +198,8 @@ class RingStrategy(AveragedSteps):
                 self._stopping_together = True
                 raise SIGTERMException(143)  # 128 + SIGTERM, on every rank at the same step
             self._begin_batch(self._trainer, self._reducer, batch_idx)
-        when = self.options.broadcast_buffers
-        if when == "step" or (when == "epoch" and batch_idx == 0):
-            self._broadcast_buffers()
+        if self.model is not None and (comm := self._buffers_comm) is not None:
+            self._buffers.before_batch(self.model, comm, batch_idx)
         super().on_train_batch_start(batch, batch_idx)
 
     # -- evaluation
@@ -230,20 +230,27 @@ class RingStrategy(AveragedSteps):
 
     def _before_evaluation(self) -> None:
         self._catch_stop_signals()
-        if self.options.broadcast_buffers != "start":
-            self._broadcast_buffers()
+        self._broadcast_buffers()
+
+    def _new_buffer_broadcast(self) -> BufferBroadcast:
+        return BufferBroadcast(
+            self.options.broadcast_buffers, lambda message: rank_zero_warn(f"lightning_ring: {message}")
+        )
 
     def _broadcast_buffers(self) -> None:
-        if self._comm is not None and self.model is not None:
-            # in a fit listeners are told: here, too, the others wait for a rank that is late
-            recorded = self._recorded if self._reducer is not None else None
-            broadcast_buffers(self.model, recorded or self._comm)
+        if self.model is not None and (comm := self._buffers_comm) is not None:
+            self._buffers.before_reading(self.model, comm)
+
+    @property
+    def _buffers_comm(self) -> Communicator | None:
+        """In a fit listeners are told of broadcasts: here, too, the others wait for a rank that is late."""
+        return self._recorded if self._reducer is not None else self._comm
 
     # -- checkpoints
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         together = None if self._alone else self._comm
-        if together is not None and self.options.broadcast_buffers != "start":
+        if together is not None:
             self._broadcast_buffers()
         self._random_states.save(checkpoint, together)
         self._compression_state.save(checkpoint, together, self._compressor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from lightning_ring import RingStrategy
 from lightning_ring.errors import ModelMismatchError
 from tests.checks.models import RANK, SIZE, Classifier, assert_all_ranks_equal, fit, loader, parameters
-from tests.checks.strategy.references import WORLD
+from tests.checks.strategy.references import WORLD, assert_like_ddp, both
 
 
 def check_buffers_follow_rank_0() -> None:
@@ -28,6 +29,35 @@ def check_buffers_follow_rank_0() -> None:
         means = WORLD.allgather(module.seen["mean"][-1].numpy().tobytes())
         assert (len(set(means)) == 1) == (when != "start" or SIZE == 1), when
         assert_all_ranks_equal(parameters(module))
+
+
+class Queue(Classifier):
+    """Keeps features of its own last batch in a buffer that enters the loss; ``new_tensor``: in a new one each step."""
+
+    def __init__(self, *, new_tensor: bool) -> None:
+        super().__init__()
+        self.new_tensor = new_tensor
+        self.register_buffer("queue", torch.zeros(4, 4))
+        self.register_buffer("number", torch.zeros((), dtype=torch.int64))  # changes alike on all ranks
+
+    def loss(self, batch: tuple[Tensor, ...]) -> Tensor:
+        features = self.net(batch[0])
+        loss = F.cross_entropy(features + features @ self.queue.clone(), batch[1])
+        newest = torch.cat([features.detach()[:1], self.queue[:-1]])
+        if self.new_tensor:
+            self.queue = newest
+        else:
+            self.queue.data.copy_(newest)
+        self.number += 1
+        return loss
+
+
+def check_buffers_that_enter_the_loss_follow_rank_0_at_every_step_as_under_ddp() -> None:
+    for new_tensor in (False, True):
+        with pytest.warns(UserWarning, match=r"buffer\(s\) queue") if SIZE > 1 and RANK == 0 else nullcontext():
+            ring, reference = both(lambda new_tensor=new_tensor: Queue(new_tensor=new_tensor))
+        assert_like_ddp(ring, reference)
+        assert torch.allclose(ring.queue, reference.queue, atol=1e-5)
 
 
 def check_rank_0_weights_reach_all_before_the_first_step() -> None:

@@ -1,0 +1,83 @@
+"""Rank 0's buffers replace those of the other ranks: which buffers, and how often."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+from collections.abc import Callable, Iterator
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from lightning_ring.comm.communicator import Communicator, as_bytes
+from lightning_ring.comm.replicate import broadcast_buffers, broadcast_tensors
+from lightning_ring.options import BroadcastBuffers
+
+
+class BufferBroadcast:
+    """Broadcasts a module's buffers as often as ``RingStrategy(broadcast_buffers=)`` asks.
+
+    With ``"epoch"``, statistics of normalization layers may differ between ranks within an epoch: no training step
+    reads them. Any other buffer (a queue of features, a codebook) may enter the loss. Therefore those are compared over
+    the ranks before training batches 1, 2, 4, 8, ... of the fit, counted from 0; the buffers that differ are broadcast
+    before every training step from then on, as DDP does, and a warning says so.
+
+    Args:
+        when: ``"start"``, ``"epoch"`` or ``"step"``.
+        warn: Called with a message for the user.
+    """
+
+    def __init__(self, when: BroadcastBuffers, warn: Callable[[str], None]) -> None:
+        self._when = when
+        self._warn = warn
+        self._num_batches = 0
+        self._every_step: set[str] = set()
+
+    def before_batch(self, module: nn.Module, comm: Communicator, batch_idx: int) -> None:
+        """Before the training step of batch ``batch_idx`` of its epoch. Collective."""
+        if self._when == "epoch" and comm.world_size > 1:
+            if _is_power_of_two(self._num_batches):
+                self._find_different(module, comm)
+            self._num_batches += 1
+        if self._when == "step" or (self._when == "epoch" and batch_idx == 0):
+            broadcast_buffers(module, comm)
+        elif self._every_step:
+            broadcast_tensors([buffer for name, buffer in module.named_buffers() if name in self._every_step], comm)
+
+    def before_reading(self, module: nn.Module, comm: Communicator) -> None:
+        """Before an evaluation or a checkpoint reads all buffers. Collective."""
+        if self._when != "start":
+            broadcast_buffers(module, comm)
+
+    def _find_different(self, module: nn.Module, comm: Communicator) -> None:
+        digests = {name: _digest(buffer) for name, buffer in _read_in_training(module) if name not in self._every_step}
+        everyones = comm.all_gather_object(digests)
+        different = sorted(name for name in digests if any(other.get(name) != digests[name] for other in everyones))
+        if not different:
+            return
+        self._every_step.update(different)
+        late = f" In {self._num_batches - 1} training step(s) before, they may have differed." * (self._num_batches > 1)
+        self._warn(
+            f"training changes the buffer(s) {', '.join(different)} differently on each rank. From now on rank 0's "
+            f"values replace the others' before every training step, as DDP does.{late} "
+            "RingStrategy(broadcast_buffers='step') does so for all buffers from the first step; with "
+            "broadcast_buffers='start' each rank keeps its own."
+        )
+
+
+def _read_in_training(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """All buffers, by name, but the running statistics of normalization layers, which only evaluation reads."""
+    for prefix, part in module.named_modules():
+        statistics = ("running_mean", "running_var", "num_batches_tracked") if isinstance(part, _NormBase) else ()
+        for name, buffer in part.named_buffers(prefix, recurse=False):
+            if name.rpartition(".")[2] not in statistics:
+                yield name, buffer
+
+
+def _digest(buffer: Tensor) -> bytes:
+    data = as_bytes(buffer.detach().cpu().contiguous())
+    return hashlib.blake2b(ctypes.string_at(data.data_ptr(), data.numel()), digest_size=16).digest()
+
+
+def _is_power_of_two(number: int) -> bool:
+    return number > 0 and number & (number - 1) == 0
