@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -123,7 +123,8 @@ class AveragedSteps(ShardedSteps):
         module = self.lightning_module
         assert module is not None
         self._stand_in.in_use = False
-        with self._reporting_failures(), self._turns.step(module):
+        manual = not module.automatic_optimization
+        with self._reporting_failures(), self._turns.step(module), self._plain_backwards(reduced=manual):
             output = super().training_step(*args, **kwargs)
         has_data = self._turns.has_data
         if self._reducer is None or not module.automatic_optimization or (output is not None and has_data):
@@ -137,15 +138,20 @@ class AveragedSteps(ShardedSteps):
         assert self.lightning_module is not None
         self._track_new_parameters(reducer)
         self.pre_backward(closure_loss)
-        closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
+        with self._plain_backwards(reduced=False):  # a backward in the user's hook
+            closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
         # gradients are averaged before the precision plugin's `post_backward`, which calls the user's
         # `on_after_backward`: there they are equal on all ranks already
         with self._reporting_failures(), reducer.backward():
             self._stand_in.repeat_backward(reducer)
             self.precision_plugin.backward(closure_loss, self.lightning_module, optimizer, *args, **kwargs)
-        closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
+        with self._plain_backwards(reduced=False):
+            closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
         self.post_backward(closure_loss)
         return closure_loss
+
+    def _plain_backwards(self, *, reduced: bool) -> AbstractContextManager[None]:
+        return self._reducer.plain_backwards(reduced=reduced) if self._reducer is not None else nullcontext()
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -156,19 +162,24 @@ class AveragedSteps(ShardedSteps):
             yield
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        reduced = self._reducer is not None and self._reducer.reduces_plain_backwards  # inside a manual training_step
+
         def closure_or_none() -> Any:
-            loss = closure()
+            with self._plain_backwards(reduced=reduced):
+                loss = closure()
             if not self._stand_in.in_use or any(
                 p.grad is not None for g in optimizer.param_groups for p in g["params"]
             ):
                 return loss
             return None  # no rank has a gradient: a loss scaler must not look for one
 
-        return super().optimizer_step(optimizer, closure_or_none, model, **kwargs)
+        with self._plain_backwards(reduced=False):  # a backward in on_before_optimizer_step
+            return super().optimizer_step(optimizer, closure_or_none, model, **kwargs)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         assert self._reducer is not None
         self._reducer.finish()
+        self._reducer.num_steps += 1
 
     def gradient_squares(self, parameters: Sequence[Parameter]) -> Tensor:
         """What this rank adds to the squared norms of gradients, summed over ranks: of each bucket, and outside of any.

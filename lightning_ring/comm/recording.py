@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from torch import Tensor
 from lightning_ring.comm.communicator import Communicator, ReduceOp, Work
 
 T = TypeVar("T")
+_NUMBERS = re.compile(r"^backward \d+ \(step \d+\): ")  # a record has the time, and a chart one lane a bucket
 
 
 @dataclass(slots=True)
@@ -26,7 +28,7 @@ class CollectiveRecord:
     twice; when an overlapping one began on the wire is not known.
 
     Attributes:
-        name: What the caller named it, such as ``"bucket 3 (...)"``.
+        name: What the caller named it, such as ``"bucket 3 (...)"``, without the number of the backward.
         kind: ``"all_reduce"``, ``"reduce_scatter"``, ``"all_gather"``, ``"all_to_all"`` or ``"broadcast"``.
         nbytes: Size of this rank's tensor, as it travels.
         ended: When it was over, where the work has an attribute of that name; else when its caller had waited. On CUDA
@@ -120,7 +122,7 @@ class RecordedCommunicator:
     def _called(self, kind: str, tensor: Tensor, name: str) -> CollectiveRecord | None:
         if not self._listeners:
             return None
-        record = CollectiveRecord(name, kind, tensor.nbytes, time.perf_counter())
+        record = CollectiveRecord(_NUMBERS.sub("", name), kind, tensor.nbytes, time.perf_counter())
         if tensor.is_cuda:
             self._side = self._side or torch.cuda.Stream(tensor.device)
             record.events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_ring.comm.cost import FIRST_BUCKET_MB
+from lightning_ring.gradients.lent import LentViews
 
 _ALIGNMENT_BYTES = 64  # a cache line: views start where vector kernels like it
 _MIB = 2**20
@@ -44,8 +45,12 @@ class Bucket:
     A flag is 0 or 1 before the reduction and positive after it where any rank had set it: whether any rank has a
     gradient for a parameter, and whether any rank was asked to stop, is known without a message of its own.
 
+    Averages are handed out as views of ``flat``, without a copy, until somebody is found to keep one past the next
+    backward. The old memory is then left to its holder, and from there on gradients are tensors of their own.
+
     Attributes:
         wire: What `fill` writes and what travels: ``flat`` itself, unless a compressor called `travel_as`.
+        copies: Whether gradients are copies. It differs from rank to rank.
         pending: Parameters whose gradient this backward has yet to produce.
         launched: Whether the buffer has left in this backward.
         contributed: For each parameter whether this rank put a gradient into the buffer.
@@ -56,10 +61,13 @@ class Bucket:
     ) -> None:
         self.names = list(names)
         self.params = list(params)
+        self.copies = False
         self._empty = empty
         self._num_shards = num_shards
-        self.wire = self._lay_out(self.params[0].dtype)
-        self.flat, self.views, self.used, self.stop = self.wire.flat, self.wire.views, self.wire.used, self.wire.stop
+        self._use(self._lay_out(self.params[0].dtype))
+        self.wire = self._layout
+        self._lent: LentViews | None = LentViews(self.flat, self.views)
+        self._kept: dict[int, Tensor] = {}  # where there are copies: the gradients that averages are copied into
         self.pending = 0
         self.launched = False
         self.contributed = [False] * len(self.params)
@@ -67,15 +75,24 @@ class Bucket:
     def travel_as(self, dtype: torch.dtype) -> None:
         """Have `fill` write gradients into a second buffer, of ``dtype``: converting them costs no pass of its own.
 
-        Whoever asks for this brings the reduction back into ``flat``.
+        Whoever asks for this brings the reduction back into ``flat``. Asking a second time changes nothing.
         """
-        self.wire = self._lay_out(dtype)
+        if self.wire is self._layout:
+            self.wire = self._lay_out(dtype)
+
+    def _use(self, layout: Layout) -> None:
+        self._layout = layout
+        self.flat, self.views, self.used, self.stop = layout.flat, layout.views, layout.used, layout.stop
 
     def _lay_out(self, dtype: torch.dtype) -> Layout:
-        offsets, end = _offsets(self.params)
+        _, end = _offsets(self.params)
         num_flags = len(self.params) + 1
         end += -(end + num_flags) % self._num_shards
-        flat = self._empty(end + num_flags, dtype, self.params[0].device).zero_()
+        return self._cut(self._empty(end + num_flags, dtype, self.params[0].device).zero_())
+
+    def _cut(self, flat: Tensor) -> Layout:
+        offsets, _ = _offsets(self.params)
+        end = flat.numel() - len(self.params) - 1
         views = [_view_like(flat, offset, param) for offset, param in zip(offsets, self.params, strict=True)]
         flags = flat[end:].real if flat.is_complex() else flat[end:]
         return Layout(flat, views, flags[:-1], flags[-1:])
@@ -93,26 +110,35 @@ class Bucket:
         fresh one is dropped from ``param.grad``: should autograd accumulate into it again in the same backward, that
         late part is then seen separately instead of racing with the reduction under way.
         """
-        sources, targets, absent = [], [], []
-        for index, (param, view, target) in enumerate(zip(self.params, self.views, self.wire.views, strict=True)):
+        grads: dict[int, Tensor] = {}  # those that are not in place
+        in_place, absent = [], []
+        for index, (param, view) in enumerate(zip(self.params, self.views, strict=True)):
             grad = param.grad
             self.contributed[index] = fresh[index] and grad is not None
             if grad is None:
-                absent.append(target)
+                absent.append(index)
                 continue
-            grad = grad.to_dense() if grad.is_sparse else grad.detach()
-            is_view = grad.data_ptr() == view.data_ptr() and grad.stride() == view.stride()
-            if not is_view or target is not view:
-                sources.append(grad)
-                targets.append(target)
+            is_view = same_memory(grad, view)
+            if is_view:
+                in_place.append(index)
+            else:
+                grads[index] = grad
             if self.contributed[index]:
                 param.grad = None
             elif is_view:  # an average of an earlier backward: it counts if some rank adds to it, else it must stay
                 param.grad = grad.clone()
-        if sources:
-            torch._foreach_copy_(targets, sources)
+        grad = None
+        self._leave_what_is_held(in_place)
+        if self.copies:
+            self._kept.update(grads)
+        targets = self.wire.views
+        if self.wire is not self._layout:
+            grads |= {index: self.views[index] for index in in_place}
+        if grads:
+            dense = [grad.to_dense() if grad.is_sparse else grad.detach() for grad in grads.values()]
+            torch._foreach_copy_([targets[index] for index in grads], dense)
         if absent:
-            torch._foreach_zero_(absent)
+            torch._foreach_zero_([targets[index] for index in absent])
         self.wire.used.fill_(1)
         if not all(self.contributed):  # a list sent to a GPU would make the host wait for it
             flags = zip(self.wire.used.split(1), self.contributed, strict=True)
@@ -120,16 +146,50 @@ class Bucket:
         self.wire.stop.fill_(stop)
         self.launched = True
 
-    def publish(self) -> None:
-        """Make the reduced gradients the parameters' ``.grad``; one that no rank used is left as it was."""
+    def _leave_what_is_held(self, in_place: Sequence[int]) -> None:
+        """Go on in other memory if somebody holds a gradient of an earlier backward; those ``in_place`` go along.
+
+        Not in memory of `Communicator.empty`, which all ranks would have to ask for.
+        """
+        if self._lent is None or not self._lent.are_held():
+            return
+        lent, self._lent, self.copies = self._lent, None, True
+        self._kept = {index: lent.views[index] for index in in_place}
+        moves_wire = self.wire is self._layout
+        self._use(self._cut(self.flat.clone()))
+        if moves_wire:
+            self.wire = self._layout
+
+    def publish(self) -> list[Parameter]:
+        """Make the reduced gradients the parameters' ``.grad``, and return those parameters.
+
+        A gradient that no rank used is left as it was.
+        """
         used = None if all(self.contributed) else self.used.tolist()  # waits for the device, only where flags matter
-        for index, (param, view) in enumerate(zip(self.params, self.views, strict=True)):
+        published = []
+        for index, param in enumerate(self.params):
             if self.contributed[index] or (used is not None and used[index] > 0 and param.requires_grad):
-                param.grad = view
+                param.grad = self._lent.views[index] if self._lent is not None else self._copied(index)
+                published.append(param)
+        self._kept.clear()
+        return published
+
+    def _copied(self, index: int) -> Tensor:
+        """As DistributedDataParallel does: into the gradient that was there, so that who holds it sees the average."""
+        view, kept = self.views[index], self._kept.get(index)
+        if kept is None or kept.is_sparse or kept.stride() != view.stride() or kept.dtype != view.dtype:
+            return view.clone()
+        kept.detach().copy_(view)
+        return kept
 
     def describe(self) -> str:
         others = f" and {len(self.names) - 1} more" if len(self.names) > 1 else ""
         return f"{self.names[0]}{others}, {self.flat.numel() * self.flat.element_size() / _MIB:.3g} MiB"
+
+
+def same_memory(tensor: Tensor, view: Tensor) -> bool:
+    """Whether ``tensor`` is laid out as ``view``, in the same place."""
+    return not tensor.is_sparse and tensor.data_ptr() == view.data_ptr() and tensor.stride() == view.stride()
 
 
 def plan_buckets(

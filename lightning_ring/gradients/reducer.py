@@ -29,10 +29,14 @@ class Reducer:
 
     A hook on every parameter tells when its gradient is there; once all of a bucket's are, and every bucket before it
     has left, the bucket leaves. `finish` sends what is left, waits, and puts the averages into ``param.grad``. It is
-    called by whoever runs backward through `backward`; for a plain ``loss.backward()`` the autograd engine calls it.
+    called by whoever runs backward through `backward`; for a plain ``loss.backward()`` inside
+    ``plain_backwards(reduced=True)`` the autograd engine calls it. Any other backward stays local: it sends nothing,
+    and what it accumulates in ``param.grad`` is this rank's own. As under DistributedDataParallel, the whole of a
+    ``param.grad`` travels with the next reduced backward, and a parameter that has a local gradient counts as used.
 
     Buckets leave in one order on every rank, the reverse of use (`BucketLayout`). A parameter that some ranks used
-    averages with zeros from the others; one that no rank used keeps its ``.grad``.
+    averages with zeros from the others; one that no rank used keeps its ``.grad``. The name of each collective has the
+    number of its backward and of the optimizer's step, so that ranks that count differently get an error.
 
     Args:
         comm: Who takes part.
@@ -47,6 +51,7 @@ class Reducer:
         stop_requested: Set to ask all ranks to stop; travels with the next backward.
         active_ranks: Ranks that the sum is divided by; `None` means all.
         num_finished: Backward passes reduced so far.
+        num_steps: Steps of optimizers so far, counted by whoever sees them.
     """
 
     def __init__(
@@ -63,6 +68,7 @@ class Reducer:
         self.stop_requested = False
         self.active_ranks: int | None = None
         self.num_finished = 0
+        self.num_steps = 0
         self._comm = comm
         self._layout = BucketLayout(comm, bucket_cap_mb, auto)
         self._compressor = compressor
@@ -71,12 +77,16 @@ class Reducer:
         self._names: dict[Parameter, str] = {}
         self._hooking = threading.RLock()  # autograd has a thread for each device, and a module may be on several
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._hook_ids: dict[Parameter, int] = {}
         self._slots: dict[Parameter, tuple[Bucket, int]] = {}
         self.buckets: list[Bucket] = []
         self._ready: set[Parameter] = set()  # gradient produced by this backward
-        self._unsent: set[Parameter] = set()  # gradient accumulated while reduction was off: travels with the next
+        self._unsent: set[Parameter] = set()  # gradient accumulated inside `no_sync`: travels with the next
+        self._local: set[Parameter] = set()  # gradient of a local backward; not on all ranks alike
+        self._overtaken: list[Parameter] = []  # a user's hook comes after ours
         self._late: set[Parameter] = set()  # gradient produced again after its bucket had left
         self._delayed = False  # no overlap: everything leaves in `finish`
+        self._reduces = False  # a backward now is the training's
         self._active = False
         self._explicit = False
         self._discarding = False
@@ -100,7 +110,9 @@ class Reducer:
             return []
         for name, param in new:
             self._names[param] = name
-            self._hooks.append(param.register_post_accumulate_grad_hook(self._on_gradient))
+            hook = param.register_post_accumulate_grad_hook(self._on_gradient)
+            self._hooks.append(hook)
+            self._hook_ids[param] = hook.id
         self._take(self._layout.plan(new[::-1]))
         return [param for _, param in new]
 
@@ -133,16 +145,37 @@ class Reducer:
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Around the outermost backward: on leaving, gradients are averaged. Nothing happens inside `no_sync`."""
-        if not self.enabled or self._active:
-            yield
-            return
-        self._begin()
-        self._explicit = True
+        before, self._reduces = self._reduces, True
+        try:
+            if not self.enabled or self._active:
+                yield
+                return
+            self._begin()
+            self._explicit = True
+            try:
+                yield
+                self.finish()
+            finally:
+                self._explicit = self._active = False
+        finally:
+            self._reduces = before
+
+    @property
+    def reduces_plain_backwards(self) -> bool:
+        return self._reduces
+
+    @contextmanager
+    def plain_backwards(self, *, reduced: bool) -> Iterator[None]:
+        """Whether a plain ``loss.backward()`` inside is reduced, or stays local."""
+        if not reduced:
+            self.finish()
+        before, self._reduces = self._reduces, reduced
         try:
             yield
-            self.finish()
+            if reduced:
+                self.finish()
         finally:
-            self._explicit = self._active = False
+            self._reduces = before
 
     def finish(self) -> None:
         """Send what has not left, wait for everything, publish the averages. Without a backward under way: nothing.
@@ -159,14 +192,17 @@ class Reducer:
         extra = [(param, param.grad) for param in late if param.grad is not None]
         for _, work in self._works:
             work.wait()
-        for bucket in self._queue:
-            bucket.publish()
         if late:
             self._add_late(extra)
+        self._complete_averages()
+        for bucket in self._queue:
+            self._publish(bucket)
         if self._works:
             self._stop_flag.keep(self._works[-1][0].stop)
         self._works = []
         self._unsent.clear()
+        self._local = {p for p in self._local if not (p.requires_grad and self._slots[p][0].launched)}
+        self._let_user_hooks_come_first()
         self._active = False
         self.num_finished += 1
 
@@ -224,6 +260,7 @@ class Reducer:
         self._active = True
         self._ready.clear()
         self._late.clear()
+        self._let_user_hooks_come_first()  # left by a backward that raised
         self._next = 0
         # a bucket of frozen parameters only (a GAN's other half) stays at home
         self._queue = [bucket for bucket in self.buckets if bucket.begin() or self._has_unsent(bucket)]
@@ -231,12 +268,29 @@ class Reducer:
     def _has_unsent(self, bucket: Bucket) -> bool:
         return bool(self._unsent) and any(param in self._unsent for param in bucket.params)
 
+    def _complete_averages(self) -> None:
+        """Every bucket has arrived, and is not published yet."""
+
+    def _publish(self, bucket: Bucket) -> None:
+        bucket.publish()
+
+    def _let_user_hooks_come_first(self) -> None:
+        """What a hook does to a gradient travels then, whenever it was registered."""
+        for param in self._overtaken:
+            hooks, own = param._post_accumulate_grad_hooks, self._hook_ids[param]
+            if own in hooks:
+                hooks[own] = hooks.pop(own)
+        self._overtaken.clear()
+
     def _on_gradient(self, param: Parameter) -> None:
         with self._hooking:
             self._take_gradient(param)
 
     def _take_gradient(self, param: Parameter) -> None:
         if self._discarding:
+            return
+        if not self._reduces:
+            self._local.add(param)
             return
         if param.grad is not None and param.grad.is_sparse:
             self._warn_once(
@@ -259,7 +313,13 @@ class Reducer:
         if not self._layout.settled:
             self._layout.note(self._names[param], param.device)
         bucket.pending -= 1
-        while not self._delayed and self._next < len(self._queue) and self._queue[self._next].pending == 0:
+        if next(reversed(param._post_accumulate_grad_hooks)) != self._hook_ids[param]:
+            self._overtaken.append(param)  # it has yet to see the gradient: this backward's leave in `finish`
+        while (
+            not (self._delayed or self._overtaken)
+            and self._next < len(self._queue)
+            and self._queue[self._next].pending == 0
+        ):
             self._launch()
 
     def _finish_if_outermost(self) -> None:
@@ -270,10 +330,19 @@ class Reducer:
 
     def _launch(self) -> None:
         bucket = self._queue[self._next]
-        fresh = [param in self._ready or param in self._unsent for param in bucket.params]
-        bucket.fill(fresh, stop=self.stop_requested)
-        self._works.append((bucket, self._send(bucket, f"bucket {self._next} ({bucket.describe()})")))
+        copies = bucket.copies
+        bucket.fill([self._is_fresh(param) for param in bucket.params], stop=self.stop_requested)
+        if bucket.copies and not copies:
+            self._prepare_to_send(bucket)
+        self._works.append((bucket, self._send(bucket, self._named(f"bucket {self._next} ({bucket.describe()})"))))
         self._next += 1
+
+    def _is_fresh(self, param: Parameter) -> bool:
+        """Whether ``param.grad`` has something that was not reduced yet."""
+        return param in self._ready or param in self._unsent or (param in self._local and param.requires_grad)
+
+    def _named(self, what: str) -> str:
+        return f"backward {self.num_finished + 1} (step {self.num_steps}): {what}"
 
     def _send(self, bucket: Bucket, name: str) -> Work:
         compressor = self._compressor
@@ -299,7 +368,7 @@ class Reducer:
             for param, view in zip(bucket.params, bucket.views, strict=True):
                 if param in grads:
                     flat.as_strided(view.size(), view.stride(), view.storage_offset() - offset).copy_(grads[param])
-            average_(flat, self._comm, self.active_ranks, f"late part of {bucket.describe()}").wait()
+            average_(flat, self._comm, self.active_ranks, self._named(f"late part of {bucket.describe()}")).wait()
             bucket.flat.add_(flat)
 
     def _warn_once(self, message: str) -> None:

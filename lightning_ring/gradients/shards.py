@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_ring.comm.communicator import ReduceOp, Work, shard_bounds
-from lightning_ring.gradients.bucket import Bucket
+from lightning_ring.errors import RingError
+from lightning_ring.gradients.bucket import Bucket, same_memory
 from lightning_ring.gradients.reducer import Reducer
 from lightning_ring.gradients.sending import FollowedWork
 
@@ -27,6 +29,9 @@ class ShardReducer(Reducer):
     Which parameters some rank used, and whether some rank was asked to stop, travels once a backward, behind the last
     bucket: of a bucket's own flags only one rank would see the sum.
 
+    A backward that adds to an average has this rank's part of it once, in its shard, and no rank the others': the rest
+    of that gradient is scratch, and is set to zero first. What is missing from a mean of such sums is added afterwards.
+
     Attributes:
         settled: Whether buckets have their last layout.
         on_gradient: Called with each parameter that gets a gradient, before it does, if set.
@@ -35,7 +40,13 @@ class ShardReducer(Reducer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.settled = False
         self.on_gradient: Callable[[Parameter], None] | None = None
-        self._aside: dict[Parameter, Tensor] = {}  # this rank's part of averages that a later backward adds to
+        # parameters whose ``.grad`` is an average, and valid in this rank's part; the tensor, where it is a copy
+        self._averages: dict[Parameter, Tensor | None] = {}
+        self._aside: dict[Parameter, Tensor] = {}  # this rank's part of averages that this backward leaves alone
+        self._coming: dict[
+            Parameter, Tensor | None
+        ] = {}  # `_Sum.average` of gradients that backward is about to add to
+        self._sums: dict[Parameter, _Sum] = {}
         super().__init__(*args, **kwargs)
 
     def track(self, named_parameters: Iterable[tuple[str, Parameter]]) -> list[Parameter]:
@@ -48,23 +59,13 @@ class ShardReducer(Reducer):
         if not self._active:
             return
         super().finish()
-        self._ready.clear()  # `_before_gradient` of the next backward looks at it before that has begun
-        self._add_what_was_set_aside()
         self.settle()
 
     def settle(self) -> None:
-        """Give buckets their last layout, if they do not have it yet. Collective; the gradients move with them."""
-        if self.settled:
-            return
-        before = self.buckets
-        self._revise_layout()
-        self.settled = self._layout.settle()
-        if self.buckets is before:
-            return
-        for bucket in self.buckets:
-            for param, view in zip(bucket.params, bucket.views, strict=True):
-                if param.grad is not None and param not in self._unsent:
-                    param.grad = view.copy_(param.grad)
+        """Give buckets their last layout, if they do not have it yet. Collective."""
+        if not self.settled:
+            self._revise_layout()
+            self.settled = self._layout.settle()
 
     def part_of(self, param: Parameter) -> tuple[Bucket, int, int]:
         """Where this rank's part of ``param`` lies in its bucket's ``flat``: from, and up to; they may be equal."""
@@ -74,11 +75,18 @@ class ShardReducer(Reducer):
         start = min(max(first, offset), offset + param.numel())
         return bucket, start, max(start, min(last, offset + param.numel()))
 
-    def is_view(self, param: Parameter) -> bool:
-        """Whether ``param.grad`` lies in its bucket."""
-        bucket, index = self._slots[param]
-        view, grad = bucket.views[index], param.grad
-        return grad is not None and grad.data_ptr() == view.data_ptr() and grad.stride() == view.stride()
+    def own_part(self, param: Parameter) -> Tensor | None:
+        """This rank's part of ``param.grad`` in the order of memory, 1-D, to be changed in place."""
+        grad = param.grad
+        if grad is None:
+            return None
+        bucket, start, stop = self.part_of(param)
+        view = bucket.views[self._slots[param][1]]
+        if grad.is_sparse or grad.stride() != view.stride():  # put there by the user
+            param.grad = grad = torch.empty_like(view).copy_(grad.to_dense() if grad.is_sparse else grad)
+        first = start - int(view.storage_offset() - bucket.flat.storage_offset())
+        grad = grad.detach() if grad.requires_grad else grad
+        return grad.as_strided((stop - start,), (1,), int(grad.storage_offset()) + first)
 
     def _send(self, bucket: Bucket, name: str) -> Work:
         if not self.settled:
@@ -94,7 +102,7 @@ class ShardReducer(Reducer):
         bucket = self._queue[self._next]
         for param in bucket.params:
             if param not in self._ready:
-                self._set_aside(param)
+                self._before_leaving(param)
         super()._launch()
         if self.settled and self._next == len(self._queue):
             self._works.append((bucket, self._send_flags()))
@@ -106,32 +114,121 @@ class ShardReducer(Reducer):
         vector = torch.cat([part.to(device, torch.float32) for part in flags])
         parts = vector.split([part.numel() for part in flags])
         return FollowedWork(
-            self._comm.all_reduce_(vector, name="flags"), lambda: torch._foreach_copy_(targets, list(parts))
+            self._comm.all_reduce_(vector, name=self._named("flags")),
+            lambda: torch._foreach_copy_(targets, list(parts)),
         )
 
+    # -- averages that a backward adds to, or leaves alone
+
     def _before_gradient(self, param: Parameter, _: Tensor) -> None:
+        """Called for each gradient, those of `torch.autograd.grad` too, which leaves ``param.grad`` as it is."""
         if self._discarding:
             return
         if self.on_gradient is not None:
             self.on_gradient(param)
-        if param not in self._ready:
-            self._set_aside(param)
+        grad = param.grad
+        self._coming.pop(param, None)
+        if grad is None:
+            self._forget(param)  # the user dropped the gradient meanwhile
+        elif self._holds_average(param):
+            self._coming[param] = self._zero_other_parts(param)
+        elif param in self._averages or (param in self._sums and self._sums[param].version != grad._version):
+            if grad.any():
+                self._coming[param] = None
+            else:
+                self._forget(param)
 
-    def _set_aside(self, param: Parameter) -> None:
-        """Move an average that ``param.grad`` still holds out of the way: outside this rank's shard it is scratch."""
-        if param.grad is None:
-            self._aside.pop(param, None)  # the user dropped the gradient meanwhile
-        elif self.settled and param not in self._unsent and self.is_view(param):
-            bucket, start, stop = self.part_of(param)
-            self._aside[param] = bucket.flat[start:stop].clone()
-            param.grad = None
+    def _take_gradient(self, param: Parameter) -> None:
+        if not self._discarding:
+            self._note_sum(param)
+        super()._take_gradient(param)
 
-    def _add_what_was_set_aside(self) -> None:
+    def _note_sum(self, param: Parameter) -> None:
+        if param in self._coming:
+            self._averages.pop(param, None)
+            self._sums[param] = _Sum(self._coming.pop(param))
+        if param in self._sums and param.grad is not None:
+            self._sums[param].version = param.grad._version
+            if self._reduces and self.enabled:
+                self._check_sum(param)
+
+    def _before_leaving(self, param: Parameter) -> None:
+        """This backward has no gradient for ``param``."""
+        grad = param.grad
+        if grad is None:
+            self._forget(param)
+        elif self._holds_average(param):
+            own = self.own_part(param)
+            assert own is not None
+            self._aside[param] = own.clone()
+            param.grad = own = None
+        elif param in self._sums and self._is_fresh(param):
+            if self._sums[param].version != grad._version:
+                self._sums[param].average = None
+            if self._sums[param].average is None and not grad.any():
+                self._forget(param)
+            else:
+                self._check_sum(param)
+
+    def _complete_averages(self) -> None:
         aside, self._aside = self._aside, {}
         for param, part in aside.items():
             bucket, start, stop = self.part_of(param)
-            if not bucket.launched:  # it stayed at home
-                self._aside[param] = part
-                continue
             bucket.flat[start:stop].add_(part)
-            param.grad = bucket.views[self._slots[param][1]]
+            bucket.contributed[self._slots[param][1]] = True
+        ranks = self.active_ranks or self._comm.world_size
+        for param, total in list(self._sums.items()):
+            bucket, start, stop = self.part_of(param)
+            if bucket.launched and bucket.contributed[self._slots[param][1]] and total.average is not None:
+                del self._sums[param]
+                bucket.flat[start:stop].add_(total.average, alpha=(ranks - 1) / ranks)
+
+    def _publish(self, bucket: Bucket) -> None:
+        for param in bucket.publish():
+            if self.settled:
+                self._averages[param] = param.grad if bucket.copies else None
+
+    def _holds_average(self, param: Parameter) -> bool:
+        """Whether ``param.grad`` is what was published: valid in this rank's part, scratch elsewhere."""
+        if param not in self._averages or param.grad is None:
+            return False
+        published = self._averages[param]
+        bucket, index = self._slots[param]
+        return same_memory(param.grad, bucket.views[index] if published is None else published)
+
+    def _zero_other_parts(self, param: Parameter) -> Tensor:
+        """Set the scratch in ``param.grad`` to zero, and return a copy of the rest."""
+        own, grad = self.own_part(param), param.grad
+        assert own is not None
+        assert grad is not None
+        whole = grad.detach().as_strided((grad.numel(),), (1,), int(grad.storage_offset()))
+        first = int(own.storage_offset() - grad.storage_offset())
+        whole[:first].zero_()
+        whole[first + own.numel() :].zero_()
+        return own.clone()
+
+    def _check_sum(self, param: Parameter) -> None:
+        if self._sums[param].average is None:
+            raise RingError(
+                f"a backward adds to the gradient of {self._names[param]}, which is an average that was then added to, "
+                "and changed in place or replaced. Under strategy='ring_sharded' each rank has its shard of an average "
+                "only, so that the sum cannot be told. Call zero_grad() before this backward, or take gradients that "
+                "are not for the optimizer with torch.autograd.grad(...)."
+            )
+
+    def _forget(self, param: Parameter) -> None:
+        for known in (self._averages, self._coming, self._sums, self._aside):
+            known.pop(param, None)
+
+
+@dataclass(slots=True)
+class _Sum:
+    """A gradient that is an average and what backward added to it.
+
+    Attributes:
+        average: This rank's part of the average; `None` where other code has changed the gradient since.
+        version: Of the gradient, after backward.
+    """
+
+    average: Tensor | None
+    version: int = -1

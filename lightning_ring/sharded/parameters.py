@@ -24,7 +24,6 @@ class Piece:
         first: Where the part begins within the parameter, in elements.
         numel: How long the part is.
         weight: The part, 1-D: what an optimizer steps.
-        grad: The same part of the gradient's bucket.
     """
 
     param: Parameter
@@ -33,7 +32,6 @@ class Piece:
     first: int
     numel: int
     weight: Parameter
-    grad: Tensor
 
     def whole(self, flat: Tensor) -> Tensor:
         """View of the whole parameter's place in ``flat``, a buffer laid out as its bucket."""
@@ -58,7 +56,7 @@ class ParameterBucket:
             _, start, stop = reducer.part_of(param)
             offset = int(view.storage_offset() - like.storage_offset())
             weight = Parameter(self.flat[start:stop])
-            piece = Piece(param, offset, view.stride(), start - offset, stop - start, weight, like[start:stop])
+            piece = Piece(param, offset, view.stride(), start - offset, stop - start, weight)
             self.pieces.append(piece)
         self.move_in()
 
@@ -76,7 +74,7 @@ class ParameterBucket:
         for piece in self.pieces:
             if piece.param.data_ptr() == piece.whole(self.flat).data_ptr():
                 piece.param.data = piece.param.data.clone(memory_format=torch.preserve_format)
-            piece.weight.data = piece.grad = self.flat.new_empty(0)
+            piece.weight.data = self.flat.new_empty(0)
         self.flat = self.flat.new_empty(0)
 
 
@@ -110,14 +108,8 @@ class ShardedParameters:
             bucket.move_in()
 
     def own_gradient(self, param: Parameter) -> Tensor | None:
-        """This rank's part of ``param.grad``, 1-D, to be changed in place; a gradient put elsewhere is brought back."""
-        if param.grad is None:
-            return None
-        piece = self.by_param[param]
-        if not self.reducer.is_view(param):
-            bucket, _, _ = self.reducer.part_of(param)
-            param.grad = bucket.views[bucket.params.index(param)].copy_(param.grad)
-        return piece.grad
+        """This rank's part of ``param.grad``, 1-D, to be changed in place."""
+        return self.reducer.own_part(param)
 
     def gather(self, params: Iterable[Parameter]) -> None:
         """Start to make the buckets of ``params`` whole, in the order in which the next forward uses them."""

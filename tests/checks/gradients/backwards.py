@@ -25,8 +25,9 @@ def check_plain_backward_is_finished_by_the_engine() -> None:
     for reentrant in (None, False):
         net, reference, reducer, _, _ = make(reentrant=reentrant)
         xs = batches()
-        net(mine(xs)).backward()
-        assert reducer.num_finished == 1
+        with reducer.plain_backwards(reduced=True):
+            net(mine(xs)).backward()
+            assert reducer.num_finished == 1
         reference_mean(reference, lambda x, _: reference(x), xs)  # noqa: B023
         assert_same(net, reference)
 

@@ -1,0 +1,130 @@
+"""Gradients that somebody keeps are not overwritten by the next backward; where nobody does, there is no copy."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_ring.gradients.compression import BF16, PowerSGD
+from tests.checks.gradients.nets import assert_same, batches, fresh_gradients, make, mine, reference_mean
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+KEEP: dict[str, Callable[[Tensor], Any]] = {
+    "the tensor": lambda grad: grad,
+    "an alias": lambda grad: grad.detach(),
+    "a slice": lambda grad: grad.view(-1)[1:],
+    "numpy": lambda grad: grad.numpy(),
+    "autograd": lambda grad: grad * torch.ones_like(grad, requires_grad=True),
+    "its storage": lambda grad: grad.untyped_storage(),
+}
+
+
+def check_gradients_that_are_kept_stay() -> None:
+    for name, keep in KEEP.items():
+        net, reference, reducer, _, _ = make()
+        kept, expected = [], []
+        for step in range(4):
+            xs = batches(step)
+            with fresh_gradients(net, reference, set_to_none=True), reducer.backward():
+                net(mine(xs)).backward()
+            reference_mean(reference, lambda x, _: reference(x), xs)  # noqa: B023
+            assert_same(net, reference)
+            if step < 2:
+                grad = net.layers[3].weight.grad
+                kept.append((keep(grad), grad.data_ptr()))
+                expected.append(grad.clone())
+                del grad
+        for (one, _), value in zip(kept, expected, strict=True):
+            if name == "autograd":
+                (again,) = torch.autograd.grad(one.sum(), one.grad_fn.next_functions[1][0].variable)
+                torch.testing.assert_close(again, value, rtol=0, atol=0)
+            elif name != "its storage":
+                torch.testing.assert_close(
+                    torch.as_tensor(one).reshape(-1), value.reshape(-1)[1:] if name == "a slice" else value.reshape(-1)
+                )
+
+
+def check_without_a_holder_gradients_are_views_of_one_buffer() -> None:
+    for set_to_none in (True, False):
+        net, _, reducer, _, _ = make()
+        for step in range(5):
+            if step == 2:
+                places = {_memory(param.grad) for param in net.parameters()}
+            with fresh_gradients(net, set_to_none=set_to_none), reducer.backward():
+                net(mine(batches(step))).backward()
+        assert len(places) == len(reducer.buckets) < 12
+        assert {_memory(param.grad) for param in net.parameters()} == places
+        assert not any(bucket.copies for bucket in reducer.buckets)
+
+
+def check_a_kept_gradient_that_is_not_zeroed_stays_the_parameters_own() -> None:
+    """As under DistributedDataParallel: what backward accumulates into is what holds the average."""
+    net, reference, reducer, _, _ = make()
+    with reducer.backward():
+        net(mine(batches(9))).backward()
+    reference_mean(reference, lambda x, _: reference(x), batches(9))
+    kept = [param.grad for param in net.parameters()]
+    for step in range(3):
+        xs = batches(step)
+        with fresh_gradients(net, reference, set_to_none=False):
+            pass
+        for micro in range(2):
+            with reducer.backward():
+                net(mine(xs) + micro).backward()
+            reference_mean(reference, lambda x, _: reference(x + micro), xs)  # noqa: B023
+        assert_same(net, reference)
+        assert all(param.grad is grad for param, grad in zip(net.parameters(), kept, strict=True))
+
+
+def check_kept_gradients_travel_compressed() -> None:
+    for compressor in (BF16, lambda: PowerSGD(start_iter=1, min_compression=1)):
+        results = []
+        for keeps in (False, True):
+            net, _, reducer, _, _ = make()
+            net.float()
+            reducer.remove()
+            reducer = type(reducer)(
+                reducer._comm, net.named_parameters(), bucket_cap_mb=0.0003, compressor=compressor()
+            )
+            kept: list[Any] = []
+            for step in range(5):
+                with fresh_gradients(net), reducer.backward():
+                    net(mine(batches(step)).float()).backward()
+                if keeps:
+                    kept += [param.grad for param in net.parameters()]
+                results.append(torch.cat([param.grad.reshape(-1) for param in net.parameters()]))
+            reducer.remove()
+            assert all(bucket.copies == keeps for bucket in reducer.buckets)
+        for one, other in zip(results[:5], results[5:], strict=True):
+            assert torch.equal(one, other)
+
+
+def check_a_weak_reference_ends_with_its_gradient() -> None:
+    net, _, reducer, _, _ = make()
+    for step in range(3):
+        with fresh_gradients(net), reducer.backward():
+            net(mine(batches(step))).backward()
+        if step == 1:
+            seen = weakref.ref(net.layers[0].weight.grad)
+    assert seen() is None
+
+
+def check_gradients_that_change_places_are_not_mixed_up() -> None:
+    net, reference, reducer, _, _ = make()
+    for step in range(3):
+        for module in (net, reference):
+            first, second = module.layers[0].weight, module.layers[1].weight
+            first.grad, second.grad = second.grad, first.grad
+        xs = batches(step)
+        with reducer.backward():
+            net(mine(xs)).backward()
+        reference_mean(reference, lambda x, _: reference(x), xs)
+        assert_same(net, reference)
