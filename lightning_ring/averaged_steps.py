@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -18,6 +19,7 @@ from lightning_ring.comm.recording import RecordedCommunicator
 from lightning_ring.comm.replicate import broadcast_tensors
 from lightning_ring.gradients import AutoBuckets, Reducer, ShardReducer, default_cap_mb
 from lightning_ring.gradients.compression import Compressor
+from lightning_ring.gradients.sparse import sparse_weights
 from lightning_ring.gradients.squares import squares_by_bucket
 from lightning_ring.options import RingOptions
 from lightning_ring.sharded_steps import ShardedSteps
@@ -55,6 +57,7 @@ class AveragedSteps(ShardedSteps):
             auto=auto,
             compressor=self._compressor,
             warn=lambda message: rank_zero_warn(f"lightning_ring: {message}"),
+            sparse_weights=functools.partial(sparse_weights, self.model),
         )
         compressed = f" as {self._compressor.name}" if self._compressor else ""
         _say(

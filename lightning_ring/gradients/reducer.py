@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from lightning_ring.gradients.bucket import Bucket
 from lightning_ring.gradients.compression import Compressor
 from lightning_ring.gradients.layout import BucketLayout
 from lightning_ring.gradients.sending import average_
+from lightning_ring.gradients.sparse import SparseGradients
 from lightning_ring.gradients.stop_flag import StopFlag
 
 log = logging.getLogger(__name__)
@@ -35,8 +37,9 @@ class Reducer:
     ``param.grad`` travels with the next reduced backward, and a parameter that has a local gradient counts as used.
 
     Buckets leave in one order on every rank, the reverse of use (`BucketLayout`). A parameter that some ranks used
-    averages with zeros from the others; one that no rank used keeps its ``.grad``. The name of each collective has the
-    number of its backward and of the optimizer's step, so that ranks that count differently get an error.
+    averages with zeros from the others; one that no rank used keeps its ``.grad``. Sparse gradients lie in no bucket and
+    are averaged in `finish` (`SparseGradients`). The name of each collective has the number of its backward and of the
+    optimizer's step, so that ranks that count differently get an error.
 
     Args:
         comm: Who takes part.
@@ -45,6 +48,7 @@ class Reducer:
         auto: Who chooses other sizes after the first few backward passes (`BucketLayout`).
         compressor: Who sends the buckets whose dtype it accepts; `None` sends all of them as they are.
         warn: Called with a message for the user, at most once a message.
+        sparse_weights: Gives the parameters that say that their gradients are sparse.
 
     Attributes:
         enabled: While False, backward leaves gradients local (`no_sync`).
@@ -53,6 +57,8 @@ class Reducer:
         num_finished: Backward passes reduced so far.
         num_steps: Steps of optimizers so far, counted by whoever sees them.
     """
+
+    gathers_sparse: ClassVar[bool] = True  # else sparse gradients travel, and reach the optimizer, dense
 
     def __init__(
         self,
@@ -63,6 +69,7 @@ class Reducer:
         auto: AutoBuckets | None = None,
         compressor: Compressor | None = None,
         warn: Callable[[str], None] = log.warning,
+        sparse_weights: Callable[[], set[Parameter]] = set,
     ) -> None:
         self.enabled = True
         self.stop_requested = False
@@ -94,6 +101,7 @@ class Reducer:
         self._next = 0
         self._works: list[tuple[Bucket, Work]] = []
         self._stop_flag = StopFlag()
+        self._sparse = SparseGradients(comm, sparse_weights, enabled=self.gathers_sparse)
         self.track(named_parameters)
 
     def track(self, named_parameters: Iterable[tuple[str, Parameter]]) -> list[Parameter]:
@@ -104,7 +112,7 @@ class Reducer:
         new = [
             (name, param)
             for name, param in _unique(named_parameters)
-            if param not in self._slots and param.requires_grad
+            if param not in self._names and param.requires_grad
         ]
         if not new:
             return []
@@ -113,11 +121,11 @@ class Reducer:
             hook = param.register_post_accumulate_grad_hook(self._on_gradient)
             self._hooks.append(hook)
             self._hook_ids[param] = hook.id
-        self._take(self._layout.plan(new[::-1]))
+        self._take(self._layout.plan(self._take_sparse(new)[::-1]))
         return [param for _, param in new]
 
     def is_tracked(self, param: Parameter) -> bool:
-        return param in self._slots
+        return param in self._names
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -131,7 +139,7 @@ class Reducer:
     @contextmanager
     def discarding(self) -> Iterator[None]:
         """Backward inside leaves no trace in gradients, and sends none."""
-        before = [(param, param.grad) for param in self._slots]
+        before = [(param, param.grad) for param in self._names]
         for param, _ in before:
             param.grad = None
         self._discarding = True
@@ -190,6 +198,7 @@ class Reducer:
             self._launch()
         late, self._late = self._late, set()
         extra = [(param, param.grad) for param in late if param.grad is not None]
+        told_to_stop = self._average_sparse()
         for _, work in self._works:
             work.wait()
         if late:
@@ -197,11 +206,14 @@ class Reducer:
         self._complete_averages()
         for bucket in self._queue:
             self._publish(bucket)
+        self._local = {param for param in self._local if not (param.requires_grad and self._has_left(param))}
+        self._agree_on_sparse()
         if self._works:
             self._stop_flag.keep(self._works[-1][0].stop)
+        elif self._sparse.params:
+            self._stop_flag.keep(torch.tensor([told_to_stop]))
         self._works = []
         self._unsent.clear()
-        self._local = {p for p in self._local if not (p.requires_grad and self._slots[p][0].launched)}
         self._let_user_hooks_come_first()
         self._active = False
         self.num_finished += 1
@@ -292,11 +304,8 @@ class Reducer:
         if not self._reduces:
             self._local.add(param)
             return
-        if param.grad is not None and param.grad.is_sparse:
-            self._warn_once(
-                f"the gradient of {self._names[param]} is sparse and travels dense; with the strategy `ring` sparse "
-                "gradients save no communication, and optimizers for sparse gradients do not work."
-            )
+        if param.grad is not None and param.grad.is_sparse and param not in self._sparse.params:
+            self._warn_once(self._sparse.notice(param, self._names[param]))
         if not self.enabled:
             self._unsent.add(param)
             return
@@ -304,6 +313,9 @@ class Reducer:
             self._begin()
         if not self._explicit:
             Variable._execution_engine.queue_callback(self._finish_if_outermost)
+        if param in self._sparse.params:
+            self._ready.add(param)
+            return
         bucket, _ = self._slots[param]
         if param in self._ready or bucket.launched:
             if bucket.launched:
@@ -321,6 +333,29 @@ class Reducer:
             and self._queue[self._next].pending == 0
         ):
             self._launch()
+
+    def _take_sparse(self, named: list[tuple[str, Parameter]]) -> list[tuple[str, Parameter]]:
+        """Hand sparse ones to their own way; returns those of ``named`` that go into buckets."""
+        dense = self._sparse.take(named)
+        if self._compressor is not None and len(dense) < len(named):
+            self._warn_once(
+                f"compression {self._compressor.name!r} does not take sparse gradients: those travel as they are."
+            )
+        return dense
+
+    def _average_sparse(self) -> bool:
+        divisor = self.active_ranks or self._comm.world_size
+        fresh = {param for param in self._sparse.params if self._is_fresh(param)}
+        return self._sparse.average(fresh, divisor, self.active_ranks, stop=self.stop_requested, prefix=self._named(""))
+
+    def _agree_on_sparse(self) -> None:
+        """After the first backward: parameters whose gradient some rank saw sparse leave the buckets."""
+        divisor = self.active_ranks or self._comm.world_size
+        found = self._sparse.agree(self._names, self._ready | self._unsent, divisor, self.active_ranks, self._named(""))
+        if found:
+            rest = [pair for b in self.buckets for pair in zip(b.names, b.params, strict=True) if pair[1] not in found]
+            self.buckets, self._slots = [], {}
+            self._take(self._layout.plan(rest))
 
     def _finish_if_outermost(self) -> None:
         # With reentrant checkpointing this runs at the end of inner backwards too, while the outer one is still inside
@@ -340,6 +375,9 @@ class Reducer:
     def _is_fresh(self, param: Parameter) -> bool:
         """Whether ``param.grad`` has something that was not reduced yet."""
         return param in self._ready or param in self._unsent or (param in self._local and param.requires_grad)
+
+    def _has_left(self, param: Parameter) -> bool:
+        return param in self._sparse.params or self._slots[param][0].launched
 
     def _named(self, what: str) -> str:
         return f"backward {self.num_finished + 1} (step {self.num_steps}): {what}"
@@ -372,7 +410,7 @@ class Reducer:
             bucket.flat.add_(flat)
 
     def _warn_once(self, message: str) -> None:
-        if message not in self._warned:
+        if message and message not in self._warned:
             self._warned.add(message)
             self._warn(message)
 

@@ -37,6 +37,8 @@ class ShardReducer(Reducer):
         on_gradient: Called with each parameter that gets a gradient, before it does, if set.
     """
 
+    gathers_sparse = False  # buckets, which optimizer state is cut along, hold all parameters
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.settled = False
         self.on_gradient: Callable[[Parameter], None] | None = None

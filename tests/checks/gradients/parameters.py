@@ -1,4 +1,4 @@
-"""Whose gradients travel: unused, frozen, shared, sparse and mixed parameters, and the buckets they lie in."""
+"""Whose gradients travel: unused, frozen, shared and mixed parameters, and the buckets they lie in."""
 
 from __future__ import annotations
 
@@ -94,23 +94,6 @@ def check_shared_parameters() -> None:
         net(mine(xs)).backward()
     reference_mean(reference, lambda x, _: reference(x), xs)
     assert_same(net, reference)
-
-
-def check_sparse_gradients_become_dense() -> None:
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 2)).double()
-    reference = copy.deepcopy(net)
-    reference[0].sparse = False
-    warnings: list[str] = []
-    reducer = Reducer(communicator(), net.named_parameters(), warn=warnings.append)
-    rank, size = communicator().rank, communicator().world_size
-    for _ in range(2):
-        with fresh_gradients(net, reference), reducer.backward():
-            net(torch.tensor([rank, 7])).sum().backward()
-        (sum(reference(torch.tensor([r, 7])).sum() for r in range(size)) / size).backward()
-        assert_same(net, reference)
-    assert len(warnings) == 1
-    assert "0.weight" in warnings[0]
 
 
 def check_mixed_dtypes_and_layouts() -> None:

@@ -1,0 +1,221 @@
+"""Sparse gradients (``nn.Embedding(sparse=True)``): ranks gather indices and values, and optimizers get them sparse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from lightning_ring.comm.communicator import Communicator
+from lightning_ring.gradients.sending import average_
+
+_ABSENT, _DENSE = -1, -2  # in place of a number of entries
+
+
+def sparse_weights(module: nn.Module) -> set[Parameter]:
+    """Weights of embeddings that say ``sparse=True``: DistributedDataParallel finds sparse gradients the same way."""
+    embeddings = (each for each in module.modules() if isinstance(each, (nn.Embedding, nn.EmbeddingBag)))
+    weights = (embedding.weight for embedding in embeddings if embedding.sparse)
+    return {weight for weight in weights if isinstance(weight, Parameter)}  # a parametrisation computes it
+
+
+class SparseGradients:
+    """Parameters whose gradients are averaged outside the buckets, because they may be sparse.
+
+    Ranks agree on these parameters: the weights of embeddings that say so, and every parameter whose gradient some rank
+    saw sparse in the first backward.
+
+    Args:
+        declared: Gives the weights that say that their gradients are sparse; the same on every rank.
+        enabled: Else all gradients stay in buckets, which make them dense.
+
+    Attributes:
+        params: Name of each parameter, in one order on all ranks.
+    """
+
+    def __init__(self, comm: Communicator, declared: Callable[[], set[Parameter]], *, enabled: bool) -> None:
+        self.params: dict[Parameter, str] = {}
+        self._comm = comm
+        self._declared = declared
+        self._enabled = enabled
+        self._seen: dict[Parameter, Tensor] = {}  # in buckets so far: their sparse gradients of the first backward
+        self._agreed = False
+
+    def take(self, named: Sequence[tuple[str, Parameter]]) -> list[tuple[str, Parameter]]:
+        """Take over the declared ones among ``named``; returns the others."""
+        declared = self._declared() if self._enabled else set()
+        self.params |= {param: name for name, param in named if param in declared}
+        return [(name, param) for name, param in named if param not in declared]
+
+    def notice(self, param: Parameter, name: str) -> str:
+        """``param``, which lies in a bucket, got a sparse gradient. Returns what to tell the user, or nothing."""
+        if not self._enabled:
+            return (
+                f"the gradient of {name} is sparse. With the strategy `ring_sharded` it travels dense, and reaches the "
+                "optimizer dense; with the strategy `ring` it stays sparse."
+            )
+        if self._agreed:
+            return (
+                f"the gradient of {name} is sparse, which that of no rank was in the first backward. It travels dense, "
+                "and reaches the optimizer dense. The weight of an nn.Embedding(sparse=True) is known beforehand."
+            )
+        assert param.grad is not None
+        self._seen[param] = param.grad
+        return ""
+
+    def agree(
+        self, names: dict[Parameter, str], fresh: set[Parameter], divisor: int, active_ranks: int | None, prefix: str
+    ) -> set[Parameter]:
+        """At the end of the first backward: take over parameters with an undeclared sparse gradient. Collective.
+
+        Their ``.grad``, which the buckets averaged dense, is averaged once more and then sparse, unless the gradient of
+        some rank was dense. Returns these parameters.
+        """
+        if self._agreed or not self._enabled:
+            return set()
+        self._agreed = True
+        seen, self._seen = self._seen, {}
+        wanted = set().union(*self._comm.all_gather_object({names[param] for param in seen}))
+        found = {param: name for param, name in names.items() if name in wanted}
+        if found:
+            mine = {name for param, name in found.items() if param in fresh and param not in seen}
+            dense = set().union(*self._comm.all_gather_object(mine))
+            sparse = {param: name for param, name in found.items() if name not in dense}
+            if sparse:
+                average_gradients(sparse, seen, set(seen), self._comm, divisor, active_ranks, prefix=prefix)
+            self.params |= found
+        return set(found)
+
+    def average(
+        self, fresh: set[Parameter], divisor: int, active_ranks: int | None, *, stop: bool, prefix: str
+    ) -> bool:
+        """Average ``param.grad`` of all ``params``; whether some rank says ``stop``. Collective if there are any.
+
+        Args:
+            fresh: Parameters whose gradient this rank computed since the last average. What no rank computed stays.
+            divisor: The sum is divided by it: the number of ranks that count.
+            active_ranks: The same, `None` where all ranks count.
+            stop: Whether this rank was asked to stop.
+            prefix: Of the names of all collectives.
+        """
+        if not self.params:
+            return stop
+        grads = {param: param.grad for param in self.params if param.grad is not None}
+        return average_gradients(self.params, grads, fresh, self._comm, divisor, active_ranks, stop=stop, prefix=prefix)
+
+
+@torch.no_grad()
+def average_gradients(
+    params: dict[Parameter, str],
+    grads: dict[Parameter, Tensor],
+    fresh: set[Parameter],
+    comm: Communicator,
+    divisor: int,
+    active_ranks: int | None,
+    *,
+    stop: bool = False,
+    prefix: str = "",
+) -> bool:
+    """Set ``.grad`` of ``params`` to the average of all ranks' ``grads``, the same bits on all ranks. Collective.
+
+    Sparse where every rank's is sparse or absent, dense where some rank's is dense, untouched where none is ``fresh``.
+    """
+    local = [_coalesced(grads.get(param)) for param in params]
+    sizes = [(_size(grad), grad.sparse_dim() if grad is not None else 0) for grad in local]
+    mine = [[*size, int(param in fresh)] for size, param in zip(sizes, params, strict=True)] + [[0, 0, int(stop)]]
+    table = torch.tensor(mine, device=next(iter(params)).device)
+    everyones = torch.stack(
+        comm.all_gather(table, name=f"{prefix}sizes of sparse gradients")
+    ).tolist()  # rank, parameter, 3
+    for index, (param, name) in enumerate(params.items()):
+        rows = [rank[index] for rank in everyones]
+        if not any(is_fresh for _, _, is_fresh in rows):
+            continue
+        dims = {dim for size, dim, _ in rows if size != _ABSENT}
+        if any(size == _DENSE for size, _, _ in rows) or len(dims) > 1:
+            param.grad = _dense_average(local[index], param, comm, active_ranks, f"{prefix}dense gradient of {name}")
+            continue
+        counts = [max(size, 0) for size, _, _ in rows]
+        param.grad = _SparseAverage(param, dims.pop(), comm, name, prefix)(local[index], counts, divisor, active_ranks)
+    return any(rank[-1][2] for rank in everyones)
+
+
+def _coalesced(grad: Tensor | None) -> Tensor | None:
+    return grad.coalesce() if grad is not None and grad.is_sparse else grad
+
+
+def _size(grad: Tensor | None) -> int:
+    """Number of entries (rows of an embedding), or what stands in its place."""
+    if grad is None:
+        return _ABSENT
+    return int(grad._nnz()) if grad.is_sparse else _DENSE
+
+
+def _dense_average(
+    grad: Tensor | None, param: Parameter, comm: Communicator, active_ranks: int | None, name: str
+) -> Tensor:
+    flat = torch.zeros_like(param, memory_format=torch.contiguous_format)
+    if grad is not None:
+        flat.copy_(grad.to_dense() if grad.is_sparse else grad)
+    average_(flat, comm, active_ranks, name).wait()
+    return flat
+
+
+class _SparseAverage:
+    """The average of one parameter's sparse gradients; ``dim`` of its dimensions are indexed.
+
+    Indices travel always. Values travel as they are where those of all ranks together are shorter than the parameter,
+    else as one dense tensor, of which the indexed entries are taken. An index is a number in the row-major order.
+    """
+
+    def __init__(self, param: Parameter, dim: int, comm: Communicator, name: str, prefix: str) -> None:
+        self._param = param
+        self._comm = comm
+        self._name = name
+        self._prefix = prefix
+        self._indexed = param.shape[:dim]
+        self._num_places = self._indexed.numel()
+        self._row = param.shape[dim:]
+        strides = [self._indexed[axis + 1 :].numel() for axis in range(dim)]
+        self._strides = torch.tensor(strides, device=param.device).unsqueeze(1)
+
+    def __call__(self, grad: Tensor | None, counts: Sequence[int], divisor: int, active_ranks: int | None) -> Tensor:
+        """``counts``: each rank's number of entries."""
+        param, length = self._param, self._row.numel()
+        index = torch.empty(0, dtype=torch.int64, device=param.device)
+        values = param.new_empty(0, length)
+        if grad is not None:
+            index = (grad.indices() * self._strides).sum(0)
+            values = grad.values().reshape(-1, length).to(param.dtype)
+        indices = self._gather(index, counts, "indices")
+        places, inverse = torch.unique(torch.cat(indices), return_inverse=True)
+        bytes_gathered = sum(counts) * (length * param.element_size() + index.element_size())
+        if bytes_gathered <= param.numel() * param.element_size():
+            gathered = self._gather(values, counts, "values")
+            total = self._sum(gathered, inverse.split(list(counts)), len(places), divisor)
+        else:
+            flat = param.new_zeros(self._num_places, length)
+            flat[index] = values
+            average_(flat, self._comm, active_ranks, f"{self._prefix}values of {self._name}").wait()
+            total = flat[places]
+        unravelled = torch.stack(torch.unravel_index(places, self._indexed))
+        return torch.sparse_coo_tensor(
+            unravelled, total.reshape(-1, *self._row), param.shape, is_coalesced=True, check_invariants=False
+        )
+
+    def _sum(self, gathered: Iterable[Tensor], places: Iterable[Tensor], num_places: int, divisor: int) -> Tensor:
+        """Rank by rank, so that all ranks get the same bits; divided first, as DistributedDataParallel does."""
+        wide = torch.promote_types(self._param.dtype, torch.float32)
+        total = self._param.new_zeros(num_places, self._row.numel(), dtype=wide)
+        for values, place in zip(gathered, places, strict=True):
+            total.index_add_(0, place, values.to(wide) / divisor)  # no place twice: a rank's entries are coalesced
+        return total.to(self._param.dtype)
+
+    def _gather(self, mine: Tensor, counts: Sequence[int], what: str) -> list[Tensor]:
+        """All ranks' tensors, of which the first dimension differs."""
+        outputs = [mine.new_empty(count, *mine.shape[1:]) for count in counts]
+        name = f"{self._prefix}{what} of the sparse gradient of {self._name}"
+        self._comm.all_to_all([mine.contiguous()] * len(counts), outputs, name=name).wait()
+        return outputs

@@ -1,0 +1,176 @@
+"""Sparse gradients: gathered or dense on the wire, sparse for the optimizer; ranks have other numbers of entries."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_ring.gradients import Reducer, ShardReducer
+from lightning_ring.gradients.sparse import sparse_weights
+from lightning_ring.options import COMPRESSORS
+from tests.checks.gradients.nets import fresh_gradients
+from tests.checks.world import communicator
+
+RANK, SIZE = communicator().rank, communicator().world_size
+
+
+class _Net(nn.Module):
+    """Two embeddings and a layer, float64. A rank whose indices are empty does not use an embedding."""
+
+    def __init__(self, *, sparse: bool) -> None:
+        super().__init__()
+        self.first = nn.Embedding(40, 3, sparse=sparse)
+        self.second = nn.EmbeddingBag(6, 3, sparse=sparse, mode="sum")
+        self.layer = nn.Linear(3, 2)
+        self.double()
+
+    def forward(self, first: Tensor, second: Tensor) -> Tensor:
+        hidden = self.first(first).square().sum(0) if len(first) else torch.zeros(3, dtype=torch.float64)
+        if len(second):
+            hidden = hidden + self.second(second.unsqueeze(0)).tanh()[0]
+        return self.layer(hidden).sum()
+
+
+def _indices(rank: int, step: int) -> tuple[Tensor, Tensor]:
+    """Other numbers of entries on each rank, doubled ones among them; none at all on rank 1 in step 1."""
+    generator = torch.Generator().manual_seed(17 * step + rank)
+    count = 0 if (rank, step) == (1, 1) else 3 + rank
+    return torch.randint(0, 40, (count,), generator=generator), torch.randint(0, 6, (4 * count,), generator=generator)
+
+
+def _make(**kwargs: object) -> tuple[_Net, _Net, Reducer]:
+    torch.manual_seed(0)
+    net = _Net(sparse=True)
+    reference = _Net(sparse=False)
+    reference.load_state_dict(net.state_dict())
+    reducer = Reducer(communicator(), net.named_parameters(), sparse_weights=partial(sparse_weights, net), **kwargs)  # type: ignore[arg-type]
+    return net, reference, reducer
+
+
+def _assert_same(net: nn.Module, reference: nn.Module, sparse: tuple[str, ...]) -> None:
+    for (name, param), expected in zip(net.named_parameters(), reference.parameters(), strict=True):
+        assert param.grad is not None, name
+        assert param.grad.is_sparse == (name in sparse), name
+        dense = param.grad.to_dense()
+        torch.testing.assert_close(dense, expected.grad, rtol=1e-12, atol=1e-14, msg=lambda m, n=name: f"{n}: {m}")
+        assert all(torch.equal(other, dense) for other in communicator().all_gather(dense)), f"{name}: other bits"
+
+
+def check_sparse_gradients_stay_sparse_and_equal_the_dense_average() -> None:
+    net, reference, reducer = _make()
+    for step in range(3):
+        with fresh_gradients(net, reference), reducer.backward():
+            net(*_indices(RANK, step)).backward()
+        (sum(reference(*_indices(rank, step)) for rank in range(SIZE)) / SIZE).backward()
+        # `second` has more entries on all ranks together than rows: its values travel dense
+        _assert_same(net, reference, ("first.weight", "second.weight"))
+        assert net.first.weight.grad.is_coalesced()
+        touched = set(torch.cat([_indices(rank, step)[0] for rank in range(SIZE)]).tolist())
+        assert set(net.first.weight.grad.indices()[0].tolist()) == touched
+    assert not any(name.endswith("d.weight") for bucket in reducer.buckets for name in bucket.names)
+
+
+def check_sparse_gradients_accumulate_and_add_up() -> None:
+    net, reference, reducer = _make()
+    with reducer.no_sync():
+        net(*_indices(RANK, 1)).backward()
+    for step in (2, 3):  # without zero_grad between: the first average survives the second
+        with reducer.backward():
+            net(*_indices(RANK, step)).backward()
+    (sum(reference(*_indices(rank, step)) for rank in range(SIZE) for step in (1, 2, 3)) / SIZE).backward()
+    _assert_same(net, reference, ("first.weight", "second.weight"))
+
+
+def check_sparse_gradient_that_no_rank_has_stays_as_it_is() -> None:
+    net, _, reducer = _make()
+    none = torch.zeros(0, dtype=torch.int64)
+    with reducer.backward():
+        net(none, none).backward()
+    assert net.first.weight.grad is None
+    assert net.second.weight.grad is None
+    reducer.stop_requested = RANK == 0
+    embedding = nn.Embedding(9, 2, sparse=True)  # alone: no bucket carries the request to stop
+    alone = Reducer(communicator(), embedding.named_parameters(), sparse_weights=partial(sparse_weights, embedding))
+    alone.stop_requested = RANK == 0
+    with alone.backward():
+        embedding(torch.tensor([RANK])).sum().backward()
+    assert alone.agreed_to_stop()
+
+
+def check_sparse_gradients_divide_by_the_ranks_that_count() -> None:
+    net, reference, reducer = _make()
+    reducer.active_ranks = max(1, SIZE - 1)
+    with reducer.backward():
+        if reducer.active_ranks > RANK:
+            net(*_indices(RANK, 0)).backward()
+    (sum(reference(*_indices(rank, 0)) for rank in range(reducer.active_ranks)) / reducer.active_ranks).backward()
+    _assert_same(net, reference, ("first.weight", "second.weight"))
+
+
+def _functional(module: nn.ParameterDict, rank: int, *, sparse: bool) -> Tensor:
+    """``one`` is sparse, and unused on rank 0; ``mixed`` is used densely too on the last rank; ``dense`` is dense."""
+    index = torch.tensor([rank, 3, 3])
+    loss = F.embedding(index, module["mixed"], sparse=sparse).sum() + module["dense"].square().sum()
+    if rank or SIZE == 1:
+        loss = loss + F.embedding(index, module["one"], sparse=sparse).square().sum()
+    if rank == SIZE - 1:
+        loss = loss + module["mixed"].square().sum()
+    return loss
+
+
+def check_sparse_gradients_that_no_module_declares_are_found_in_the_first_backward() -> None:
+    torch.manual_seed(0)
+    net = nn.ParameterDict({name: torch.randn(30, 2, dtype=torch.float64) for name in ("dense", "mixed", "one")})
+    reference = copy.deepcopy(net)
+    warned: list[str] = []
+    reducer = Reducer(communicator(), net.named_parameters(), warn=warned.append)
+    for _ in range(3):
+        with fresh_gradients(net, reference), reducer.backward():
+            _functional(net, RANK, sparse=True).backward()
+        (sum(_functional(reference, rank, sparse=False) for rank in range(SIZE)) / SIZE).backward()
+        _assert_same(net, reference, ("one",))
+    names = [name for bucket in reducer.buckets for name in bucket.names]
+    assert "one" not in names
+    assert "dense" in names
+    assert not warned
+
+
+def check_sparse_gradient_first_seen_later_travels_dense_with_one_warning() -> None:
+    weight = nn.Parameter(torch.zeros(6, 2))
+    uses: list[Callable[[], Tensor]] = [
+        lambda: weight.sum(),
+        *[lambda: F.embedding(torch.tensor([RANK]), weight, sparse=True).sum()] * 2,
+    ]
+    warned: list[str] = []
+    reducer = Reducer(communicator(), [("weight", weight)], warn=warned.append)
+    for use in uses:
+        weight.grad = None
+        with reducer.backward():
+            use().backward()
+    expected = torch.zeros(6, 2)
+    expected[:SIZE] = 1 / SIZE
+    torch.testing.assert_close(weight.grad, expected)
+    assert len(warned) == 1
+    assert "weight is sparse" in warned[0]
+
+
+def check_sharded_and_compressed_say_what_becomes_of_sparse_gradients() -> None:
+    warned: list[str] = []
+    _make(compressor=COMPRESSORS["bf16"](), warn=warned.append)
+    assert sum("does not take sparse gradients" in message for message in warned) == 1
+    warned.clear()
+    net = _Net(sparse=True)
+    reducer = ShardReducer(
+        communicator(), net.named_parameters(), warn=warned.append, sparse_weights=partial(sparse_weights, net)
+    )
+    for step in (0, 2):
+        with fresh_gradients(net), reducer.backward():
+            net(*_indices(RANK, step)).backward()
+        assert not net.first.weight.grad.is_sparse
+    assert len(warned) == 2  # one for each weight
+    assert all("`ring_sharded`" in message for message in warned)

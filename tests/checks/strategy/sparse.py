@@ -1,0 +1,73 @@
+"""Embeddings with sparse gradients under a Trainer, against Lightning's DDP, which sends them sparse as well."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_ring.errors import ConfigurationError
+from tests.checks.models import RANK, SIZE, Classifier, fit, loader
+from tests.checks.strategy.references import assert_like_ddp, both
+
+
+class _Words(Classifier):
+    """Only an embedding, and SparseAdam, which takes nothing but sparse gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.EmbeddingBag(50, 4, sparse=True, mode="mean")
+
+    def loss(self, batch: tuple[Tensor, ...]) -> Tensor:
+        return F.cross_entropy(self.net((batch[0].abs() * 10).long().clamp(max=49)), batch[1])
+
+    def on_after_backward(self) -> None:
+        assert self.net.weight.grad.is_sparse
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SparseAdam(self.parameters(), lr=0.01)
+
+
+class _WordsAndLayers(_Words):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 4)
+        self.large = nn.Embedding(5000, 4, sparse=True)
+
+    def loss(self, batch: tuple[Tensor, ...]) -> Tensor:
+        ids = (batch[0].abs() * 10).long().clamp(max=49)
+        return F.cross_entropy(self.head(self.net(ids) + self.large(ids[:, 0])), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def check_sparse_adam_equals_ddp() -> None:
+    if SIZE == 1:
+        fit("ring", _Words())
+        return
+    assert_like_ddp(*both(_Words))
+    assert_like_ddp(*both(_Words, accumulate_grad_batches=3))
+    assert_like_ddp(*both(_WordsAndLayers, gradient_clip_val=0.1))
+
+
+def check_sparse_adam_under_ring_sharded_is_refused_with_advice_that_works() -> None:
+    if SIZE == 1:
+        return
+    with pytest.raises(ConfigurationError, match=r"SparseAdam cannot be sharded.*Use strategy='ring'"):
+        fit("ring_sharded", _Words())
+    before = (module := _Words()).net.weight.detach().clone()
+    fit("ring", module, max_epochs=1)
+    assert not torch.equal(module.net.weight, before)
+
+
+def check_sparse_join_goes_on_while_a_rank_has_data() -> None:
+    from lightning_ring import RingStrategy
+
+    module = _Words()
+    train = loader(num=16 if RANK == SIZE - 1 else 24)
+    run = fit(RingStrategy(uneven="join"), module, train, use_distributed_sampler=False, max_epochs=1)
+    assert run.global_step == (4 if SIZE == 1 else 6)
