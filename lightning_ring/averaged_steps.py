@@ -48,7 +48,8 @@ class AveragedSteps(ShardedSteps):
         cap, auto = self.options.bucket_cap_on(self.root_device, self.world_size), None
         if cap == "auto":
             cap = default_cap_mb(self.root_device.type, self.world_size)
-            auto = AutoBuckets(self._comm, _say, default_cap_mb=cap, compressor=self._compressor)
+            halves = self.options.shard_optimizer
+            auto = AutoBuckets(self._comm, _say, default_cap_mb=cap, halves=halves, compressor=self._compressor)
         self._recorded = RecordedCommunicator(self._comm, self.listeners)
         self._reducer = (ShardReducer if self.options.shard_optimizer else Reducer)(
             self._recorded,
@@ -183,6 +184,11 @@ class AveragedSteps(ShardedSteps):
         assert self._reducer is not None
         self._reducer.finish()
         self._reducer.num_steps += 1
+
+    @property
+    def num_buckets(self) -> int:
+        """Of gradients, as they are laid out now; the same on every rank."""
+        return len(self._reducer.buckets) if self._reducer is not None else 0
 
     def gradient_squares(self, parameters: Sequence[Parameter]) -> Tensor:
         """What this rank adds to the squared norms of gradients, summed over ranks: of each bucket, and outside of any.

@@ -35,6 +35,11 @@ class CollectiveThread:
     def idle(self) -> bool:
         return self._num_finished == self._num_submitted
 
+    @property
+    def busy(self) -> bool:
+        """Whether the thread has work; never in a forked child, which has no thread."""
+        return not self.idle and self._thread is not None and self._thread.is_alive()
+
     def is_run_by(self, thread: threading.Thread) -> bool:
         return thread is self._thread
 

@@ -21,6 +21,10 @@ Collective = Literal["all_reduce", "reduce_scatter", "all_gather"]
 DEFAULT_CAP_MB = 25.0
 MOST_RANKS_FOR_SMALL_BUCKETS = 16  # as `lightning-ring plan` has it for a ResNet-18 at 1 to 25 Gbit/s
 FIRST_BUCKET_MB = 1.0
+NEARLY_EMPTY = 1 / 16  # of a bucket's cap
+LEAST_PIECE_BYTES = 4 * 2**20
+TCP_ALPHA_SECONDS = 200e-6  # a message between two hosts, with what the sender's interpreter adds
+_NODE_BANDWIDTH = 7e9  # bytes per second of two ranks that share memory, buckets larger than caches
 _PASSES = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1}  # around the ring
 _HUBER = 1.345  # in standard deviations: 95 % as efficient as plain least squares where noise is Gaussian
 _ROUNDS = 20
@@ -33,6 +37,37 @@ def default_cap_mb(device_type: str, world_size: int) -> float:
     the number of ranks grows that of messages: past `MOST_RANKS_FOR_SMALL_BUCKETS` they cost more than they hide.
     """
     return 4.0 if device_type == "cpu" and world_size <= MOST_RANKS_FOR_SMALL_BUCKETS else DEFAULT_CAP_MB
+
+
+def number_by_size(sizes: Sequence[float], cap: float, first_cap: float) -> list[int]:
+    """For each gradient, of ``sizes`` bytes, the number of its bucket, under ``cap`` bytes a bucket.
+
+    The first bucket holds ``first_cap`` at most, so that it leaves early; any may hold one larger gradient alone. A
+    bucket that is nearly empty takes the next gradient, too large as that may be: alone, between two large ones, it
+    would cost a message for next to nothing.
+    """
+    numbers, number, total = [], 0, 0.0
+    for size in sizes:
+        limit = cap if number else min(cap, first_cap)
+        takes = total + size <= limit or (number > 0 and total < NEARLY_EMPTY * cap)
+        if total and not takes:
+            number, total = number + 1, 0.0
+        numbers.append(number)
+        total += size
+    return numbers
+
+
+def num_nested_pieces(num_bytes: float, local_size: int, num_nodes: int) -> int:
+    """In how many pieces a tensor passes through a ring in each node and rings across nodes: the same on every rank.
+
+    More pieces overlap the work in the node with the wire, and each pays the latency of a ring across all nodes. With
+    c seconds of work in the node and a latency of A, k pieces take c/k + k·A longer than their bytes on the wire, which
+    is least for k = √(c/A). Links are taken to be typical: all ranks must find one number before anything is measured.
+    """
+    in_node = 2 * (local_size - 1) / local_size * num_bytes / _NODE_BANDWIDTH
+    latency = 2 * (num_nodes - 1) * TCP_ALPHA_SECONDS
+    most = -(-int(num_bytes) // LEAST_PIECE_BYTES)
+    return max(1, min(most, round(math.sqrt(in_node / latency))))
 
 
 @dataclass(frozen=True, slots=True)

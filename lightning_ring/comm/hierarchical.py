@@ -17,13 +17,12 @@ from lightning_ring.comm import ring
 from lightning_ring.comm.agreement import describe
 from lightning_ring.comm.collective_thread import CollectiveThread
 from lightning_ring.comm.communicator import Communicator, CompletedWork, ReduceOp, Work, shard
+from lightning_ring.comm.cost import LEAST_PIECE_BYTES, num_nested_pieces
 from lightning_ring.comm.lane import Lane
 from lightning_ring.comm.passage import Journey, Passage, nothing
 from lightning_ring.comm.patience import Patience
 from lightning_ring.comm.ring_communicator import DIRECT_BYTES, RingCommunicator, Transport, check_rank, contiguous_flat
 from lightning_ring.comm.rows import Rows
-
-PIECE_BYTES = 4 * 1024 * 1024
 
 
 class HierarchicalCommunicator(RingCommunicator):
@@ -42,6 +41,8 @@ class HierarchicalCommunicator(RingCommunicator):
         across: Over this rank's peers, one on each node.
         peers: By local rank, which ranks ``across`` joins, in its order; the same list on every rank.
         patience: Shared with the three, so that the first error ends what all of them have under way.
+        piece_bytes: Size of a piece; by default that of an all-reduce follows from its size and the number of nodes
+            (`num_nested_pieces`).
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class HierarchicalCommunicator(RingCommunicator):
         peers: Sequence[Sequence[int]],
         patience: Patience,
         *,
-        piece_bytes: int = PIECE_BYTES,
+        piece_bytes: int | None = None,
     ) -> None:
         super().__init__(transport, patience)
         self._inward = inward
@@ -96,7 +97,9 @@ class HierarchicalCommunicator(RingCommunicator):
                 outward=lambda: self._outward.all_gather_(piece, name=name),
             )
 
-        return self._send(what, lambda: [passage(piece) for piece in self._pieces(flat)])
+        local_size, num_nodes = self._inward.world_size, self._across.world_size
+        count = num_nested_pieces(flat.nbytes, local_size, num_nodes)
+        return self._send(what, lambda: [passage(piece) for piece in self._pieces(flat, count)])
 
     def reduce_scatter_(self, flat: Tensor, *, op: ReduceOp = ReduceOp.SUM, name: str = "") -> Work:
         flat = contiguous_flat(flat, "reduce_scatter_")
@@ -155,7 +158,8 @@ class HierarchicalCommunicator(RingCommunicator):
                 outward=lambda: self._outward.broadcast_(piece, src=local_rank, name=name),
             )
 
-        return self._send(what, lambda: [passage(piece) for piece in self._pieces(flat)])
+        count = ring.num_pieces(flat.numel(), flat.element_size(), LEAST_PIECE_BYTES)
+        return self._send(what, lambda: [passage(piece) for piece in self._pieces(flat, count)])
 
     def close(self) -> None:
         if not self._closed:
@@ -192,8 +196,10 @@ class HierarchicalCommunicator(RingCommunicator):
 
         self._onto_the_wire.submit(what, onto_the_wire)
 
-    def _pieces(self, flat: Tensor) -> list[Tensor]:
-        return ring.cut(flat, ring.num_pieces(flat.numel(), flat.element_size(), self._piece_bytes))
+    def _pieces(self, flat: Tensor, count: int) -> list[Tensor]:
+        if self._piece_bytes is not None:
+            count = ring.num_pieces(flat.numel(), flat.element_size(), self._piece_bytes)
+        return ring.cut(flat, count)
 
     def _finish_(self, own: Tensor, op: ReduceOp, nested: ReduceOp) -> None:
         if nested is not op:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -12,6 +13,9 @@ import torch
 from torch import Tensor
 
 from lightning_ring.comm.communicator import Communicator, ReduceOp, Work
+from lightning_ring.errors import RingError
+
+_log = logging.getLogger("lightning_ring")
 
 T = TypeVar("T")
 _NUMBERS = re.compile(r"^backward \d+ \(step \d+\): ")  # a record has the time, and a chart one lane a bucket
@@ -56,7 +60,7 @@ class RecordedCommunicator:
     """``comm``, whose collectives are told to ``listeners`` once they were waited for, in the thread that waited.
 
     Costs four clock reads a collective, on CUDA three events; without listeners nothing. Collectives that block are not
-    recorded. The list may change while training goes on.
+    recorded. The list may change while training goes on; a listener that raises is taken off it.
     """
 
     def __init__(self, comm: Communicator, listeners: list[Listener]) -> None:
@@ -161,8 +165,16 @@ class _RecordedWork:
         record.waited_until = time.perf_counter()
         if record.events is None:
             record.ended = getattr(self._work, "ended", None) or record.waited_until
-        for listener in self._listeners:
-            listener(record)
+        for listener in list(self._listeners):
+            try:
+                listener(record)
+            except RingError:
+                raise
+            except Exception as error:
+                self._listeners.remove(listener)
+                _log.warning(
+                    "a listener to collectives failed and is told no more: %s: %s", type(error).__name__, error
+                )
 
     def done(self) -> bool:
         return self._work.done()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
 import pickle
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -30,6 +32,10 @@ class Transport(ring.PointToPoint, Protocol):
     while_waiting: Callable[[Sequence[int]], float]
     """Called with the ranks waited for, again and again during a wait, which goes on for as many more seconds as it
     returns; what it raises ends the wait."""
+
+    def interrupt(self) -> None:
+        """End the waits of other threads that ask `while_waiting` too seldom; no message travels after that."""
+        ...
 
     def close(self, broken: bool) -> None: ...
 
@@ -64,6 +70,7 @@ class RingCommunicator:
         transport.while_waiting = self._while_waiting
         self._num_calls = 0
         self._closed = False
+        _open.add(self)
 
     @property
     def rank(self) -> int:
@@ -183,6 +190,8 @@ class RingCommunicator:
     def close(self) -> None:
         if not self._closed:
             self._closed = True
+            if self._patience.error is not None and any(thread.busy for thread in self._threads):
+                self.transport.interrupt()
             ended = sum(thread.close() for thread in self._threads) == len(self._threads)
             self.transport.close(broken=self._patience.error is not None or not ended)
 
@@ -233,6 +242,22 @@ class RingCommunicator:
     def _while_waiting(self, peers: Sequence[int]) -> float:
         thread = self._lanes.of_this_thread().thread
         return thread.while_waiting([self._members[peer] for peer in peers])
+
+
+_open: weakref.WeakSet[RingCommunicator] = weakref.WeakSet()
+
+
+@atexit.register
+def _stop_threads() -> None:
+    """End what is under way: a thread that comes back from Gloo or torch when the interpreter ends aborts the process.
+
+    Registered with the import, and so called after the handlers in which a rank of a job waits for the others.
+    """
+    for comm in list(_open):
+        if any(thread.busy for thread in comm._threads):
+            comm._patience.fail(CollectiveError("this process ends."))
+            comm._closed = False  # it may have been closed while its thread was inside a wait
+            comm.close()
 
 
 def pickled(obj: Any) -> Tensor:

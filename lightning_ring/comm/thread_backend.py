@@ -94,6 +94,9 @@ class ThreadTransport:
                 self._world.raise_if_failed()
                 self.while_waiting([request.peer for request in requests if not request.over])
 
+    def interrupt(self) -> None:
+        return None  # waits ask every 20 ms
+
     def close(self, broken: bool) -> None:
         return None
 

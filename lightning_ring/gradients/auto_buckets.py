@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_ring.comm.communicator import Communicator
-from lightning_ring.comm.cost import DEFAULT_CAP_MB, CostModel, fit
-from lightning_ring.gradients.bucket import Bucket, number_by_size
+from lightning_ring.comm.cost import DEFAULT_CAP_MB, FIRST_BUCKET_MB, CostModel, fit, number_by_size
+from lightning_ring.gradients.bucket import Bucket
 from lightning_ring.gradients.compression import Compressor
 from lightning_ring.gradients.merge import Seconds, last_arrival, merge
 
@@ -53,7 +53,8 @@ class AutoBuckets:
         comm: Who takes part.
         say: Called with what was chosen, in words.
         default_cap_mb: Bucket size in MiB until then, and the one that the choice is compared with.
-        halves: Only a reduce-scatter travels during backward.
+        halves: A reduce-scatter travels during backward, which is timed and priced then; the all-gather of parameters
+            under the next forward is taken for its mirror image, and costs as much.
         compressor: Who says how many bytes an element takes on the wire.
     """
 
@@ -118,7 +119,7 @@ class AutoBuckets:
         return Choice([name for name, _ in ordered], ends, cost, exposed, fixed)
 
     def _probe(self, dtype: torch.dtype, device: torch.device) -> CostModel:
-        """Time all-reduces of several sizes. On one rank nothing travels, and costs nothing."""
+        """Time what travels during backward, in several sizes. On one rank nothing travels, and costs nothing."""
         if self._comm.world_size == 1:
             return CostModel(0.0, float("inf"))
         sizes, times = [], []
@@ -128,12 +129,13 @@ class AutoBuckets:
             for _ in range(PROBE_REPEATS):
                 sizes.append(flat.nbytes)
                 times.append(self._time(flat))
-        return fit(sizes, times, self._comm.world_size)
+        return fit(sizes, times, self._comm.world_size, collective="reduce_scatter" if self._halves else "all_reduce")
 
     def _time(self, flat: Tensor) -> float:
         self._comm.barrier()
         began = _now(flat.device)
-        self._comm.all_reduce_(flat, name="probe of the bucket size").wait()
+        collective = self._comm.reduce_scatter_ if self._halves else self._comm.all_reduce_
+        collective(flat, name="probe of the bucket size").wait()
         return _seconds_between(began, _now(flat.device))
 
     def _seconds(self, cost: CostModel) -> Seconds:
@@ -176,7 +178,7 @@ def _by_kind(params: Named) -> list[list[tuple[str, Parameter]]]:
 
 
 def _fixed_ends(params: Sequence[Parameter], cap_mb: float) -> list[int]:
-    numbers = number_by_size(params, cap_mb * _MIB, _MIB)
+    numbers = number_by_size([param.nbytes for param in params], cap_mb * _MIB, FIRST_BUCKET_MB * _MIB)
     return [last + 1 for last in range(len(numbers)) if last + 1 == len(numbers) or numbers[last] < numbers[last + 1]]
 
 

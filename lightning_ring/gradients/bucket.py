@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_ring.comm.cost import FIRST_BUCKET_MB
+from lightning_ring.comm.cost import FIRST_BUCKET_MB, number_by_size
 from lightning_ring.gradients.lent import LentViews
 
 _ALIGNMENT_BYTES = 64  # a cache line: views start where vector kernels like it
@@ -203,7 +203,7 @@ def plan_buckets(
 
     Args:
         named_params: Each parameter once, in the order in which backward is expected to produce gradients.
-        bucket_cap_mb: Size in MiB past which a bucket takes no further parameter; one larger parameter fills one alone.
+        bucket_cap_mb: Size in MiB past which a bucket takes no further parameter (`number_by_size`).
         first_bucket_mb: The same for the first bucket of each dtype and device, smaller so that the wire starts early.
         empty: Where buffers get their memory, `Communicator.empty` for instance.
         num_shards: What each buffer's length is to be divisible by: the world size.
@@ -212,25 +212,14 @@ def plan_buckets(
     groups: list[tuple[int, tuple[str, ...], tuple[Parameter, ...]]] = []
     for kind in kinds:
         members = [(i, n, p) for i, (n, p) in enumerate(named_params) if (p.dtype, p.device) == kind]
-        numbered = number_by_size([p for _, _, p in members], bucket_cap_mb * _MIB, first_bucket_mb * _MIB)
+        numbered = number_by_size(
+            [p.numel() * p.element_size() for _, _, p in members], bucket_cap_mb * _MIB, first_bucket_mb * _MIB
+        )
         for _, group in groupby(zip(numbered, members, strict=True), key=lambda pair: pair[0]):
             last, names, params = zip(*(member for _, member in group), strict=True)
             groups.append((last[-1], names, params))
     # a bucket can leave once its last gradient is there: that position decides the one order of travel on every rank
     return [Bucket(names, params, empty, num_shards) for _, names, params in sorted(groups, key=lambda group: group[0])]
-
-
-def number_by_size(params: Sequence[Parameter], cap: float, first_cap: float) -> list[int]:
-    """For each parameter the number of its bucket, under ``cap`` bytes a bucket and ``first_cap`` for the first one."""
-    numbers, number, size = [], 0, 0
-    for param in params:
-        nbytes = param.numel() * param.element_size()
-        limit = cap if number else min(cap, first_cap)
-        if size and size + nbytes > limit:
-            number, size = number + 1, 0
-        numbers.append(number)
-        size += nbytes
-    return numbers
 
 
 def _offsets(params: Sequence[Parameter]) -> tuple[list[int], int]:

@@ -19,7 +19,18 @@ from torch.utils.data import DataLoader
 
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.monitor.borrowed_state import borrowed
-from lightning_ring.monitor.gap_report import ON_DEVICE, REAL, REPLAYED, SOURCES, GapReport, RankTimes, judge, median
+from lightning_ring.monitor.gap_report import (
+    ON_DEVICE,
+    REAL,
+    REPLAYED,
+    SOURCES,
+    GapReport,
+    LoaderCost,
+    RankTimes,
+    judge,
+    median,
+)
+from lightning_ring.monitor.left_out import LeftOut
 from lightning_ring.monitor.loader_cost import loader_cost
 from lightning_ring.monitor.throughput import first_dimension
 
@@ -121,7 +132,14 @@ class _Measurement:
             waits=self.waits,
             own=median(self.own),
             batch_size=self.batch_size,
-            loader=loader_cost(self.loader.flattened[0], self.batch_size, median(self.fetches)),
+            loader=LeftOut(("loader's cost",)).run(
+                "loader's cost",
+                LoaderCost(0.0, 0.0, median(self.fetches)),  # as of a loader that cannot be asked
+                loader_cost,
+                self.loader.flattened[0],
+                self.batch_size,
+                median(self.fetches),
+            ),
             copies=self.module.device.type != "cpu",
         )
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
@@ -27,6 +28,10 @@ class Memory:
     allocated: float = 0.0
     reserved: float = 0.0
     peak: float = 0.0
+
+    @classmethod
+    def unknown(cls) -> Memory:
+        return cls(*[math.nan] * len(fields(cls)))
 
     @classmethod
     def now(cls, device: torch.device) -> Memory:

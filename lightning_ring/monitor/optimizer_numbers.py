@@ -34,7 +34,8 @@ def learning_rates(optimizers: Sequence[Optimizer]) -> dict[str, float]:
         earlier = kinds[:number].count(kind)
         name = f"{kind}-{earlier}" if earlier else kind
         for index, group in enumerate(optimizer.param_groups):
-            found[f"{name}/{index}" if index else name] = float(group["lr"])
+            if "lr" in group:  # an optimizer need not have one
+                found[f"{name}/{index}" if index else name] = float(group["lr"])
     return found
 
 

@@ -21,6 +21,7 @@ class RankRow:
         steps: How many steps; on CUDA those that the device has finished.
         images: Images of a step; NaN where nobody can tell.
         skipped: Steps that a loss scaler left out since training began.
+        left_out: What the monitor failed to compute on this rank (`LeftOut.bits`).
     """
 
     rank: int
@@ -29,6 +30,7 @@ class RankRow:
     skipped: float
     times: StepBreakdown
     memory: Memory
+    left_out: float = 0.0
 
     @property
     def own(self) -> float:
@@ -36,21 +38,29 @@ class RankRow:
         return self.times.total - self.times.exposed
 
     def as_list(self) -> list[float]:
-        return [self.rank, self.steps, self.images, self.skipped, *astuple(self.times), *astuple(self.memory)]
+        return [
+            self.rank,
+            self.steps,
+            self.images,
+            self.skipped,
+            self.left_out,
+            *astuple(self.times),
+            *astuple(self.memory),
+        ]
 
     @classmethod
     def from_list(cls, numbers: Sequence[float]) -> RankRow:
-        rank, steps, images, skipped, *rest = numbers
+        rank, steps, images, skipped, left_out, *rest = numbers
         times, memory = rest[:_NUM_TIMES], rest[_NUM_TIMES:]
-        return cls(int(rank), int(steps), images, skipped, StepBreakdown(*times), Memory(*memory))
+        return cls(int(rank), int(steps), images, skipped, StepBreakdown(*times), Memory(*memory), left_out)
 
 
 _NUM_TIMES = len(fields(StepBreakdown))
-_NUM_NUMBERS = 4 + _NUM_TIMES + len(fields(Memory))
+_NUM_NUMBERS = 5 + _NUM_TIMES + len(fields(Memory))
 
 
 class RowExchange:
-    """An all-gather of every rank's row, under way. Nobody waits for it, nor for the device, before `finish`.
+    """An all-gather of every rank's row, under way. Nobody waits for it, nor for the device, before `wait`.
 
     Args:
         comm: `None` in a single process.
@@ -73,16 +83,23 @@ class RowExchange:
         self._copied: torch.cuda.Event | None = None
 
     def done(self) -> bool:
-        """Whether `finish` would return at once."""
+        """Whether `wait` would return at once."""
         if self._work is not None and self._work.done():
             self._start_copy()
         return self._work is None and (self._copied is None or self._copied.query())
 
-    def finish(self) -> tuple[list[RankRow], Tensor]:
-        """All ranks' rows, by rank, and the sum over ranks of what was ``on_device``."""
+    def wait(self) -> None:
+        """Block until all ranks' rows are on the host.
+
+        Raises:
+            RingError: As `Work.wait`.
+        """
         self._start_copy()
         if self._copied is not None:
             self._copied.synchronize()
+
+    def finish(self) -> tuple[list[RankRow], Tensor]:
+        """After `wait`: all ranks' rows, by rank, and the sum over ranks of what was ``on_device``."""
         table = self._flat.view(self._world_size, -1)
         rows = [RankRow.from_list(row) for row in table[:, :_NUM_NUMBERS].tolist()]
         return sorted(rows, key=lambda row: row.rank), table[:, _NUM_NUMBERS:].sum(0)

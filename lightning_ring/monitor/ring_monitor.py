@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,16 +13,30 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_ring.comm.communicator import Communicator
+from lightning_ring.monitor.breakdown import StepBreakdown
 from lightning_ring.monitor.dashboard import Dashboard
+from lightning_ring.monitor.left_out import LeftOut
+from lightning_ring.monitor.logged_step import UNKNOWN, LoggedStep, numbers_on_device
 from lightning_ring.monitor.memory import Memory
 from lightning_ring.monitor.optimizer_numbers import gradient_squares, learning_rates, trust_ratios
 from lightning_ring.monitor.rank_rows import RankRow, RowExchange
 from lightning_ring.monitor.ring_report import RingReport
 from lightning_ring.monitor.skipped_steps import SkippedSteps
-from lightning_ring.monitor.step_window import StepWindow
+from lightning_ring.monitor.step_timer import StepTimer
+from lightning_ring.monitor.step_window import Step, StepWindow, Taken
 from lightning_ring.monitor.throughput import first_dimension
 
-_DID_NOT_STEP = -1.0  # in the place of a squared norm
+_TIMES, _NORMS, _OPTIMIZERS, _SKIPPED, _MEMORY, _IMAGES, _PAGES, _REPORT, _BAR = _PARTS = (
+    "step times",
+    "gradient norms",
+    "numbers of the optimizers",
+    "skipped steps",
+    "memory",
+    "images per second",
+    "TensorBoard pages",
+    "report",
+    "numbers on the progress bar",
+)
 
 
 class RingMonitor(Callback):
@@ -36,6 +49,9 @@ class RingMonitor(Callback):
     Times are means over the steps since the last logged one (200 at most, without the first of all), and then over the
     ranks; their parts add up to the step. Images per second are those of all ranks, the share of data that of the
     slowest one, for which the others wait.
+
+    It never ends a training. What it fails to compute it leaves out, and rank 0 warns of it once; a rank that fails
+    sends its row all the same, so that ranks stay together. Errors of communication, and of a logger, are raised.
 
     Args:
         batch_size: From a batch to its number of images; default `first_dimension`.
@@ -55,16 +71,15 @@ class RingMonitor(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._close()
-        self._fit = _Fit(trainer)
+        fit = self._fit = _Fit(trainer)
         if trainer.is_global_zero:
-            self._fit.dashboard = Dashboard(trainer)
+            fit.dashboard = fit.left_out.run(_PAGES, None, Dashboard, trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._fit is None:
             return
         self._receive(trainer, self._fit, wait=True)
-        if self._fit.dashboard is not None:
-            self._fit.dashboard.draw(self._fit.window.latest, self.report)
+        self._draw(self._fit, Dashboard.draw)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._close()
@@ -77,41 +92,53 @@ class RingMonitor(Callback):
             self._fit.close()
             self._fit = None
 
+    def _draw(self, fit: _Fit, draw: Callable[[Dashboard, Step | None, RingReport | None], None]) -> None:
+        if fit.dashboard is not None and fit.window is not None:
+            fit.left_out.run(_PAGES, None, draw, fit.dashboard, fit.window.latest, self.report)
+
     # -- training
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._fit is not None:
-            self._fit.window.restart()
+        if self._fit is not None and self._fit.window is not None:
+            self._fit.left_out.run(_TIMES, None, self._fit.window.restart)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._fit is not None and self._fit.dashboard is not None:
-            self._fit.dashboard.draw_seldom(self._fit.window.latest, self.report)
+        if self._fit is not None:
+            self._draw(self._fit, Dashboard.draw_seldom)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        if self._fit is not None and not pl_module.automatic_optimization:
-            self._fit.window.timer.begin_manual_backward()
+        self._tell_timer(pl_module, StepTimer.begin_manual_backward)
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._fit is not None and not pl_module.automatic_optimization:
-            self._fit.window.timer.end_manual_backward()
+        self._tell_timer(pl_module, StepTimer.end_manual_backward)
+
+    def _tell_timer(self, module: LightningModule, what: Callable[[StepTimer], None]) -> None:
+        if self._fit is not None and self._fit.window is not None and not module.automatic_optimization:
+            self._fit.left_out.run(_TIMES, None, what, self._fit.window.timer)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         if self._fit is None:
             return
-        self._fit.skipped.step_announced()
+        if self._fit.skipped is not None:
+            self._fit.skipped.step_announced()
         if self._logs_this_step(trainer, self._fit):
-            self._fit.squares[id(optimizer)] = gradient_squares(trainer.strategy, optimizer)
+            unknown = torch.full((1,), UNKNOWN, dtype=torch.float64)
+            squares = self._fit.left_out.run(_NORMS, unknown, gradient_squares, trainer.strategy, optimizer)
+            self._fit.squares[id(optimizer)] = squares
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._fit is None:
+        fit = self._fit
+        if fit is None:
             return
-        self._fit.window.end_step(self._images(trainer, batch))
-        logs = self._logs_this_step(trainer, self._fit)
-        self._receive(trainer, self._fit, wait=logs)
+        if fit.window is not None:
+            images = fit.left_out.run(_IMAGES, math.nan, self._images, trainer, batch)
+            fit.left_out.run(_TIMES, None, fit.window.end_step, images)
+        logs = self._logs_this_step(trainer, fit)
+        self._receive(trainer, fit, wait=logs)
         if logs:
-            self._send(trainer, self._fit)
+            self._send(trainer, fit)
 
     def _logs_this_step(self, trainer: Trainer, fit: _Fit) -> bool:
         """The same on every rank: nothing in it is known to one rank only."""
@@ -139,47 +166,70 @@ class RingMonitor(Callback):
     # -- one row a rank
 
     def _send(self, trainer: Trainer, fit: _Fit) -> None:
-        taken = fit.window.take(trainer.world_size)
-        skipped, uncounted = fit.skipped.count()
+        """Every rank sends a row of one length, whatever failed: the rest of the ranks wait for it."""
+        run, world_size = fit.left_out.run, trainer.world_size
         device = trainer.strategy.root_device
-        row = RankRow(trainer.global_rank, taken.steps, taken.images, skipped, taken.times, Memory.now(device))
-        device = device if device.type == "cuda" else torch.device("cpu")
-        parts = [uncounted.reshape(1), *_squares(trainer.optimizers, fit.squares)]
-        on_device = torch.cat([part.to(device, non_blocking=True) for part in parts])
-        fit.pending = _Pending(
-            step=trainer.fit_loop.epoch_loop._batches_that_stepped,
-            num_optimizers=len(trainer.optimizers),
-            learning_rates=learning_rates(trainer.optimizers) if trainer.is_global_zero else {},
-            trust_ratios=trust_ratios(trainer.optimizers) if trainer.is_global_zero else torch.empty(0),
-            rows=RowExchange(fit.communicator, row, on_device, device),
+        unknown = Taken(0, math.nan, StepBreakdown.unknown())
+        taken = run(_TIMES, unknown, fit.window.take, world_size) if fit.window is not None else unknown
+        nothing = math.nan, torch.zeros((), dtype=torch.float64)
+        skipped, uncounted = run(_SKIPPED, nothing, fit.skipped.count) if fit.skipped is not None else nothing
+        memory = run(_MEMORY, Memory.unknown(), Memory.now, device)
+        num_buckets = getattr(trainer.strategy, "num_buckets", 0) + 1
+        place = device if device.type == "cuda" else torch.device("cpu")
+        on_device = run(
+            _NORMS,
+            torch.full((1 + len(trainer.optimizers) + num_buckets,), UNKNOWN, dtype=torch.float64),
+            numbers_on_device,
+            uncounted,
+            [fit.squares.get(id(optimizer)) for optimizer in trainer.optimizers],
+            num_buckets,
+            place,
         )
         fit.squares.clear()
+        rates, ratios = dict[str, float](), torch.empty(0)
+        if trainer.is_global_zero:
+            rates = run(_OPTIMIZERS, rates, learning_rates, trainer.optimizers)
+            ratios = run(_OPTIMIZERS, ratios, trust_ratios, trainer.optimizers)
+        row = RankRow(trainer.global_rank, taken.steps, taken.images, skipped, taken.times, memory, fit.left_out.bits)
+        fit.pending = LoggedStep(
+            step=trainer.fit_loop.epoch_loop._batches_that_stepped,
+            num_optimizers=len(trainer.optimizers),
+            learning_rates=rates,
+            trust_ratios=ratios,
+            rows=RowExchange(fit.communicator, row, on_device, place),
+        )
 
     def _receive(self, trainer: Trainer, fit: _Fit, *, wait: bool) -> None:
         pending = fit.pending
         if pending is None or not (wait or pending.rows.done()):
             return
         fit.pending = None
-        self.report = pending.report()
+        pending.rows.wait()
+        report = fit.left_out.run(_REPORT, None, pending.report)
+        if report is None:
+            return
+        self.report = report
         if not trainer.is_global_zero:
             return
-        scalars = self.report.scalars()
-        for logger in trainer.loggers:
-            logger.log_metrics(scalars, step=self.report.step)
+        fit.left_out.tell_of([row.left_out for row in report.rows])
+        scalars = fit.left_out.run(_REPORT, {}, report.scalars)
+        for logger in trainer.loggers if scalars else ():
+            logger.log_metrics(scalars, step=report.step)  # an error in it is the user's to see, as under DDP
         if fit.dashboard is not None:
-            fit.dashboard.add_histograms(self.report)
-        if trainer.progress_bar_callback is not None:
-            # where `self.log(..., prog_bar=True)` ends up, for any bar to show; the property of that name would
-            # compute the epoch's metrics, with collectives in which no other rank takes part
-            trainer._logger_connector._progress_bar_metrics.update(self.report.bar())  # type: ignore[arg-type]
+            fit.left_out.run(_PAGES, None, fit.dashboard.add_histograms, report)
+        fit.left_out.run(_BAR, None, _show_on_bar, trainer, report)
 
 
 class _Fit:
-    """What a monitor holds while its Trainer fits."""
+    """What a monitor holds while its Trainer fits. ``window`` or ``skipped`` is `None` where it could not be made."""
 
     def __init__(self, trainer: Trainer) -> None:
-        self.window = StepWindow(trainer)
-        self.skipped = SkippedSteps(trainer.optimizers, getattr(trainer.precision_plugin, "scaler", None))
+        # a script may give loggers, and how often to log, to rank 0 alone: all ranks exchange rows when rank 0 logs
+        self.log_every_n_steps: int = trainer.strategy.broadcast(trainer.log_every_n_steps)  # type: ignore[attr-defined]
+        self.left_out = LeftOut(_PARTS)
+        self.window: StepWindow | None = self.left_out.run(_TIMES, None, StepWindow, trainer)
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        self.skipped: SkippedSteps | None = self.left_out.run(_SKIPPED, None, SkippedSteps, trainer.optimizers, scaler)
         self.communicator: Communicator | None = getattr(trainer.strategy, "communicator", None)
         if self.communicator is None and trainer.world_size > 1:
             rank_zero_warn(
@@ -187,49 +237,22 @@ class _Fit:
                 "it logs is rank 0's. Use strategy='ring' or 'ring_sharded' for the rest."
             )
         self.squares: dict[int, Tensor] = {}
-        self.pending: _Pending | None = None
+        self.pending: LoggedStep | None = None
         self.dashboard: Dashboard | None = None
         self.warned_of_batch = False
-        # a script may give loggers, and how often to log, to rank 0 alone: all ranks exchange rows when rank 0 logs
-        self.log_every_n_steps: int = trainer.strategy.broadcast(trainer.log_every_n_steps)  # type: ignore[attr-defined]
 
     def close(self) -> None:
-        self.window.close()
-        self.skipped.remove()
+        if self.window is not None:
+            self.left_out.run(_TIMES, None, self.window.close)
+        if self.skipped is not None:
+            self.left_out.run(_SKIPPED, None, self.skipped.remove)
 
 
-@dataclass(slots=True)
-class _Pending:
-    """A logged step, until all ranks' rows are here."""
-
-    step: int
-    num_optimizers: int
-    learning_rates: dict[str, float]
-    trust_ratios: Tensor
-    rows: RowExchange
-
-    def report(self) -> RingReport:
-        rows, sums = self.rows.finish()
-        uncounted, squares, buckets = sums[0], sums[1 : 1 + self.num_optimizers], sums[1 + self.num_optimizers :]
-        ratios = self.trust_ratios
-        return RingReport(
-            step=self.step,
-            rows=rows,
-            gradient_norms=[None if square < 0 else math.sqrt(square) for square in squares.tolist()],
-            bucket_norms=buckets.sqrt().tolist(),
-            skipped=rows[0].skipped + float(uncounted) / len(rows),  # all ranks skip the same steps
-            learning_rates=self.learning_rates,
-            trust_ratios=ratios[~ratios.isnan()],
-        )
-
-
-def _squares(optimizers: Sequence[Optimizer], by_id: dict[int, Tensor]) -> list[Tensor]:
-    """Sum of each optimizer's squares, then the sum over optimizers of each bucket's."""
-    found = [by_id.get(id(optimizer)) for optimizer in optimizers]
-    missing = torch.full((1,), _DID_NOT_STEP, dtype=torch.float64)
-    buckets = [one for one in found if one is not None]
-    total = [torch.stack(buckets).sum(0)] if buckets else []
-    return [missing if one is None else one.sum().reshape(1) for one in found] + total
+def _show_on_bar(trainer: Trainer, report: RingReport) -> None:
+    if trainer.progress_bar_callback is not None:
+        # where `self.log(..., prog_bar=True)` ends up, for any bar to show; the property of that name would
+        # compute the epoch's metrics, with collectives in which no other rank takes part
+        trainer._logger_connector._progress_bar_metrics.update(report.bar())  # type: ignore[arg-type]
 
 
 def add_monitor(trainer: Trainer) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -26,7 +26,8 @@ class RingReport:
         step: As Lightning counts it for loggers.
         rows: By rank.
         gradient_norms: Of each optimizer, in their order; `None` of one that did not step.
-        bucket_norms: Norm of the gradient in each bucket, in the order in which they leave; outside of any, last.
+        bucket_norms: Norm of the gradient in each bucket, in the order in which they leave; outside of any, last. Empty
+            where no optimizer stepped, or buckets were laid out anew meanwhile.
         skipped: Steps without finite gradients that were left out since training began.
         learning_rates: By name.
         trust_ratios: Last one of each parameter that adapts; empty with other optimizers.
@@ -76,7 +77,7 @@ class RingReport:
     def scalars(self) -> dict[str, float]:
         """By name; what cannot be told is left out."""
         found = {
-            "memory_mb": max(row.memory.resident for row in self.rows) / _MB,
+            "memory_mb": _most(row.memory.resident for row in self.rows) / _MB,
             "skipped_steps": self.skipped,
             **{f"lr/{name}": lr for name, lr in self.learning_rates.items()},
             **self._times(),
@@ -155,7 +156,7 @@ class RingReport:
 
     def _cuda_memory(self) -> dict[str, float]:
         names = ("allocated", "reserved", "peak")
-        most = {name: max(getattr(row.memory, name) for row in self.rows) / _MB for name in names}
+        most = {name: _most(getattr(row.memory, name) for row in self.rows) / _MB for name in names}
         return {f"cuda_{name}_mb": size for name, size in most.items() if most["reserved"] > 0}
 
     def _percentiles(self) -> dict[str, float]:
@@ -164,6 +165,12 @@ class RingReport:
         at = torch.tensor(PERCENTILES, dtype=torch.float64) / 100
         values = torch.quantile(self.trust_ratios.double(), at).tolist()
         return {f"trust_ratio/p{percent:02d}": value for percent, value in zip(PERCENTILES, values, strict=True)}
+
+
+def _most(numbers: Iterable[float]) -> float:
+    """The greatest; NaN where one of them is, which `max` may overlook."""
+    found = list(numbers)
+    return math.nan if any(math.isnan(number) for number in found) else max(found)
 
 
 def _name(part: str) -> str:

@@ -11,6 +11,8 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.profilers import Profiler
 
+from lightning_ring.errors import RingError
+from lightning_ring.monitor.left_out import tell
 from lightning_ring.monitor.step_record import MANUAL, StepRecord, StepTimes, median_times
 
 __all__ = ["StepRecord", "StepTimer", "StepTimes", "median_times"]
@@ -41,6 +43,7 @@ class StepTimer(Profiler):
         listeners: Called with each step's record when the step ends.
         interruption_listeners: Called with what it was (``"validation_step"``, ``"test_step"``, ``"save_checkpoint"``),
             when it began and when it ended, by the clock.
+        failure: What went wrong in timing, after which no step is recorded any more; training goes on.
     """
 
     def __init__(
@@ -61,6 +64,7 @@ class StepTimer(Profiler):
         self.listeners: list[Callable[[StepRecord], None]] = []
         self.interruption_listeners: list[Callable[[str, float, float], None]] = []
         self._users = 0
+        self.failure: Exception | None = None
         self._interrupted: dict[str, float] = {}
 
     @classmethod
@@ -84,6 +88,23 @@ class StepTimer(Profiler):
 
     def start(self, action_name: str) -> None:
         self.inner.start(action_name)
+        self._note(self._begin, action_name)
+
+    def stop(self, action_name: str) -> None:
+        self._note(self._end, action_name)
+        self.inner.stop(action_name)
+
+    def _note(self, note: Callable[[str], None], action_name: str) -> None:
+        if self.failure is not None:
+            return
+        try:
+            note(action_name)
+        except RingError:
+            raise
+        except Exception as error:  # no more records, rather than wrong ones, and training goes on
+            self.failure = error
+
+    def _begin(self, action_name: str) -> None:
         phase = self._phase(action_name)
         if phase is None:
             if self.interruption_listeners and action_name.rsplit(".", 1)[-1] in _INTERRUPTIONS:
@@ -93,7 +114,7 @@ class StepTimer(Profiler):
             self._began = self._clock()
         self._record.begin(phase, self._mark(phase))
 
-    def stop(self, action_name: str) -> None:
+    def _end(self, action_name: str) -> None:
         phase = self._phase(action_name)
         if phase is not None:
             self._record.end(phase, self._mark(phase))
@@ -103,15 +124,13 @@ class StepTimer(Profiler):
             record.began, record.total = began, now - began
             self._records.append(record)
             self._record, self._began = StepRecord(), now
-            for listener in self.listeners:
-                listener(record)
+            tell(self.listeners, record)
         elif action_name.endswith(_INTERRUPTIONS):
             self._record, self._began = StepRecord(), None
             if action_name in self._interrupted:
                 interruption = action_name.rsplit(".", 1)[-1], self._interrupted.pop(action_name), self._clock()
                 for interrupted in self.interruption_listeners:
                     interrupted(*interruption)
-        self.inner.stop(action_name)
 
     def begin_manual_backward(self) -> None:
         self._record.begin_manual_backward(self._mark("backward"))

@@ -73,7 +73,12 @@ class StepWindow:
         """Means over the steps since the last call that the device has finished.
 
         The first step of all is left out, where there are others: it makes plans, connections and optimizer state.
+
+        Raises:
+            RuntimeError: Steps could not be timed.
         """
+        if self.timer.failure is not None:
+            raise RuntimeError("steps could not be timed") from self.timer.failure
         steps: list[Step] = []
         while self._steps and finished(self._steps[0].record, self._steps[0].collectives):
             steps.append(self._steps.popleft())
@@ -87,8 +92,10 @@ class StepWindow:
 
     def close(self) -> None:
         """Stop listening; once."""
-        self.timer.listeners.remove(self._on_step)
-        self._listeners.remove(self._on_collective)
+        if self._on_step in self.timer.listeners:  # one that failed is told no more
+            self.timer.listeners.remove(self._on_step)
+        if self._on_collective in self._listeners:
+            self._listeners.remove(self._on_collective)
         self.timer.detach(self._trainer)
 
     def _on_step(self, record: StepRecord) -> None:

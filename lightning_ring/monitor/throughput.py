@@ -12,6 +12,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from lightning_ring.monitor.left_out import LeftOut
+
 
 def first_dimension(batch: Any) -> int:
     """Length of the first tensor in ``batch`` (any nesting of tuples, lists and dicts).
@@ -60,6 +62,7 @@ class ThroughputMonitor(Callback):
         self._steps: deque[tuple[float, int]] = deque(maxlen=window)
         self._seen = 0
         self._since: float | None = None
+        self._left_out = LeftOut(("images_per_second",))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._steps.clear()
@@ -76,12 +79,14 @@ class ThroughputMonitor(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         now = self.clock()
-        assert self._since is not None
-        seconds, self._since = now - self._since, now
+        seconds, self._since = now - (now if self._since is None else self._since), now
         self._seen += 1
         if self._seen <= self.warmup:
             return
-        self._steps.append((seconds, self.batch_size(batch)))
+        images = self._left_out.run("images_per_second", None, self.batch_size, batch)
+        if images is None:
+            return
+        self._steps.append((seconds, images))
         # Four digits, because tqdm shows 4182.3 as 4.18e+3. A tensor on the CPU, because Lightning would put a number
         # on the module's device, and reading it back would wait.
         rate = torch.tensor(float(f"{self.images_per_second * trainer.world_size:.4g}"))

@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from lightning_ring.comm.cost import FIRST_BUCKET_MB, CostModel, default_cap_mb
+from lightning_ring.comm.cost import FIRST_BUCKET_MB, CostModel, default_cap_mb, num_nested_pieces, number_by_size
 from lightning_ring.plan.profile import Gradient, Profile
 
 MIB = 2**20
-PIECE_BYTES = 4 * MIB  # that of comm.hierarchical
 COMPRESSED = {"fp16": 2, "bf16": 2}  # bytes of a float32 on the wire
 _PASSES = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1}
 
@@ -132,22 +131,17 @@ def cut_buckets(gradients: Sequence[Gradient], cap_mb: float, compression: str |
     """As `gradients.bucket.plan_buckets` cuts them: one dtype to a bucket, in the order in which they can leave."""
     numbered: list[tuple[int, Bucket]] = []
     for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
-        buckets = [Bucket()]
-        last = [0]
-        for position, gradient in enumerate(gradients):
-            if gradient.dtype != dtype:
-                continue
-            limit = (cap_mb if len(buckets) > 1 else min(cap_mb, FIRST_BUCKET_MB)) * MIB
-            if buckets[-1].num_bytes and buckets[-1].num_bytes + gradient.num_bytes > limit:
-                buckets.append(Bucket())
-                last.append(0)
-            bucket = buckets[-1]
+        members = [(at, gradient) for at, gradient in enumerate(gradients) if gradient.dtype == dtype]
+        numbers = number_by_size([gradient.num_bytes for _, gradient in members], cap_mb * MIB, FIRST_BUCKET_MB * MIB)
+        buckets: dict[int, tuple[int, Bucket]] = {}
+        for number, (position, gradient) in zip(numbers, members, strict=True):
+            bucket = buckets.get(number, (0, Bucket()))[1]
             bucket.members.append(gradient)
             bucket.num_bytes += gradient.num_bytes
             bucket.wire_bytes += gradient.numel * wire_bytes(gradient, compression)
             bucket.ready = max(bucket.ready, gradient.ready)
-            last[-1] = position
-        numbered += zip(last, buckets, strict=True)
+            buckets[number] = position, bucket
+        numbered += buckets.values()
     return [bucket for _, bucket in sorted(numbered, key=lambda pair: pair[0])]
 
 
@@ -168,7 +162,9 @@ class _Wire:
     def __init__(self, collective: str, cluster: Cluster, settings: Settings) -> None:
         nested = settings.topology == "hierarchical" and cluster.num_nodes > 1 and cluster.local_size > 1
         self._stages = _nested_stages(collective, cluster) if nested else [_flat_stage(collective, cluster)]
-        self._in_pieces = nested and collective == "all_reduce"
+        self._num_pieces: Callable[[float], int] = lambda num_bytes: 1
+        if nested and collective == "all_reduce":
+            self._num_pieces = lambda num_bytes: num_nested_pieces(num_bytes, cluster.local_size, cluster.num_nodes)
         self._free = [0.0] * len(self._stages)
         self._busy = [0.0] * len(self._stages)
 
@@ -182,7 +178,7 @@ class _Wire:
 
     def send(self, ready: float, num_bytes: float) -> float:
         """When a message is over that could be sent at ``ready``."""
-        pieces = max(1, -(-int(num_bytes) // PIECE_BYTES)) if self._in_pieces else 1
+        pieces = self._num_pieces(num_bytes)
         for _ in range(pieces):
             at = ready
             for index, seconds in enumerate(self._stages):

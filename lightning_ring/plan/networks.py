@@ -19,18 +19,17 @@ import math
 from pathlib import Path
 from typing import Any
 
-from lightning_ring.comm.cost import CostModel
+from lightning_ring.comm.cost import TCP_ALPHA_SECONDS, CostModel
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.plan.model import Link
 from lightning_ring.plan.profile import read_json
 
 _GB = 1e9
-_TCP_ALPHA = 200e-6
 _TCP_SHARE = 1448 / 1538
 
 
 def _tcp(gbit: float) -> CostModel:
-    return CostModel(_TCP_ALPHA, gbit / 8 * _GB * _TCP_SHARE)
+    return CostModel(TCP_ALPHA_SECONDS, gbit / 8 * _GB * _TCP_SHARE)
 
 
 def _rdma(gbit: float) -> CostModel:

@@ -9,6 +9,7 @@ import torch
 from torch.nn import Parameter
 
 from lightning_ring.comm.cost import CostModel
+from lightning_ring.comm.recording import CollectiveRecord, RecordedCommunicator
 from lightning_ring.comm.thread_backend import run_ranks
 from lightning_ring.gradients import AutoBuckets, auto_buckets
 
@@ -16,7 +17,9 @@ CPU = torch.device("cpu")
 READY = [0.1, 0.2, 0.3, 0.4]  # of four gradients of 1 MiB
 
 
-def choose(monkeypatch: pytest.MonkeyPatch, link: CostModel, late: float) -> list[tuple[list[list[str]], str]]:
+def choose(
+    monkeypatch: pytest.MonkeyPatch, link: CostModel, late: float, halves: bool = False
+) -> list[tuple[list[list[str]], str]]:
     """Buckets and words of two ranks; gradient ``p0`` is there after ``late`` seconds on the second one."""
     clock = threading.local()
     monkeypatch.setattr(auto_buckets, "_now", lambda device: clock.now)
@@ -24,7 +27,7 @@ def choose(monkeypatch: pytest.MonkeyPatch, link: CostModel, late: float) -> lis
 
     def rank(comm):
         said: list[str] = []
-        auto = AutoBuckets(comm, said.append)
+        auto = AutoBuckets(comm, said.append, halves=halves)
         for noise in (0.0, 0.01, 5.0):  # the median counts
             clock.now = 7.0
             auto.begin_backward(CPU)
@@ -51,3 +54,23 @@ def test_words_say_what_was_chosen_and_predicted(monkeypatch: pytest.MonkeyPatch
     assert "costs 1000 µs and moves 5 MB/s" in words
     assert "arrive 506.0 ms after backward, 506.0 ms with" not in words
     assert "arrive 506.0 ms after backward, " in words  # 0.514 + 0.402 - 0.41
+
+
+def test_a_reduce_scatter_is_priced_where_it_travels(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = CostModel(1e-3, 2**20 / 0.19)  # 1 MiB over two ranks: an all-reduce takes 0.192 s, a reduce-scatter 0.096
+    (whole, _), _ = choose(monkeypatch, slow, late=0.1)
+    (halves, words), _ = choose(monkeypatch, slow, late=0.1, halves=True)
+    assert len(whole) < 4
+    assert halves == [["p0"], ["p1"], ["p2"], ["p3"]]  # each has left when the next one is there
+    assert "arrive 96.0 ms after backward" in words
+
+
+@pytest.mark.parametrize("halves", [False, True])
+def test_what_is_sent_is_what_is_timed(halves: bool) -> None:
+    def rank(comm) -> set[str]:
+        recorded: list[CollectiveRecord] = []
+        auto = AutoBuckets(RecordedCommunicator(comm, [recorded.append]), lambda _: None, halves=halves)
+        auto._probe(torch.float32, CPU)
+        return {one.kind for one in recorded}
+
+    assert run_ranks(2, rank) == [{"reduce_scatter" if halves else "all_reduce"}] * 2

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch.nn import Parameter
 
+from lightning_ring.comm.cost import number_by_size
 from lightning_ring.comm.thread_backend import run_ranks
-from lightning_ring.gradients import Bucket, Reducer
+from lightning_ring.gradients import Bucket, Reducer, plan_buckets
 
 
 @pytest.mark.parametrize("num_shards", [1, 2, 3, 4, 7, 96])
@@ -27,6 +28,17 @@ def test_its_length_is_divisible_and_flags_stay_behind_the_gradients(num_shards:
     assert bucket.stop.tolist() == [1]
     between = sum(view.numel() for view in bucket.views)
     assert int((bucket.flat[:-4] != 0).sum()) == between, "what lies between is zero"
+
+
+def test_a_nearly_empty_bucket_takes_the_next_parameter_and_the_first_stays_small() -> None:
+    mib = 2**20
+    sizes = [0.004, 8, 0.01, 0.01, 9, 0.01, 9, 2, 0.5]  # of a classifier's bias and weight, BatchNorms, convolutions
+    assert number_by_size([size * mib for size in sizes], 4 * mib, mib) == [0, 1, 2, 2, 2, 3, 3, 4, 4]
+    named = [(f"p{index}", Parameter(torch.zeros(int(size * 2**18)))) for index, size in enumerate(sizes)]
+    buckets = plan_buckets(named, 4)
+    assert [len(bucket.params) for bucket in buckets] == [1, 1, 3, 2, 2]
+    held = sum(bucket.flat.nbytes for bucket in buckets)
+    assert held < sum(param.nbytes for _, param in named) + 2000, "no more memory than the gradients"
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

@@ -7,12 +7,11 @@ from dataclasses import replace
 import pytest
 from torch import nn
 
-from lightning_ring.comm.cost import CostModel
-from lightning_ring.comm.hierarchical import PIECE_BYTES
+from lightning_ring.comm.cost import CostModel, num_nested_pieces
 from lightning_ring.gradients.bucket import plan_buckets
-from lightning_ring.plan import model
 from lightning_ring.plan.advice import advise, in_words
 from lightning_ring.plan.model import Cluster, Link, Settings, cut_buckets, predict, world_sizes
+from lightning_ring.plan.networks import NETWORKS
 from lightning_ring.plan.profile import Profile, Run
 from tests.plan.profiles import MIB, gradient, link, profile, several
 
@@ -94,14 +93,32 @@ def test_forward_waits_for_the_parameter_that_it_needs_first_and_computes_while_
 def test_nested_rings_of_one_piece_take_the_sum_of_their_stages() -> None:
     network, node = link(50, 1), link(2, 10)
     small = profile(gradient("w", 4, 0.1))
-    assert model.PIECE_BYTES == PIECE_BYTES == 4 * MIB
     step = predict(small, Cluster(8, 2, network, node), Settings("hierarchical"))
     inside = 1 * (2e-6 + 4 * MIB / (2 * 10e9))
     across = 2 * 3 * (50e-6 + 4 * MIB / (4 * 1e9))  # both ranks' halves, over one link
     assert step.exposed == pytest.approx(inside + across + inside)
     large = profile(gradient("w", 40, 0.1))
+    count = num_nested_pieces(40 * MIB, 2, 4)
+    assert count > 1
     step = predict(large, Cluster(8, 2, network, node), Settings("hierarchical"))
-    assert step.exposed == pytest.approx(inside + 10 * across + inside)  # pieces follow each other
+    inside, across = 2e-6 + 40 * MIB / count / 2 / 10e9, 6 * (50e-6 + 40 * MIB / count / 4 / 1e9)
+    assert step.exposed == pytest.approx(inside + count * across + inside)  # pieces follow each other
+
+
+@pytest.mark.parametrize("world_size", [32, 64, 128, 512])
+def test_large_buckets_in_nested_rings_are_not_cut_into_pieces_that_cost_more_than_they_hide(world_size: int) -> None:
+    found = profile(*several(), backward=0.1)
+    cluster = Cluster(world_size, 4, Link.of("10gbit", NETWORKS["10gbit"]), link(10, 7))
+    steps = {way: predict(found, cluster, Settings(way, bucket_cap_mb=25)) for way in ("flat", "hierarchical")}
+    assert steps["hierarchical"].seconds < steps["flat"].seconds
+
+
+def test_pieces_are_fewer_with_more_nodes_and_never_below_4_mib() -> None:
+    counts = [num_nested_pieces(100 * MIB, 4, nodes) for nodes in (2, 4, 8, 32, 512)]
+    assert counts == sorted(counts, reverse=True)
+    assert counts[0] > 1
+    assert counts[-1] == 1
+    assert num_nested_pieces(4 * MIB, 8, 2) == 1
 
 
 def test_a_flat_ring_over_nodes_pays_each_hop_on_its_own_link_and_on_cpu_all_on_the_network() -> None:
@@ -164,7 +181,7 @@ def pipelined(found: Profile, cluster: Cluster, settings: Settings) -> float:
     node, network = cluster.node.costs["all_reduce"], cluster.network.costs["all_reduce"]
     waiting: list[tuple[float, float]] = []
     for bucket in cut_buckets(found.gradients, settings.bucket_cap_mb, settings.compression):
-        count = max(1, -(-int(bucket.wire_bytes) // PIECE_BYTES))
+        count = num_nested_pieces(bucket.wire_bytes, local, nodes)
         waiting += [(bucket.ready, bucket.wire_bytes / count)] * count
     durations = [
         lambda size: (local - 1) * (node.alpha_seconds + size / local / node.bandwidth),

@@ -1,0 +1,180 @@
+"""`RingMonitor` fails in each of its parts, on one rank or on all: training goes on with the same numbers."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from torch import Tensor, nn
+
+from lightning_ring import RingStrategy
+from lightning_ring.gradients import auto_buckets
+from lightning_ring.gradients.layout import BucketLayout
+from lightning_ring.monitor import RingMonitor, ThroughputMonitor, dashboard, left_out, ring_monitor, step_window
+from lightning_ring.monitor.memory import Memory
+from lightning_ring.monitor.rank_rows import RankRow
+from lightning_ring.monitor.ring_report import RingReport
+from lightning_ring.monitor.skipped_steps import SkippedSteps
+from lightning_ring.monitor.step_timer import StepTimer
+from tests.checks.models import RANK, SIZE, Classifier, assert_all_ranks_equal, loader, parameters, trainer
+
+FORCED: dict[str, Any] = {"force_communication": True}
+# what fails, and which part is left out then; an empty one where it is not of the monitor's own numbers
+PLACES: dict[tuple[Any, str], str] = {
+    (StepTimer, "_begin"): "step times",
+    (StepTimer, "_end"): "step times",
+    (step_window, "collectives_of"): "",
+    (step_window, "break_down"): "step times",
+    (step_window.StepWindow, "__init__"): "step times",
+    (step_window.StepWindow, "_on_collective"): "",
+    (ring_monitor, "gradient_squares"): "gradient norms",
+    (ring_monitor, "numbers_on_device"): "gradient norms",
+    (ring_monitor, "learning_rates"): "numbers of the optimizers",
+    (ring_monitor, "trust_ratios"): "numbers of the optimizers",
+    (Memory, "now"): "memory",
+    (SkippedSteps, "__init__"): "skipped steps",
+    (SkippedSteps, "count"): "skipped steps",
+    (RankRow, "from_list"): "report",
+    (RingReport, "scalars"): "report",
+    (RingReport, "bar"): "numbers on the progress bar",
+    (dashboard.Dashboard, "__init__"): "TensorBoard pages",
+    (dashboard.Dashboard, "add_histograms"): "TensorBoard pages",
+    (dashboard, "draw"): "TensorBoard pages",
+}
+
+
+class Planted(Exception):
+    pass
+
+
+class TwoOptimizers(L.LightningModule):
+    """Buckets are laid out anew between the optimizers' steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.first = nn.Linear(8, 16)
+        self.second = nn.ModuleList([nn.Linear(16, 40), nn.Linear(8, 40), nn.Linear(40, 4)])
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+            hidden = self.second[1](batch[0]) + self.second[0](self.first(batch[0]))
+            self.manual_backward(self.second[2](torch.relu(hidden)).square().mean())
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(part.parameters(), 0.1) for part in (self.first, self.second)], []
+
+
+def fitted(make: type[L.LightningModule], strategy: RingStrategy, **arguments: Any) -> tuple[Tensor, list[str]]:
+    """Parameters after a fit of six steps, and this rank's warnings."""
+    run = trainer(strategy, **({"max_epochs": 1, "limit_train_batches": 6, "log_every_n_steps": 1} | arguments))
+    torch.manual_seed(3)
+    module = make()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run.fit(module, loader())
+    values = parameters(module)
+    assert_all_ranks_equal(values)
+    return values, [str(one.message) for one in caught if "monitor" in str(one.message)]
+
+
+def assert_same(found: Tensor, expected: Tensor) -> None:
+    assert torch.equal(found, expected)
+
+
+class PricesWhatIsSent(L.Callback):
+    """``auto`` prices reduce-scatters where those travel during backward."""
+
+    def on_train_start(self, run: L.Trainer, module: L.LightningModule) -> None:
+        strategy: Any = run.strategy
+        auto = strategy._reducer._layout._auto
+        assert auto is None or auto._halves == strategy.options.shard_optimizer
+
+
+def check_two_optimizers_whose_buckets_are_laid_out_anew() -> None:
+    for sharded in (False, True):
+        for cap in (0.0005, "auto"):
+            asked: dict[str, Any] = {"shard_optimizer": sharded, "bucket_cap_mb": cap, **FORCED}
+            with (
+                patch.object(auto_buckets, "merge", lambda sizes, ready, seconds: list(range(1, len(sizes) + 1))),
+                patch.object(BucketLayout, "backwards_before_auto", 3),  # between the two steps of a batch
+            ):
+                plain, _ = fitted(TwoOptimizers, RingStrategy(monitor=False, **asked))
+                monitor = RingMonitor()
+                found, said = fitted(TwoOptimizers, RingStrategy(**asked), callbacks=[monitor, PricesWhatIsSent()])
+            assert_same(found, plain)
+            assert not said, "nothing failed"
+            assert monitor.report is not None
+            assert all(norm is not None for norm in monitor.report.gradient_norms)
+            assert len(monitor.report.bucket_norms) > 2, "known again once buckets stay"
+
+
+def check_a_failure_in_any_part_leaves_it_out(tmp_path: Path) -> None:
+    plain, _ = fitted(Classifier, RingStrategy(monitor=False, **FORCED))
+    for number, ((owner, name), part) in enumerate(PLACES.items()):
+        for ranks in {tuple(range(SIZE)), (SIZE - 1,)}:
+            logger = TensorBoardLogger(tmp_path, name=f"{number}", version=len(ranks))
+            with planted(owner, name, ranks):
+                found, said = fitted(Classifier, RingStrategy(**FORCED), logger=logger)
+            assert torch.equal(found, plain), (name, ranks, found - plain)
+            if RANK == 0 and part:
+                once = [text for text in said if part in text]
+                own, told = 0 in ranks, name not in ("learning_rates", "trust_ratios", "scalars", "bar", "draw")
+                expected = own + (told and owner is not dashboard.Dashboard and owner is not RankRow) * (
+                    len([rank for rank in ranks if rank])
+                )
+                assert len(once) == expected, (name, ranks, said)
+
+
+def check_a_batch_that_cannot_be_counted_and_a_failing_throughput() -> None:
+    def images(batch: Any) -> int:
+        raise Planted
+
+    plain, _ = fitted(Classifier, RingStrategy(monitor=False, **FORCED))
+    callbacks = [RingMonitor(batch_size=images), ThroughputMonitor(warmup=0, batch_size=images)]
+    found, said = fitted(Classifier, RingStrategy(**FORCED), callbacks=callbacks)
+    assert_same(found, plain)
+    assert RANK or len(said) == 2, said
+
+
+def check_alone_a_logger_that_raises_is_the_users_to_see(tmp_path: Path) -> None:
+    class Broken(CSVLogger):
+        def log_metrics(self, *_: Any, **__: Any) -> None:
+            raise Planted
+
+    with pytest.raises(Planted):
+        fitted(Classifier, RingStrategy(**FORCED), logger=Broken(tmp_path))
+
+
+@contextmanager
+def planted(owner: Any, name: str, ranks: tuple[int, ...]) -> Iterator[None]:
+    """``owner.name`` raises on ``ranks``."""
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise Planted(name)
+
+    if RANK not in ranks:
+        yield
+        return
+    with patch.object(owner, name, fail):
+        yield
+
+
+def check_errors_of_communication_pass() -> None:
+    from lightning_ring.errors import CollectiveError
+
+    def fail(*_: Any) -> Any:
+        raise CollectiveError("planted")
+
+    with pytest.raises(CollectiveError, match="planted"):
+        left_out.LeftOut(("part",)).run("part", None, fail)
