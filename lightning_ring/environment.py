@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import socket
 
@@ -90,7 +91,8 @@ class RingEnvironment(ClusterEnvironment):
         if self._info is None and self._variables is not None and self._variables.local_rank is not None:
             return self._variables.local_rank
         if not self.creates_processes_externally:
-            return int(os.environ.get("LOCAL_RANK", 0))  # Lightning sets it in each process that it spawns or forks
+            # Lightning sets it in each process that it spawns or forks; elsewhere it is a stray one
+            return int(os.environ.get("LOCAL_RANK", 0)) if multiprocessing.parent_process() is not None else 0
         return self.discover().local_rank
 
     def local_size(self) -> int:
