@@ -56,13 +56,13 @@ def _choose_our_environment() -> None:
 
         if (given := connector._cluster_environment_flag) is not None:
             raise ConfigurationError(
-                f"Trainer(strategy={connector._strategy_flag!r}, plugins=[{type(given).__name__}()]): the strategy finds "
-                "the ranks by itself and would ignore that cluster environment. Leave it out. (What SLURMEnvironment "
-                "says of requeueing is RingStrategy(requeue_signal=...) here.)"
+                f"Trainer(strategy={connector._strategy_flag!r}, plugins=[{type(given).__name__}()]): the strategy "
+                "finds the ranks by itself and would ignore that cluster environment. Leave it out. (The requeueing "
+                "that SLURMEnvironment sets up is RingStrategy(requeue_signal=...) here.)"
             )
         return RingEnvironment()
 
-    _AcceleratorConnector._choose_and_init_cluster_environment = choose_ours_for_ours  # type: ignore[method-assign]
+    _AcceleratorConnector._choose_and_init_cluster_environment = choose_ours_for_ours  # type: ignore[method-assign, assignment]
 
 
 def _ring(**arguments: Any) -> Any:

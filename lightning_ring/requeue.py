@@ -31,7 +31,9 @@ def save_and_requeue(trainer: pl.Trainer) -> bool:
     strategy = trainer.strategy
     path = strategy.broadcast(trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir))
     trainer.save_checkpoint(path)
-    rank_zero_info(f"lightning_ring: checkpoint of optimizer step {trainer.global_step} saved before requeueing: {path}")
+    rank_zero_info(
+        f"lightning_ring: checkpoint of optimizer step {trainer.global_step} saved before requeueing: {path}"
+    )
     job = job_name(os.environ)
     error: str = strategy.broadcast(requeue(job) if trainer.is_global_zero else "")
     if error:

@@ -310,7 +310,7 @@ class RingStrategy(AveragedSteps):
 
     def _follow_requests(self, trainer: pl.Trainer) -> None:
         """Do together what some rank was asked for, between two batches. Collective."""
-        mine = self._request
+        mine = Request.STOP if trainer.received_sigterm else self._request  # a single rank's SIGTERM is Lightning's
         asked = max(self._comm.all_gather_object(mine)) if self._comm is not None else mine
         if self._request == mine and asked != Request.STOP:
             self._request = Request.NONE

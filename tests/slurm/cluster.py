@@ -78,7 +78,7 @@ class Cluster:
 
 
 @contextmanager
-def slurm_cluster(folder: Path, *, num_nodes: int = 2, cpus: int = 4, kill_wait: int = 60) -> Iterator[Cluster]:
+def slurm_cluster(folder: Path, *, num_nodes: int = 2, cpus: int = 4, kill_wait: int = 30) -> Iterator[Cluster]:
     """Start Slurm with keys, state, spool and log files in ``folder``; at the end cancel all jobs and end all daemons.
 
     Args:
