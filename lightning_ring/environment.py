@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import socket
 
@@ -90,6 +91,8 @@ class RingEnvironment(ClusterEnvironment):
         if self._info is None and self._variables is not None and self._variables.local_rank is not None:
             return self._variables.local_rank
         if not self.creates_processes_externally:
+            if self._info == SINGLE and multiprocessing.parent_process() is None:
+                return 0  # a LOCAL_RANK that a cluster's prologue left
             return int(os.environ.get("LOCAL_RANK", 0))  # Lightning sets it in each process that it spawns or forks
         return self.discover().local_rank
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import math
+import signal
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -48,6 +49,7 @@ class RingOptions:
     keep_freed_memory: bool = True
     monitor: bool = True
     timeline: str | Path | None = None
+    requeue_signal: signal.Signals | None = signal.SIGUSR1
 
     def __post_init__(self) -> None:
         _one_of("backend", self.backend, get_args(Backend))
@@ -64,6 +66,7 @@ class RingOptions:
         _positive_size(self.bucket_cap_mb)
         _positive_duration("timeout", self.timeout)
         _positive_duration("stall_warning", self.stall_warning)
+        _signal_that_can_be_caught(self.requeue_signal)
         _backend_is_there(self.backend)
         if self.timeline is not None:
             checked_path(self.timeline, f"RingStrategy got timeline={self.timeline!r}")
@@ -112,6 +115,15 @@ def _positive_duration(name: str, value: Any) -> None:
         raise ConfigurationError(
             f"RingStrategy got {name}={value!r}, expected a datetime.timedelta longer than 0, "
             "such as timedelta(minutes=30)."
+        )
+
+
+def _signal_that_can_be_caught(value: Any) -> None:
+    taken = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD, signal.SIGKILL, signal.SIGSTOP)
+    if value is not None and (not isinstance(value, signal.Signals) or value in taken):
+        raise ConfigurationError(
+            f"RingStrategy got requeue_signal={value!r}, expected a signal that has no other meaning here, such as "
+            "signal.SIGUSR1, or None."
         )
 
 

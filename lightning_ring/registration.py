@@ -5,13 +5,19 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from lightning_ring.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from lightning.fabric.plugins.environments import ClusterEnvironment
 
 STRATEGIES: dict[str, dict[str, Any]] = {"ring": {}, "ring_sharded": {"shard_optimizer": True}}
 
@@ -28,6 +34,35 @@ def _register() -> None:
     for name, arguments in STRATEGIES.items():
         if name not in StrategyRegistry:
             StrategyRegistry.register(name, _ring, description="see lightning_ring.RingStrategy", **arguments)
+    _choose_our_environment()
+
+
+def _choose_our_environment() -> None:
+    """Have the Trainer take a `RingEnvironment` for a strategy named by a string, as it does for `RingStrategy()`.
+
+    Lightning chooses a cluster environment before it builds the strategy, and only then takes the strategy's own. By
+    then its `SLURMEnvironment` has refused ``srun -n 2`` (it wants ``--ntasks-per-node``), or its `MPIEnvironment` has
+    started MPI in a process that may be nobody's rank.
+    """
+    from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
+
+    choose = _AcceleratorConnector._choose_and_init_cluster_environment
+
+    @functools.wraps(choose)
+    def choose_ours_for_ours(connector: _AcceleratorConnector) -> ClusterEnvironment:
+        if connector._strategy_flag not in STRATEGIES:
+            return choose(connector)
+        from lightning_ring.environment import RingEnvironment
+
+        if (given := connector._cluster_environment_flag) is not None:
+            raise ConfigurationError(
+                f"Trainer(strategy={connector._strategy_flag!r}, plugins=[{type(given).__name__}()]): the strategy "
+                "finds the ranks by itself and would ignore that cluster environment. Leave it out. (The requeueing "
+                "that SLURMEnvironment sets up is RingStrategy(requeue_signal=...) here.)"
+            )
+        return RingEnvironment()
+
+    _AcceleratorConnector._choose_and_init_cluster_environment = choose_ours_for_ours  # type: ignore[method-assign, assignment]
 
 
 def _ring(**arguments: Any) -> Any:

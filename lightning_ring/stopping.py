@@ -1,4 +1,4 @@
-"""Requests to stop: a signal becomes a flag, so that all ranks can stop at the same step."""
+"""Requests to stop: a signal becomes a flag, so that all ranks can act on it at the same step."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from enum import IntEnum
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,14 @@ if TYPE_CHECKING:
 STOP_SIGNAL_VARIABLE = (
     "RING_STOP_SIGNAL"  # our launchers give a signal's number here: mpirun forwards it, instead of killing
 )
+
+
+class Request(IntEnum):
+    """What this rank was asked for. Of several ranks' requests the highest counts."""
+
+    NONE = 0
+    REQUEUE = 1
+    STOP = 2
 
 
 def on_stop_signal(ask_to_stop: Callable[[], None]) -> None:
@@ -27,6 +36,13 @@ def on_stop_signal(ask_to_stop: Callable[[], None]) -> None:
 
     for signum in stop_signals():
         signal.signal(signum, handler)
+
+
+def on_requeue_signal(signum: signal.Signals, ask_to_requeue: Callable[[], None]) -> None:
+    """Call ``ask_to_requeue`` on ``signum``, unless it has a handler or stops the job; as Lightning does."""
+    here = threading.current_thread() is threading.main_thread()
+    if here and signum not in stop_signals() and signal.getsignal(signum) == signal.SIG_DFL:
+        signal.signal(signum, lambda number, frame: ask_to_requeue())
 
 
 def stop_signals() -> list[signal.Signals]:

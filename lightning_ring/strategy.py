@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -37,8 +39,16 @@ from lightning_ring.options import (
     Uneven,
 )
 from lightning_ring.random_state import RandomStates
-from lightning_ring.stopping import leave_sigterm_to_the_buckets, on_stop_signal
+from lightning_ring.requeue import in_slurm_job, save_and_requeue
+from lightning_ring.stopping import (
+    Request,
+    leave_sigterm_to_the_buckets,
+    on_requeue_signal,
+    on_stop_signal,
+    stop_signals,
+)
 from lightning_ring.turns import Turns
+from lightning_ring.worker_signals import ignore_in_workers
 
 
 class RingStrategy(AveragedSteps):
@@ -78,6 +88,9 @@ class RingStrategy(AveragedSteps):
             that communicates.
         timeline: Record every rank's steps and collectives in this file (``"trace.json"``), for
             https://ui.perfetto.dev; each rank writes its own beside it. `None`: what RING_TIMELINE names, if anything.
+        requeue_signal: In a Slurm job all ranks save a checkpoint together on this signal (``sbatch --signal=USR1@90``
+            has it sent 90 s before the time is over), and the job is queued again; it then goes on from there. `None`:
+            the signal is left alone.
         accelerator, parallel_devices, checkpoint_io, precision_plugin: As every Lightning strategy takes them.
 
     Raises:
@@ -104,6 +117,7 @@ class RingStrategy(AveragedSteps):
         keep_freed_memory: bool = True,
         monitor: bool = True,
         timeline: str | Path | None = None,
+        requeue_signal: signal.Signals | None = signal.SIGUSR1,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         checkpoint_io: CheckpointIO | None = None,
@@ -124,6 +138,7 @@ class RingStrategy(AveragedSteps):
             keep_freed_memory=keep_freed_memory,
             monitor=monitor,
             timeline=timeline,
+            requeue_signal=requeue_signal,
         )
         super().__init__(
             options,
@@ -133,7 +148,7 @@ class RingStrategy(AveragedSteps):
             precision_plugin=precision_plugin,
         )
         explain_foreign_modules()
-        self._stop_asked = False
+        self._request = Request.NONE
         self._keeps_freed_memory = False
         self._random_states = RandomStates()
         self._compression_state = CompressionState()
@@ -192,15 +207,22 @@ class RingStrategy(AveragedSteps):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.timeline.begin_batch()
+        if self._comm is None and self._trainer is not None and self._request != Request.NONE:
+            self._follow_requests(self._trainer)
         if self._reducer is not None and self._trainer is not None:
             if self._reducer.agreed_to_stop():
-                self._make_whole()
-                self._stopping_together = True
-                raise SIGTERMException(143)  # 128 + SIGTERM, on every rank at the same step
+                self._follow_requests(self._trainer)
             self._begin_batch(self._trainer, self._reducer, batch_idx)
         if self.model is not None and (comm := self._buffers_comm) is not None:
             self._buffers.before_batch(self.model, comm, batch_idx)
         super().on_train_batch_start(batch, batch_idx)
+
+    def process_dataloader(self, dataloader: object) -> object:
+        if in_slurm_job(os.environ):
+            requeue_signal = self.options.requeue_signal
+            signals = [*stop_signals(), *([requeue_signal] if requeue_signal else [])]
+            ignore_in_workers(dataloader, signals, self.global_rank)
+        return super().process_dataloader(dataloader)
 
     # -- evaluation
 
@@ -279,12 +301,35 @@ class RingStrategy(AveragedSteps):
         # instead of Lightning's handler, which starts a collective wherever the signal happens to find the rank
         if self._comm is not None and self.world_size > 1:
             on_stop_signal(self._ask_to_stop)
+        if in_slurm_job(os.environ) and self.options.requeue_signal is not None:
+            on_requeue_signal(self.options.requeue_signal, self._ask_to_requeue)
 
     def _ask_to_stop(self) -> None:
-        self._stop_asked = True
+        self._ask(Request.STOP)
+
+    def _ask_to_requeue(self) -> None:
+        self._ask(Request.REQUEUE)
+
+    def _ask(self, request: Request) -> None:
+        self._request = max(self._request, request)
         if self._reducer is not None:
             self._reducer.stop_requested = True
 
+    def _follow_requests(self, trainer: pl.Trainer) -> None:
+        """Do together what some rank was asked for, between two batches. Collective."""
+        mine = Request.STOP if trainer.received_sigterm else self._request  # a single rank's SIGTERM is Lightning's
+        asked = max(self._comm.all_gather_object(mine)) if self._comm is not None else mine
+        if self._request == mine and asked != Request.STOP:
+            self._request = Request.NONE
+            if self._reducer is not None:
+                self._reducer.stop_requested = False
+        if asked == Request.NONE:  # a flag that was under way when the request was met
+            return
+        self._make_whole()
+        if asked == Request.STOP or save_and_requeue(trainer):
+            self._stopping_together = True
+            raise SIGTERMException(143)  # 128 + SIGTERM, on every rank at the same step
+
     def _stop_if_asked(self) -> None:
-        if self._stop_asked and self._reducer is None:
+        if self._request == Request.STOP and self._reducer is None:
             raise SIGTERMException(143)

@@ -3,6 +3,9 @@
 The launcher nearest to the process counts. torchrun and our own launcher are often started inside an MPI or a Slurm
 job, and mpirun inside a Slurm job, never the other way round; so they are asked in the order torchrun, MPI,
 ringrun, Slurm. (Lightning asks Slurm before MPI, and inside a batch job takes every mpirun rank for rank 0.)
+
+RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE exported by hand count where all four are set. Inside a Slurm job
+some of them, set by a cluster's prologue or a job script for another program, are not a launcher's.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ class LaunchVariables:
     num_nodes: int | None = None
 
 
+_TORCHRUN_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _MPI_FAMILIES = {  # launcher: rank, world size, local rank, local size
     "Open MPI": (
         "OMPI_COMM_WORLD_RANK",
@@ -66,13 +70,16 @@ def _torchrun(environ: Environ) -> LaunchVariables | None:
 
 def _exported_by_hand(environ: Environ) -> LaunchVariables | None:
     """torchrun's variables without torchrun: job scripts and other platforms export them."""
+    if "SLURM_JOB_ID" in environ and not all(name in environ for name in _TORCHRUN_NAMES):
+        return None
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
     return _rank_and_world_size(environ, "RANK, WORLD_SIZE") if any(name in environ for name in names) else None
 
 
 def _rank_and_world_size(environ: Environ, launcher: str) -> LaunchVariables:
-    needed = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    rank, world_size, local_rank, local_size = (_required(environ, name, needed, launcher) for name in needed)
+    rank, world_size, local_rank, local_size = (
+        _required(environ, name, _TORCHRUN_NAMES, launcher) for name in _TORCHRUN_NAMES
+    )
     node_rank = _number(environ, "GROUP_RANK")
     if node_rank is None:
         node_rank = _number(environ, "NODE_RANK")

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import sys
 
+import lightning as L
 import pytest
+from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
 from lightning_ring.comm.ranks import SINGLE, check_gpu_assignment, discover_ranks, pick_gpu
 from lightning_ring.environment import RingEnvironment
-from lightning_ring.errors import RankDiscoveryError
+from lightning_ring.errors import ConfigurationError, RankDiscoveryError
 from tests.launch import clean_env, run
 
 TWO_NODES = {
@@ -83,6 +85,22 @@ def test_lightning_numbers_the_processes_it_forks(launched, monkeypatch):
     assert (info.rank, info.world_size, info.local_rank, info.local_size, info.source) == (1, 2, 1, 2, "spawn")
     assert environment.local_rank() == 1
     assert rank_zero_only.rank == 1
+
+
+def test_a_stray_local_rank_is_not_a_single_process_s(launched):
+    launched(SLURM_JOB_ID="7", LOCAL_RANK="3")
+    assert RingEnvironment().local_rank() == 0
+
+
+@pytest.mark.parametrize("name", ["ring", "ring_sharded"])
+def test_a_trainer_with_the_strategy_by_name_does_not_ask_lightning_s_slurm(launched, name):
+    launched(SLURM_JOB_ID="7", SLURM_NTASKS="2", SLURM_PROCID="0", SLURM_LOCALID="0", SLURM_NODEID="0")
+    trainer = L.Trainer(strategy=name, accelerator="cpu", devices=1, logger=False)
+    assert type(trainer._accelerator_connector.cluster_environment) is RingEnvironment
+    with pytest.raises(ConfigurationError, match=r"plugins=\[LightningEnvironment.*requeue_signal"):
+        L.Trainer(strategy=name, accelerator="cpu", devices=1, plugins=[LightningEnvironment()], logger=False)
+    with pytest.raises(RuntimeError, match="ntasks"):  # others' strategies are as they were
+        L.Trainer(strategy="ddp", accelerator="cpu", devices=2, logger=False)
 
 
 def test_mpi_variables_answer_without_starting_mpi(launched):

@@ -20,6 +20,7 @@ TORCHRUN = {
     "GROUP_RANK": "1",
     "GROUP_WORLD_SIZE": "2",
 }
+BY_HAND = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 BATCH_SHELL = {  # as sbatch sets it for the script: not a step
     "SLURM_JOB_ID": "17",
     "SLURM_NTASKS": "4",
@@ -68,6 +69,10 @@ def place(found: LaunchVariables | None) -> tuple[object, ...]:
             (3, 4, 1, 2, 1, 2),
         ),
         (SRUN_STEP, "slurm", (2, 3, 0, 1, 1, 2)),
+        # a cluster's prologue, or a job script for another program, sets some of torchrun's variables
+        (SRUN_STEP | {"LOCAL_RANK": "1"}, "slurm", (2, 3, 0, 1, 1, 2)),
+        (SRUN_STEP | {"RANK": "0", "WORLD_SIZE": "8"}, "slurm", (2, 3, 0, 1, 1, 2)),
+        (SRUN_STEP | {"WORLD_SIZE": "8", "MASTER_ADDR": "here", "MASTER_PORT": "1"}, "slurm", (2, 3, 0, 1, 1, 2)),
     ],
 )
 def test_every_launcher_is_read(environ, source, expected):
@@ -82,6 +87,9 @@ def test_every_launcher_is_read(environ, source, expected):
     [
         {},
         BATCH_SHELL,
+        BATCH_SHELL | {"LOCAL_RANK": "0"},
+        BATCH_SHELL | {"RANK": "0", "WORLD_SIZE": "2"},
+        SRUN_STEP | {"SLURM_STEP_NUM_TASKS": "1", "LOCAL_RANK": "3"},
         SRUN_STEP | {"SLURM_STEP_NUM_TASKS": "1"},
         SRUN_STEP | {"SLURM_STEP_ID": "4294967290"},  # salloc's interactive step
         {"PMIX_RANK": "0", "PMIX_NAMESPACE": "somebody"},  # a PMIx server that is no MPI launcher
@@ -99,6 +107,8 @@ def test_one_process_is_no_rank_of_a_launcher(environ):
         (OPEN_MPI | TORCHRUN, "torchrun"),  # mpirun, one torchrun a node
         (SRUN_STEP | TORCHRUN, "torchrun"),
         (BATCH_SHELL | RINGRUN, "ringrun"),
+        (SRUN_STEP | {name: TORCHRUN[name] for name in BY_HAND}, "torchrun"),  # all four: each task starts several
+        (BATCH_SHELL | OPEN_MPI | {"LOCAL_RANK": "0"}, "mpi"),
         (OPEN_MPI | {"RANK": "0", "WORLD_SIZE": "9"}, "mpi"),  # exported by a job script for another purpose
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from datetime import timedelta
 from typing import Any
 
@@ -33,6 +34,8 @@ from lightning_ring.gradients.compression import PowerSGD
         ("timeout", timedelta(0), "longer than 0"),
         ("timeout", 1800, "datetime.timedelta"),
         ("stall_warning", timedelta(seconds=-1), "longer than 0"),
+        ("requeue_signal", 10, "such as signal.SIGUSR1, or None"),
+        ("requeue_signal", signal.SIGTERM, "no other meaning here"),
     ],
 )
 def test_a_value_that_cannot_work_is_named_with_what_was_expected(argument: str, value: Any, expected: str) -> None:

@@ -1,0 +1,42 @@
+"""Slurm signals every process of a job: data-loader workers ignore it, so that their rank can still train and save."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lightning.fabric.utilities.data import _auto_add_worker_init_fn
+from torch.utils.data import DataLoader
+
+
+def ignore_in_workers(loader: Any, signals: Sequence[signal.Signals], rank: int) -> None:
+    """Have the worker processes that ``loader`` starts from now on outlive ``signals``, sent by another than the rank.
+
+    A worker that ended by a signal is an error in its rank, at any place of its code: the rank could not reach the
+    step at which all ranks save.
+    """
+    if not isinstance(loader, DataLoader) or loader.num_workers == 0:
+        return
+    _auto_add_worker_init_fn(loader, rank)  # Lightning does it after us, and only where there is none
+    then = loader.worker_init_fn
+    if not (isinstance(then, functools.partial) and then.func is _start_worker):
+        loader.worker_init_fn = functools.partial(_start_worker, tuple(signals), then)
+
+
+def _start_worker(signals: tuple[signal.Signals, ...], then: Callable[[int], None] | None, worker_id: int) -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    threading.Thread(target=_wait_for_the_rank, args=(signals,), name="ring-worker-signals", daemon=True).start()
+    if then is not None:
+        then(worker_id)
+
+
+def _wait_for_the_rank(signals: tuple[signal.Signals, ...]) -> None:
+    """End this worker when the rank that started it says so, as `DataLoader` and `multiprocessing` do by SIGTERM."""
+    while True:
+        received = signal.sigwaitinfo(signals)
+        if received.si_signo == signal.SIGTERM and received.si_pid == os.getppid():
+            os._exit(0)

@@ -1,0 +1,77 @@
+"""Slurm's warning before the end of a job's time, with a `scontrol` that is a stand-in: all ranks save and end."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from mpi4py import MPI
+
+from lightning_ring import RingStrategy
+from tests.checks.models import RANK, SIZE, Classifier, assert_all_ranks_equal, fit, loader, parameters
+
+SLURM_JOB = {"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "2"}
+
+
+class Warned(Classifier):
+    """Its highest rank gets ``signals`` during its second batch."""
+
+    def __init__(self, *signals: signal.Signals) -> None:
+        super().__init__()
+        self.signals = signals
+        self.trained = 0
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.trained += 1
+        if batch_idx == 1 and RANK == SIZE - 1:
+            for signum in self.signals:
+                os.kill(os.getpid(), signum)
+
+
+def fit_in_slurm(tmp_path: Path, module: Warned, answer: str, **options: Any) -> list[str]:
+    """Returns the jobs that were queued again, on rank 0."""
+    queued: list[str] = []
+
+    def requeue(job: str) -> str:
+        queued.append(job)
+        return answer
+
+    with patch.dict(os.environ, SLURM_JOB), patch("lightning_ring.requeue.requeue", requeue):
+        try:
+            fit(RingStrategy(**options), module, max_epochs=1, default_root_dir=tmp_path, enable_checkpointing=True)
+        finally:
+            MPI.COMM_WORLD.Barrier()
+    return queued
+
+
+def check_sigusr1_saves_on_all_ranks_at_one_step_and_requeues(tmp_path: Path) -> None:
+    for shard in (False, True):
+        folder = tmp_path / str(shard)
+        module = Warned(signal.SIGUSR1)
+        with pytest.raises(SIGTERMException):
+            fit_in_slurm(folder, module, "", shard_optimizer=shard)
+        assert MPI.COMM_WORLD.allgather(module.trained) == [module.trained] * SIZE
+        saved = torch.load(folder / "hpc_ckpt_1.ckpt", weights_only=False)
+        assert saved["global_step"] == module.trained
+        assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
+
+
+def check_a_job_that_cannot_be_requeued_trains_on(tmp_path: Path) -> None:
+    module = Warned(signal.SIGUSR1)
+    queued = fit_in_slurm(tmp_path, module, "Only batch jobs are accepted or processed")
+    assert queued == (["5_2"] if RANK == 0 else [])
+    assert module.trained == len(loader()) // SIZE
+    assert (tmp_path / "hpc_ckpt_1.ckpt").exists()
+    assert_all_ranks_equal(parameters(module))
+
+
+def check_a_cancelled_job_is_not_requeued(tmp_path: Path) -> None:
+    with pytest.raises(SIGTERMException):
+        fit_in_slurm(tmp_path, Warned(signal.SIGUSR1, signal.SIGTERM), "")
+    assert not list(tmp_path.glob("hpc_ckpt_*"))

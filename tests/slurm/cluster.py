@@ -1,0 +1,223 @@
+"""A real Slurm on this machine, for tests: a controller and several nodes, all on loopback, in one folder.
+
+    python -m tests.slurm.cluster FOLDER [--nodes N] [--cpus N]
+
+brings it up, prints the variables that Slurm's commands need, and takes it down at Ctrl-C. Needs root, and the daemons
+of Slurm and MUNGE (Debian: slurmctld, slurmd, slurm-client and munge; no service of theirs has to run).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "salloc", "scontrol", "scancel", "sinfo", "squeue")
+_START_SECONDS = 60.0
+_END_SECONDS = 15.0
+_SEARCHED = os.pathsep.join([os.environ.get("PATH", ""), "/usr/local/sbin", "/usr/sbin", "/sbin"])
+
+_CONFIGURATION = """\
+ClusterName=ring{port}
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={port}
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket
+CryptoType=crypto/munge
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd-%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin={task_plugin}
+MpiDefault=none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SlurmdParameters=config_overrides
+KillWait={kill_wait}
+InactiveLimit=0
+MessageTimeout=30
+SchedulerParameters=batch_sched_delay=0,sched_interval=2,defer_batch=no
+ReturnToService=2
+AccountingStorageType=accounting_storage/none
+JobAcctGatherType=jobacct_gather/none
+{nodes}
+PartitionName=all Nodes=ALL Default=YES MaxTime=10 State=UP
+"""
+
+
+def reason_not_to_start() -> str | None:
+    """Why no Slurm can be started here, or `None`."""
+    if missing := [name for name in PROGRAMS if shutil.which(name, path=_SEARCHED) is None]:
+        return f"Slurm is not installed: no {', '.join(missing)}"
+    if os.geteuid() != 0:
+        return "Slurm's daemons need root"
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """A Slurm that runs; ``environ`` leads its commands to it."""
+
+    folder: Path
+    environ: dict[str, str]
+
+
+@contextmanager
+def slurm_cluster(folder: Path, *, num_nodes: int = 2, cpus: int = 4, kill_wait: int = 30) -> Iterator[Cluster]:
+    """Start Slurm with keys, state, spool and log files in ``folder``; at the end cancel all jobs and end all daemons.
+
+    Args:
+        folder: Empty or new; its path has to be short, it holds a Unix socket.
+        num_nodes: How many nodes, ``127.0.0.1`` and so on: names that lead to this machine wherever they are looked up.
+        cpus: Of each node, as Slurm counts them; more than this machine has is fine.
+        kill_wait: Seconds between SIGTERM and SIGKILL for a job that is cancelled.
+
+    Raises:
+        RuntimeError: A daemon did not start; the message holds the end of its log.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    folder.chmod(0o755)
+    ports = _free_ports(num_nodes + 1)
+    nodes = [f"127.0.0.{number + 1}" for number in range(num_nodes)]
+    lines = (
+        f"NodeName={node} NodeHostname={socket.gethostname()} NodeAddr={node} Port={port} CPUs={cpus} State=UNKNOWN"
+        for node, port in zip(nodes, ports[1:], strict=True)
+    )
+    configuration = folder / "slurm.conf"
+    configuration.write_text(
+        _CONFIGURATION.format(
+            host=socket.gethostname(),
+            port=ports[0],
+            folder=folder,
+            kill_wait=kill_wait,
+            task_plugin="task/affinity",
+            nodes="\n".join(lines),
+        )
+    )
+    (folder / "state").mkdir()
+    for node in nodes:
+        (folder / f"spool-{node}").mkdir()
+    cluster = Cluster(folder, {"SLURM_CONF": str(configuration)})
+    with ExitStack() as stack:
+        _start(stack, folder, "munged", _munged(folder))
+        _wait_for(lambda: (folder / "munge.socket").exists(), folder, "munged")
+        _start(stack, folder, "slurmctld", ["slurmctld", "-D", "-f", str(configuration)])
+        for node in nodes:
+            _start(stack, folder, f"slurmd-{node}", ["slurmd", "-D", "-f", str(configuration), "-N", node])
+        stack.callback(_cancel_all, cluster)
+        _wait_for(lambda: _idle_nodes(cluster) == num_nodes, folder, "slurmctld", *(f"slurmd-{node}" for node in nodes))
+        yield cluster
+
+
+def _munged(folder: Path) -> list[str]:
+    key = folder / "munge.key"
+    key.write_bytes(secrets.token_bytes(128))
+    key.chmod(0o400)
+    files = {"socket": "munge.socket", "pid-file": "munge.pid", "log-file": "munge.log", "seed-file": "munge.seed"}
+    options = [f"--{option}={folder / name}" for option, name in files.items()]
+    return ["munged", "--foreground", "--force", f"--key-file={key}", *options]
+
+
+def _start(stack: ExitStack, folder: Path, name: str, command: list[str]) -> None:
+    """Start a daemon; ``stack`` ends it, and what it started that is left."""
+    program = shutil.which(command[0], path=_SEARCHED)
+    assert program is not None, command[0]
+    with (folder / f"{name}.out").open("wb") as output:
+        process = subprocess.Popen(
+            [program, *command[1:]], stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+        )
+    stack.callback(_end, process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(timeout=_END_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait(timeout=_END_SECONDS)
+
+
+def _cancel_all(cluster: Cluster) -> None:
+    """Cancel what still runs, and wait for its end: a step's daemon outlives the node's."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        slurm(cluster, "scancel", "--state=PENDING,RUNNING,SUSPENDED", "--user=root")
+        deadline = time.monotonic() + _END_SECONDS
+        while slurm(cluster, "squeue", "--noheader") and time.monotonic() < deadline:
+            time.sleep(0.1)
+
+
+def slurm(cluster: Cluster, *command: str, timeout: float = 20) -> str:
+    """What one of Slurm's commands prints, errors too."""
+    result = subprocess.run(
+        command,
+        env=os.environ | cluster.environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        stdin=subprocess.DEVNULL,
+        text=True,
+        timeout=timeout,
+    )
+    return result.stdout
+
+
+def _idle_nodes(cluster: Cluster) -> int:
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return slurm(cluster, "sinfo", "--noheader", "-N", "-o", "%t").split().count("idle")
+    return 0
+
+
+def _wait_for(condition: object, folder: Path, *daemons: str) -> None:
+    assert callable(condition)
+    deadline = time.monotonic() + _START_SECONDS
+    while not condition():
+        if time.monotonic() > deadline:
+            logs = [file for name in daemons for file in (folder / f"{name}.out", folder / f"{name}.log")]
+            ends = [f"{file.name}:\n{file.read_text()[-2000:]}" for file in logs if file.exists()]
+            raise RuntimeError("\n".join([f"not up within {_START_SECONDS:.0f} s: {', '.join(daemons)}", *ends]))
+        time.sleep(0.05)
+
+
+def _free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="for its configuration, state and logs")
+    parser.add_argument("--nodes", type=int, default=2)
+    parser.add_argument("--cpus", type=int, default=4, help="of each node")
+    arguments = parser.parse_args()
+    if (reason := reason_not_to_start()) is not None:
+        parser.error(reason)
+    ended = []
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, lambda number, frame: ended.append(number))
+    with slurm_cluster(arguments.folder.resolve(), num_nodes=arguments.nodes, cpus=arguments.cpus) as cluster:
+        for name, value in cluster.environ.items():
+            print(f"export {name}={value}", flush=True)
+        while not ended:
+            time.sleep(0.2)
+
+
+if __name__ == "__main__":
+    main()
