@@ -38,8 +38,8 @@ class Reducer:
 
     Buckets leave in one order on every rank, the reverse of use (`BucketLayout`). A parameter that some ranks used
     averages with zeros from the others; one that no rank used keeps its ``.grad``. Sparse gradients lie in no bucket,
-    and are averaged in `finish` (`SparseGradients`). The name of each collective has the number of its backward and of the
-    optimizer's step, so that ranks that count differently get an error.
+    and are averaged in `finish` (`SparseGradients`). The name of each collective has the number of its backward and of
+    the optimizer's step, so that ranks that count differently get an error.
 
     Args:
         comm: Who takes part.
