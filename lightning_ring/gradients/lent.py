@@ -22,7 +22,8 @@ class LentViews:
     def __init__(self, flat: Tensor, views: Sequence[Tensor]) -> None:
         memory = torch.from_dlpack(flat)
         start = flat.storage_offset()
-        self.views = [memory.as_strided(v.size(), v.stride(), int(v.storage_offset()) - start) for v in views]
+        # `.data`: each with a version of its own, so that a change of one gradient does not look like one of all
+        self.views = [memory.as_strided(v.size(), v.stride(), int(v.storage_offset()) - start).data for v in views]
         self._storage = memory.untyped_storage()
         del memory
         self._unheld = self._counts()

@@ -49,6 +49,7 @@ class ShardReducer(Reducer):
             Parameter, Tensor | None
         ] = {}  # `_Sum.average` of gradients that backward is about to add to
         self._sums: dict[Parameter, _Sum] = {}
+        self._whole: set[Parameter] = set()  # ``.grad`` was `None` when backward came; an average may be put back later
         super().__init__(*args, **kwargs)
 
     def track(self, named_parameters: Iterable[tuple[str, Parameter]]) -> list[Parameter]:
@@ -131,10 +132,13 @@ class ShardReducer(Reducer):
         grad = param.grad
         self._coming.pop(param, None)
         if grad is None:
-            self._forget(param)  # the user dropped the gradient meanwhile
+            self._sums.pop(param, None)
+            self._whole.add(param)
         elif self._holds_average(param):
             self._coming[param] = self._zero_other_parts(param)
-        elif param in self._averages or (param in self._sums and self._sums[param].version != grad._version):
+        elif (param in self._averages and param not in self._whole) or (
+            param in self._sums and self._sums[param].version != grad._version
+        ):
             if grad.any():
                 self._coming[param] = None
             else:
@@ -187,6 +191,7 @@ class ShardReducer(Reducer):
 
     def _publish(self, bucket: Bucket) -> None:
         for param in bucket.publish():
+            self._whole.discard(param)
             if self.settled:
                 self._averages[param] = param.grad if bucket.copies else None
 

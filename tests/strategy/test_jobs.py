@@ -112,7 +112,11 @@ def test_a_rank_that_stalls_is_shown_and_ends_the_job_after_the_timeout(tmp_path
     assert "CollectiveError" in output
     assert "bucket 0 (layer." in output
     assert "waiting for rank 1" in output, output
-    report = re.search(r"^all_reduce \"bucket 0 .* has waited 1 s; it fails after 4 s\.\n((?:  .*\n)+)", output, re.M)
+    report = re.search(
+        r"^all_reduce \"backward 4 \(step 3\): bucket 0 .* has waited 1 s; it fails after 4 s\.\n((?:  .*\n)+)",
+        output,
+        re.M,
+    )
     assert report, output
     for lines in (report[1], output[output.index("CollectiveError: ") :]):
         assert re.search(r"^  rank 1 \(host \S+, pid \d+\) is not in it, epoch 0, after optimizer step 3 ", lines, re.M)
