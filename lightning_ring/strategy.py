@@ -16,6 +16,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from lightning_ring.accumulation import add_no_sync, remove_no_sync
 from lightning_ring.averaged_steps import AveragedSteps
 from lightning_ring.comm.replicate import (
     broadcast_buffers,
@@ -155,6 +156,9 @@ class RingStrategy(AveragedSteps):
             broadcast_module(self.model, self._comm)
         if fitting:
             self.configure_ddp()
+            add_no_sync(self.model, self.block_backward_sync)
+            if self._comm is not None:
+                self._training_loaders.follow(trainer)
             if self.options.monitor and self._comm is not None:
                 add_monitor(trainer)
             if self._reducer is not None and self.world_size > 1:
@@ -168,6 +172,8 @@ class RingStrategy(AveragedSteps):
 
     def teardown(self) -> None:
         self.timeline.abandon()
+        if self.model is not None:
+            remove_no_sync(self.model)
         super().teardown()
         self._turns = Turns()
         if self._keeps_freed_memory:
