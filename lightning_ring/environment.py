@@ -22,7 +22,8 @@ class RingEnvironment(ClusterEnvironment):
 
     Built without ``info`` it reads the launcher's variables, and where they are missing the process group that is open
     already, and opens nothing; MPI starts at `discover`, or at the first question that only MPI can answer
-    (`node_rank`, with several nodes). A process that no launcher started, and without such a group, is one rank until Lightning starts more (``start_method`` spawn and fork: `set_world_size`, `set_global_rank`).
+    (`node_rank`, with several nodes). A process that no launcher started, and without such a group, is one rank until
+    Lightning starts more (``start_method`` spawn and fork: `set_world_size`, `set_global_rank`).
 
     Raises:
         RankDiscoveryError: The launcher's variables are incomplete or contradict each other.

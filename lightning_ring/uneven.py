@@ -94,7 +94,8 @@ class AgreedLoader:
         if step == 0:
             without = _listed([rank for rank, has in enumerate(having) if not has])
             raise UnevenBatchesError(
-                f"rank {without} has no training batch at all, so it cannot join in. Give every rank at least one batch."
+                f"rank {without} has no training batch at all, so it cannot join in. Give every rank at "
+                "least one batch."
             )
 
 

@@ -1,4 +1,4 @@
-"""A user's script with several fits in one process. ``session_script.py FOLDER PHASE ...``: init, ddp, ring, ring_sharded."""
+"""A user's script with several fits in one process. ``session_script.py FOLDER PHASE ...``, say init, ddp or ring."""
 
 from __future__ import annotations
 
