@@ -19,8 +19,8 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 def process_state() -> dict[str, Any]:
     """Everything process-wide that a library can change and a script can see. File descriptors by what they are."""
     gc.collect()  # a Trainer lies in cycles: what only it holds is no leak
-    loggers = [logging.getLogger(), *(each for each in logging.Logger.manager.loggerDict.values())]
-    loggers = [each for each in loggers if isinstance(each, logging.Logger)]
+    names = [name for name in logging.Logger.manager.loggerDict if name.startswith("lightning")]
+    loggers = [logging.getLogger(), *map(logging.getLogger, names)]
     return {
         "environment": dict(os.environ),
         "threads": sorted(thread.name for thread in threading.enumerate()),
