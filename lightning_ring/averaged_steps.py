@@ -15,6 +15,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from lightning_ring.combined import TrainingLoaders
 from lightning_ring.comm.recording import RecordedCommunicator
 from lightning_ring.comm.replicate import broadcast_tensors
 from lightning_ring.gradients import AutoBuckets, Reducer, ShardReducer, default_cap_mb
@@ -36,6 +37,7 @@ class AveragedSteps(ShardedSteps):
         self._compressor: Compressor | None = None
         self._step_hooks: list[RemovableHandle] = []
         self._stand_in = StandInLoss()
+        self._training_loaders = TrainingLoaders()
 
     # -- set-up and tear-down
 
@@ -67,11 +69,15 @@ class AveragedSteps(ShardedSteps):
         )
 
     def _follow_optimizers(self, trainer: pl.Trainer) -> None:
-        """See every step of the optimizers that were set up: by then all gradients have arrived."""
+        """See every step of the optimizers that were set up: by then all gradients have arrived.
+
+        Objects with Lightning's `Optimizable` protocol may have no hooks; `optimizer_step` sees their steps.
+        """
         if self._reducer is None:
             return
         for optimizer in self.optimizers:
-            self._step_hooks.append(optimizer.register_step_pre_hook(self._before_step))
+            if hasattr(optimizer, "register_step_pre_hook"):
+                self._step_hooks.append(optimizer.register_step_pre_hook(self._before_step))
         if isinstance(self._reducer, ShardReducer):
             self._shard_optimizers(trainer, self._reducer)
 
@@ -83,6 +89,8 @@ class AveragedSteps(ShardedSteps):
         if self._reducer is not None:
             self._reducer.remove()
             self._reducer = None
+        if self._trainer is not None:
+            self._training_loaders.release(self._trainer)
 
     # -- batches
 
@@ -93,13 +101,11 @@ class AveragedSteps(ShardedSteps):
         say_what_is_padded(dataloader, self.world_size)
         if trainer.state.stage != RunningStage.TRAINING or trainer.state.fn != TrainerFn.FITTING:
             return dataloader
-        return agree_on_batches(
-            dataloader,
-            self._comm,
-            self.options.uneven,
-            limit=trainer.limit_train_batches,
-            needed=batches_until_the_end(trainer),
-        )
+        limit, needed = trainer.limit_train_batches, batches_until_the_end(trainer)
+        if (combined := self._training_loaders.combined) is not None:
+            combined.add(dataloader, self._comm, policy=self.options.uneven, limit=limit, needed=needed)
+            return dataloader
+        return agree_on_batches(dataloader, self._comm, self.options.uneven, limit=limit, needed=needed)
 
     def _begin_batch(self, trainer: pl.Trainer, reducer: Reducer, batch_idx: int) -> None:
         self._turns.find_loader(trainer)

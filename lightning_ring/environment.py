@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import socket
 
+import torch.distributed as dist
 from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
@@ -20,9 +21,10 @@ log = logging.getLogger(__name__)
 class RingEnvironment(ClusterEnvironment):
     """Rank and world size for Lightning, from one `RankInfo`.
 
-    Built without ``info`` it reads the launcher's variables and opens nothing; MPI starts at `discover`, or at the
-    first question that only MPI can answer (`node_rank`, with several nodes). A process that no launcher started is
-    one rank until Lightning starts more (``start_method`` spawn and fork: `set_world_size`, `set_global_rank`).
+    Built without ``info`` it reads the launcher's variables, and where they are missing the process group that is open
+    already, and opens nothing; MPI starts at `discover`, or at the first question that only MPI can answer
+    (`node_rank`, with several nodes). A process that no launcher started, and without such a group, is one rank until
+    Lightning starts more (``start_method`` spawn and fork: `set_world_size`, `set_global_rank`).
 
     Raises:
         RankDiscoveryError: The launcher's variables are incomplete or contradict each other.
@@ -33,10 +35,10 @@ class RingEnvironment(ClusterEnvironment):
         self._info = info
         self._main: tuple[str, int] | None = None
         if info is None:
-            self._variables = launcher_variables(os.environ)
+            self._variables = _launcher_or_open_group()
             if self._variables is None:
                 self._info = SINGLE
-            elif self._variables.source != "mpi":
+            elif self._variables.source not in ("mpi", "group"):
                 self._info = info_from_variables(self._variables)
         _set_rank_zero_only(self.global_rank())
 
@@ -48,7 +50,8 @@ class RingEnvironment(ClusterEnvironment):
     def discover(self) -> RankInfo:
         """This process's full `RankInfo`. Collective the first time where MPI started the ranks; starts MPI then."""
         if self._info is None:
-            self._info = discover_ranks()
+            by_group = self._variables is not None and self._variables.source == "group"
+            self._info = _info_from_open_group() if by_group else discover_ranks()
         return self._info
 
     @property
@@ -148,6 +151,36 @@ class RingEnvironment(ClusterEnvironment):
 
     def _launcher_name(self) -> str:
         return self._variables.launcher if self._variables is not None else self.discover().source
+
+
+def _launcher_or_open_group() -> LaunchVariables | None:
+    """What the launcher says. Lightning's DDP starts ranks with fewer variables, and takes one away after a fit; where
+    it, or the script, has initialised torch.distributed, that knows the rest."""
+    group = _variables_of_open_group()
+    try:
+        return launcher_variables(os.environ) or group
+    except RankDiscoveryError:
+        if group is None:
+            raise
+        return group
+
+
+def _variables_of_open_group() -> LaunchVariables | None:
+    """Rank and world size as torch.distributed has them, if it is initialised for several ranks."""
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    return LaunchVariables("group", "torch.distributed", dist.get_rank(), dist.get_world_size())
+
+
+def _info_from_open_group() -> RankInfo:
+    """This process's place in torch.distributed's default group. Collective over it."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    hosts: list[str] = [""] * world_size
+    dist.all_gather_object(hosts, socket.gethostname())
+    nodes = list(dict.fromkeys(hosts))
+    local = [other for other, host in enumerate(hosts) if host == hosts[rank]]
+    node_rank = nodes.index(hosts[rank])
+    return RankInfo(rank, world_size, local.index(rank), len(local), node_rank, len(nodes), source="group")
 
 
 def _set_rank_zero_only(rank: int) -> None:

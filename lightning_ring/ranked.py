@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lightning_ring.collectives import reduce_, reduce_op_of
 from lightning_ring.comm.communicator import Communicator
+from lightning_ring.comm.interfaces import withdraw_interface
 from lightning_ring.comm.job import Job, connect, open_communicator
 from lightning_ring.comm.recording import Listener, RecordedCommunicator
 from lightning_ring.environment import RingEnvironment
@@ -119,6 +120,10 @@ class RankedStrategy(DDPStrategy):
             if self._job.stalls is not None:
                 self._job.stalls.tell_progress(self._progress)
         self._process_group_backend = torch.distributed.get_backend()
+
+    def teardown(self) -> None:
+        super().teardown()
+        withdraw_interface()
 
     # -- collectives that Lightning and the user call
 

@@ -18,6 +18,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
+from lightning_ring.accumulation import add_no_sync, remove_no_sync
 from lightning_ring.averaged_steps import AveragedSteps
 from lightning_ring.buffers import BufferBroadcast
 from lightning_ring.comm.communicator import Communicator
@@ -170,6 +171,9 @@ class RingStrategy(AveragedSteps):
             broadcast_module(self.model, self._comm)
         if fitting:
             self.configure_ddp()
+            add_no_sync(self.model, self.block_backward_sync)
+            if self._comm is not None:
+                self._training_loaders.follow(trainer)
             if self.options.monitor and self._comm is not None:
                 add_monitor(trainer)
             if self._reducer is not None and self.world_size > 1:
@@ -183,6 +187,8 @@ class RingStrategy(AveragedSteps):
 
     def teardown(self) -> None:
         self.timeline.abandon()
+        if self.model is not None:
+            remove_no_sync(self.model)
         super().teardown()
         self._turns = Turns()
         self._buffers = self._new_buffer_broadcast()

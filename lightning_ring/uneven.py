@@ -78,6 +78,10 @@ class AgreedLoader:
             last, step = batch, step + 1
 
     @property
+    def unwrapped(self) -> Any:
+        return self._loader
+
+    @property
     def joins(self) -> bool:
         return self._policy == "join"
 
@@ -85,20 +89,17 @@ class AgreedLoader:
         return self._turns.popleft()
 
     def _allow(self, having: list[bool], step: int) -> None:
-        without = [rank for rank, has in enumerate(having) if not has]
         if self._policy == "error":
-            raise UnevenBatchesError(
-                f"rank {_listed(without)} ran out of training batches at step {step} of the epoch (counted from 0), "
-                f"while rank {_listed([rank for rank, has in enumerate(having) if has])} still had some. {_WHAT_TO_DO}"
-            )
+            raise UnevenBatchesError(f"{ran_out(having, step)} {WHAT_TO_DO}")
         if step == 0:
+            without = _listed([rank for rank, has in enumerate(having) if not has])
             raise UnevenBatchesError(
-                f"rank {_listed(without)} has no training batch at all, so it cannot join in. Give every rank at least "
-                "one batch."
+                f"rank {without} has no training batch at all, so it cannot join in. Give every rank at "
+                "least one batch."
             )
 
 
-_WHAT_TO_DO = (
+WHAT_TO_DO = (
     "Give every rank the same number of batches (a DistributedSampler, which Lightning puts in unless "
     "use_distributed_sampler=False, or limit_train_batches), or let the others finish with RingStrategy(uneven='join')."
 )
@@ -118,25 +119,40 @@ def agree_on_batches(
     Raises:
         UnevenBatchesError: With ``policy="error"``, where the lengths are known and differ, before the first step.
     """
-    described: list[tuple[int | None, bool]] = comm.all_gather_object((sized_len(loader), _is_stream(loader)))
+    if isinstance(loader, AgreedLoader):  # of a fit before: Lightning left it in the script's `CombinedLoader`
+        loader = loader.unwrapped
+    described: list[tuple[int | None, bool]] = comm.all_gather_object((sized_len(loader), is_stream(loader)))
     lengths = [length for length, _ in described]
     if any(length is None for length in lengths):
         return AgreedLoader(loader, comm, policy, None)
-    used = [_limited(length, limit) for length in lengths if length is not None]
+    used = [int(limited(length, limit)) for length in lengths if length is not None]
     streams = any(is_stream for _, is_stream in described)
     if min(used) == max(used) or min(used) >= needed:
         return AgreedLoader(loader, comm, policy, max(filter(None, lengths), default=0)) if streams else loader
     if policy == "error":
-        fewest, most = used.index(min(used)), used.index(max(used))
-        raise UnevenBatchesError(
-            f"ranks have different numbers of training batches: rank {fewest} has {used[fewest]}, rank {most} has "
-            f"{used[most]}. At step {used[fewest]} of the epoch (counted from 0) rank {fewest} would have none. "
-            f"{_WHAT_TO_DO}"
-        )
+        raise UnevenBatchesError(f"{different_numbers(used)} {WHAT_TO_DO}")
     return AgreedLoader(loader, comm, policy, max(length for length in lengths if length is not None))
 
 
-def _is_stream(loader: Any) -> bool:
+def different_numbers(used: list[int]) -> str:
+    """``used``: each rank's number of batches."""
+    fewest, most = used.index(min(used)), used.index(max(used))
+    return (
+        f"ranks have different numbers of training batches: rank {fewest} has {used[fewest]}, rank {most} has "
+        f"{used[most]}. At step {used[fewest]} of the epoch (counted from 0) rank {fewest} would have none."
+    )
+
+
+def ran_out(having: list[bool], step: int) -> str:
+    """``having``: which ranks have a batch."""
+    return (
+        f"rank {_listed([rank for rank, has in enumerate(having) if not has])} ran out of training batches at step "
+        f"{step} of the epoch (counted from 0), while rank {_listed([rank for rank, has in enumerate(having) if has])} "
+        "still had some."
+    )
+
+
+def is_stream(loader: Any) -> bool:
     """Whether the loader's length is a promise only: an iterable data set may have one, and end before it."""
     return isinstance(getattr(loader, "dataset", None), IterableDataset)
 
@@ -159,16 +175,21 @@ def check_join_allowed(num_loaders: int, module: LightningModule) -> None:
             "so that nobody can tell whose batch counts. Let it take (batch, batch_idx), or use uneven='error'."
         )
     if num_loaders > 1:
-        raise ConfigurationError(
-            f"RingStrategy(uneven='join') was given {num_loaders} training loaders, expected one. Combine them into "
-            "one data set, or use uneven='error'."
-        )
+        raise several_cannot_join(num_loaders)
 
 
-def _limited(length: int, limit: float) -> int:
+def several_cannot_join(num_loaders: int) -> ConfigurationError:
+    return ConfigurationError(
+        f"RingStrategy(uneven='join') was given {num_loaders} training loaders, expected one. Combine them into one "
+        "data set, or use uneven='error'."
+    )
+
+
+def limited(length: float, limit: float) -> float:
+    """Batches of a loader of this ``length`` under ``limit_train_batches``; infinite stays so under a fraction."""
     if isinstance(limit, int):
         return min(length, limit)
-    return int(length * limit)
+    return length if math.isinf(length) else int(length * limit)
 
 
 def _listed(ranks: list[int]) -> str:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import struct
 import sys
 from collections.abc import Mapping
 
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
+GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
 _VIRTUAL = ("lo", "docker", "br-", "virbr", "veth", "cni", "flannel", "lxc", "podman")
 
 
@@ -33,13 +35,43 @@ def interface_of(address: str) -> str | None:
     return next((name for name, known in ipv4_addresses() if known == address), None)
 
 
+class _Preferred:
+    """The interface that leads to rank 0, once this process has met it."""
+
+    name: str | None = None
+    offered = False  # the variable is ours
+
+
+def prefer_interface(address: str) -> None:
+    """Have Gloo use the interface that has ``address``, unless the user named one; see `offer_interface`.
+
+    Gloo otherwise resolves the host's name, which on many clusters leads to another interface, or to none.
+    """
+    _Preferred.name = interface_of(address)
+    offer_interface()
+
+
+def offer_interface() -> None:
+    """Set GLOO_SOCKET_IFNAME, which every new process group over Gloo reads, until `withdraw_interface`."""
+    if _Preferred.name is not None and GLOO_VARIABLE not in os.environ:
+        os.environ[GLOO_VARIABLE] = _Preferred.name
+        _Preferred.offered = True
+
+
+def withdraw_interface() -> None:
+    """Leave the environment as `offer_interface` found it."""
+    if _Preferred.offered and os.environ.get(GLOO_VARIABLE) == _Preferred.name:
+        del os.environ[GLOO_VARIABLE]
+    _Preferred.offered = False
+
+
 def reachable_candidates(environ: Mapping[str, str]) -> list[str]:
     """This host's addresses that another host may reach, likeliest first.
 
     First the interfaces that the user named for Gloo or NCCL, then what the host's name resolves to, then the rest,
     bridges of containers and virtual machines last. Loopback is left out.
     """
-    wanted = environ.get("GLOO_SOCKET_IFNAME") or environ.get("NCCL_SOCKET_IFNAME", "")
+    wanted = environ.get(GLOO_VARIABLE) or environ.get("NCCL_SOCKET_IFNAME", "")
     names = [name for name in wanted.split(",") if name and name[0] not in "^="]
     addresses = [(name, address) for name, address in ipv4_addresses() if not address.startswith("127.")]
     own_name: list[str] = []

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.excepthook import install_excepthook
+from lightning_ring.comm.interfaces import offer_interface
 from lightning_ring.comm.patience import Patience
 from lightning_ring.comm.ranks import RankInfo, check_gpu_assignment
 from lightning_ring.comm.rendezvous import open_store
@@ -75,6 +76,7 @@ def connect(info: RankInfo, device: torch.device, timeout: timedelta) -> Job:
                 f"this process is rank {_job.info.rank} of {_job.info.world_size} already and cannot become rank "
                 f"{info.rank} of {info.world_size}. Start a new process for another job."
             )
+        offer_interface()
         if _job.watch is not None:
             _job.watch.reset()
         if not dist.is_initialized():  # the script destroyed the group, as scripts do before a test on one device

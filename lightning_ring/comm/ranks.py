@@ -16,8 +16,9 @@ class RankInfo:
     """This process's place among all of them.
 
     ``source`` says who told: ``"mpi"``, ``"torchrun"``, ``"slurm"``, ``"ringrun"`` (plain processes that our launcher
-    started), ``"spawn"`` (made by ``start_method`` spawn or fork) or ``"single"``. Ranks of one node are numbered
-    ``local_rank`` 0 to ``local_size`` - 1; nodes are numbered by the lowest rank that lives on them.
+    started), ``"spawn"`` (made by ``start_method`` spawn or fork), ``"group"`` (a process group of torch.distributed
+    that was open before) or ``"single"``. Ranks of one node are numbered ``local_rank`` 0 to ``local_size`` - 1; nodes
+    are numbered by the lowest rank that lives on them.
     """
 
     rank: int

@@ -10,10 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import HashStore, Store, TCPStore
+import torch.distributed as dist
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
 from lightning_ring.comm.greeting import ANSWER_SECONDS, Greeter, greet, listen
-from lightning_ring.comm.interfaces import interface_of, reachable_candidates
+from lightning_ring.comm.interfaces import prefer_interface, reachable_candidates
 from lightning_ring.comm.launch_variables import first_host
 from lightning_ring.comm.ranks import RankInfo, import_mpi
 from lightning_ring.errors import RankDiscoveryError
@@ -26,22 +27,47 @@ def open_store(info: RankInfo, timeout: timedelta) -> Store:
     """Open the job's store. Collective: every rank calls it; ``timeout`` bounds each wait for another rank.
 
     With MPI, rank 0 takes a port that the system gives it, on the interface that the others reach, and hands it out
-    over MPI: no MASTER_ADDR, no race for a port. Sets GLOO_SOCKET_IFNAME to the interface that leads to rank 0,
-    unless it is set.
+    over MPI: no MASTER_ADDR, no race for a port. Where torch.distributed is initialised already, by the script or by
+    another strategy, its store is used. Sets GLOO_SOCKET_IFNAME to the interface that leads to rank 0, unless it is set
+    (`interfaces.offer_interface`).
 
     Raises:
         RankDiscoveryError: A port is taken, or rank 0 cannot be reached.
     """
     if info.world_size == 1:
         return HashStore()
+    if (opened := _store_of_open_group(info)) is not None:
+        return opened
     if info.source == "mpi":
         return _open_over_mpi(info, timeout)
     if info.source == "torchrun" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         address, port = _variable("MASTER_ADDR"), int(_variable("MASTER_PORT"))
-        _prefer_interface(LOOPBACK if info.num_nodes == 1 else _own_address_towards(address))
+        prefer_interface(LOOPBACK if info.num_nodes == 1 else _own_address_towards(address))
         return _connect(address, port, info.rank, timeout)
     address, port, token = _known_place(info)
     return _open_at(address, port, token, info, timeout)
+
+
+def _store_of_open_group(info: RankInfo) -> Store | None:
+    """That of torch.distributed's default group, whose ranks have met; it may hold the port in MASTER_PORT."""
+    if not dist.is_initialized():
+        return None
+    if (dist.get_rank(), dist.get_world_size()) != (info.rank, info.world_size):
+        raise RankDiscoveryError(
+            f"torch.distributed was initialised as rank {dist.get_rank()} of {dist.get_world_size()}, but this process "
+            f"is rank {info.rank} of {info.world_size} ({info.source}). Initialise it with the launcher's ranks, or "
+            "leave it to the strategy."
+        )
+    store = dist.distributed_c10d._get_default_store()
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    if not isinstance(store, TCPStore):
+        if info.num_nodes > 1:
+            return None  # a file, say: it does not tell where rank 0 is
+        prefer_interface(LOOPBACK)
+        return PrefixStore("lightning_ring", store)
+    prefer_interface(LOOPBACK if info.num_nodes == 1 else _own_address_towards(store.host))
+    return PrefixStore("lightning_ring", store)
 
 
 def _known_place(info: RankInfo) -> tuple[str, int, str]:
@@ -75,13 +101,13 @@ def _open_at(address: str, port: int, token: str, info: RankInfo, timeout: timed
         door = _inherited_listener() or listen("" if info.num_nodes > 1 else address, port)
         store = _serve("" if info.num_nodes > 1 else address, timeout)
         Greeter(door, token, info.world_size - 1).start(str(store.port))
-        _prefer_interface(LOOPBACK if info.num_nodes == 1 else _own_address_towards(address))
+        prefer_interface(LOOPBACK if info.num_nodes == 1 else _own_address_towards(address))
         return store
     seconds = timeout.total_seconds()
     # our launcher's socket listens before rank 0 has imported torch; anybody else's silence means a stranger
     answer_seconds = seconds if info.source == "ringrun" else ANSWER_SECONDS
     store_port, own_address = greet(address, port, token, info.rank, seconds, answer_seconds=answer_seconds)
-    _prefer_interface(own_address)
+    prefer_interface(own_address)
     return _connect(address, int(store_port), info.rank, timeout)
 
 
@@ -135,10 +161,10 @@ def _open_over_mpi(info: RankInfo, timeout: timedelta) -> Store:
     if not isinstance(place, tuple):
         raise place if place is not None else RankDiscoveryError("rank 0 handed out no store")
     if store is not None:
-        _prefer_interface(address)
+        prefer_interface(address)
         return store
     if info.num_nodes == 1:
-        _prefer_interface(LOOPBACK)
+        prefer_interface(LOOPBACK)
     return _connect(*place, info.rank, timeout)
 
 
@@ -167,7 +193,7 @@ def _agree_on_address(world: Any, info: RankInfo) -> str:
             "Open the hosts' firewalls to each other, or name the network that joins them in GLOO_SOCKET_IFNAME."
         )
     if info.rank != 0:
-        _prefer_interface(reached[chosen])
+        prefer_interface(reached[chosen])
     return chosen
 
 
@@ -183,13 +209,6 @@ def _reached(candidates: list[str], ask: Callable[[str], str]) -> dict[str, str]
     with ThreadPoolExecutor(max_workers=max(1, len(candidates))) as pool:
         answers = list(pool.map(attempt, candidates))
     return {address: own for address, own in zip(candidates, answers, strict=True) if own is not None}
-
-
-def _prefer_interface(address: str) -> None:
-    """Gloo otherwise resolves the host's name, which on many clusters leads to another interface, or to none."""
-    name = interface_of(address)
-    if name is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def _own_address_towards(host: str) -> str:

@@ -59,7 +59,7 @@ class BucketLayout:
         """
         if self._auto is not None and num_finished >= self.backwards_before_auto:
             auto, self._auto, self._order = self._auto, None, None
-            return auto.build(_members(buckets))
+            return auto.build(_members(buckets)) if buckets else None  # none: all gradients are sparse
         if self._order is None or not num_finished:
             return None
         order, self._order = self._order, None

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_ring.gradients import Reducer, ShardReducer
+from lightning_ring.gradients import AutoBuckets, Reducer, ShardReducer
 from lightning_ring.gradients.sparse import sparse_weights
 from lightning_ring.options import COMPRESSORS
 from tests.checks.gradients.nets import fresh_gradients
@@ -93,13 +93,18 @@ def check_sparse_gradient_that_no_rank_has_stays_as_it_is() -> None:
         net(none, none).backward()
     assert net.first.weight.grad is None
     assert net.second.weight.grad is None
-    reducer.stop_requested = RANK == 0
     embedding = nn.Embedding(9, 2, sparse=True)  # alone: no bucket carries the request to stop
-    alone = Reducer(communicator(), embedding.named_parameters(), sparse_weights=partial(sparse_weights, embedding))
-    alone.stop_requested = RANK == 0
-    with alone.backward():
-        embedding(torch.tensor([RANK])).sum().backward()
-    assert alone.agreed_to_stop()
+    alone = Reducer(
+        communicator(),
+        embedding.named_parameters(),
+        auto=AutoBuckets(communicator(), print),
+        sparse_weights=partial(sparse_weights, embedding),
+    )
+    for step in range(7):
+        alone.stop_requested = (RANK, step) == (0, 6)
+        with alone.backward():
+            embedding(torch.tensor([RANK])).sum().backward()
+        assert alone.agreed_to_stop() == (step == 6)
 
 
 def check_sparse_gradients_divide_by_the_ranks_that_count() -> None:

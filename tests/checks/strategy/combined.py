@@ -1,0 +1,102 @@
+"""Several training loaders at once: ranks may differ in each, not in how many batches the training takes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from lightning.pytorch.utilities import CombinedLoader
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_ring import RingStrategy
+from lightning_ring.errors import ConfigurationError, UnevenBatchesError
+from tests.checks.models import RANK, SIZE, Classifier, assert_all_ranks_equal, data, fit, loader, parameters, trainer
+from tests.checks.strategy.references import assert_like_ddp, both
+
+LAST = RANK == SIZE - 1
+
+
+class _Several(Classifier):
+    """Takes batches of any nesting; `None` where a loader has ended."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return sum(self.loss(part) for part in _leaves(batch))
+
+
+def _leaves(batch: Any) -> Iterator[Any]:
+    if isinstance(batch, dict):
+        batch = list(batch.values())
+    if isinstance(batch, list) and len(batch) == 3 and hasattr(batch[2], "tolist"):
+        yield batch
+    elif batch is not None:
+        yield from itertools.chain.from_iterable(_leaves(part) for part in batch)
+
+
+class _Stream(IterableDataset):
+    """``num`` samples, `None` for no end."""
+
+    def __init__(self, num: int | None) -> None:
+        self._num = num
+
+    def __iter__(self) -> Any:
+        samples = data()
+        return (samples[index % 48] for index in itertools.islice(itertools.count(), self._num))
+
+
+def _ours(loaders: Any, **kwargs: Any) -> Any:
+    module = _Several()
+    run = fit("ring", module, loaders, use_distributed_sampler=False, max_epochs=1, **kwargs)
+    assert_all_ranks_equal(parameters(module))
+    return run.global_step
+
+
+def check_uneven_loaders_of_which_the_training_takes_equally_many_batches() -> None:
+    short, uneven = lambda: loader(16), lambda: loader(32 if LAST else 24)
+    assert _ours(CombinedLoader([short(), uneven()], "min_size")) == 4
+    assert _ours(CombinedLoader([uneven(), loader(48)], "max_size")) == 12
+    assert _ours({"a": [uneven(), loader(48)], "b": short()}) == 12  # a nested collection: max_size_cycle
+    assert _ours([short(), uneven()], limit_train_batches=5) == 5
+    if SIZE > 1:
+        arguments = {"use_distributed_sampler": False, "max_epochs": 2}
+        loaders = CombinedLoader({"a": loader(16), "b": uneven()}, "min_size")
+        assert_like_ddp(*both(_Several, loaders, **arguments))
+
+
+def check_uneven_combined_loaders_are_an_error_before_the_first_step() -> None:
+    if SIZE == 1:
+        return
+    uneven = loader(16 if LAST else 24)
+    for mode in ("min_size", "max_size", "max_size_cycle"):
+        other = loader(48 if mode == "min_size" else 8)
+        with pytest.raises(UnevenBatchesError, match=rf"rank {SIZE - 1} has 4.*step 4"):
+            _ours(CombinedLoader([other, uneven], mode))
+    with pytest.raises(ConfigurationError, match="2 training loaders"):
+        fit(RingStrategy(uneven="join"), _Several(), [uneven, loader(8)], use_distributed_sampler=False)
+
+
+def check_combined_streams_agree_batch_by_batch_and_end_together() -> None:
+    def stream(num: int | None) -> DataLoader:
+        return DataLoader(_Stream(num), batch_size=4)
+
+    combined = CombinedLoader([stream(None), loader(24)], "min_size")
+    assert _ours(combined) == _ours(combined) == 6  # the same object, in two fits
+    assert _ours(CombinedLoader([stream(8 if LAST else 12), loader(24)], "max_size")) == 6
+    assert _ours([stream(None), loader(24)], max_steps=7) == 7
+    if SIZE > 1:
+        for loaders in ([stream(None), loader(16 if LAST else 24)], [loader(24), stream(16 if LAST else 24)]):
+            with pytest.raises(UnevenBatchesError, match=rf"rank {SIZE - 1} ran out .*step 4"):
+                _ours(CombinedLoader(loaders, "min_size"))
+
+
+def check_uneven_loaders_that_are_reloaded_and_leave_the_trainer_alone() -> None:
+    class Reloading(_Several):
+        def train_dataloader(self) -> Any:
+            return CombinedLoader([loader(16), loader(32 if LAST else 24)], "min_size")
+
+    module = Reloading()
+    run = trainer("ring", use_distributed_sampler=False, reload_dataloaders_every_n_epochs=1)
+    run.fit(module)
+    assert run.global_step == 8
+    assert "dataloader" not in vars(run.fit_loop._data_source)

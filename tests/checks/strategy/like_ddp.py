@@ -1,0 +1,127 @@
+"""What scripts for DDP use: optimizers that are no torch `Optimizer`, ``trainer.model.no_sync``."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+
+from tests.checks.models import SIZE, Classifier, fit
+from tests.checks.strategy.references import assert_like_ddp, both
+from tests.process_state import changed, process_state
+
+
+class _OwnSGD:
+    """Lightning's protocol `Optimizable`: no hooks, no class of torch."""
+
+    def __init__(self, params: Iterable[Parameter], lr: float) -> None:
+        self.param_groups = [{"params": list(params), "lr": lr}]
+        self.defaults: dict[str, Any] = {}
+        self.state: defaultdict[Any, Any] = defaultdict(dict)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for param in self.param_groups[0]["params"]:
+            param.grad = None
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        with torch.enable_grad():
+            loss = closure() if closure else None
+        for param in self.param_groups[0]["params"]:
+            param.sub_(param.grad, alpha=self.param_groups[0]["lr"])
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        pass
+
+
+class _WithOwnSGD(Classifier):
+    def __init__(self, *, automatic: bool) -> None:
+        super().__init__()
+        self.automatic_optimization = automatic
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.automatic_optimization:
+            return self.loss(batch)
+        optimizer = self.optimizers()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+        optimizer.zero_grad()
+        return None
+
+    def configure_optimizers(self) -> Any:
+        return _OwnSGD(self.parameters(), 0.1)
+
+
+class _Accumulating(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        with self.trainer.model.no_sync() if batch_idx % 2 == 0 else nullcontext():
+            self.manual_backward(self.loss(batch))
+        if batch_idx % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+class _WithItsOwnNoSync(Classifier):
+    def no_sync(self) -> str:
+        return "mine"
+
+    def on_train_start(self) -> None:
+        assert self.trainer.model.no_sync() == "mine"
+
+
+def check_optimizer_that_is_no_torch_optimizer_equals_ddp() -> None:
+    for automatic in (True, False):
+        if SIZE == 1:
+            fit("ring", _WithOwnSGD(automatic=automatic), max_epochs=1)
+        else:
+            assert_like_ddp(*both(lambda automatic=automatic: _WithOwnSGD(automatic=automatic), max_epochs=1))
+
+
+def check_no_sync_of_the_trainers_model_equals_ddp() -> None:
+    if SIZE == 1:
+        fit("ring", _Accumulating())
+        return
+    assert_like_ddp(*both(_Accumulating))
+
+
+def check_no_sync_is_no_part_of_the_module() -> None:
+    class Copying(Classifier):
+        def on_train_start(self) -> None:
+            assert "no_sync" not in self.state_dict()
+            plain = copy.copy(self.net)
+            assert "lightning_ring" not in repr(pickle.dumps(vars(self)["no_sync"]))
+            with copy.deepcopy(vars(self)["no_sync"])():
+                pass
+            assert plain is not None
+
+    module = Copying()
+    fit("ring", module, max_epochs=1)
+    assert "no_sync" not in vars(module)
+    fit("ring", _WithItsOwnNoSync(), max_epochs=1)
+
+
+def check_a_further_fit_leaves_the_process_as_it_was() -> None:
+    fit("ring", Classifier(), max_epochs=1)
+    before = process_state()
+    for _ in range(3):
+        fit("ring", Classifier(), max_epochs=1)
+    after = process_state()
+    difference = changed(before, after)
+    if "files" in difference and len(after["files"]) <= len(before["files"]):
+        del difference["files"]  # some may be closed late
+    assert not difference, difference
