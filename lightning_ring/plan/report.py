@@ -21,9 +21,9 @@ ASSUMED = (
 # of predicted / measured - 1 in docs/performance.md, which `benchmarks/plan.py` measures
 LEAST_ERROR, GREATEST_ERROR = -0.20, -0.01
 ERROR_RANGE = (
-    f"predictions lean low: on CPUs they were {-LEAST_ERROR:.0%} to {-GREATEST_ERROR:.0%} below what was measured, most "
-    "where ranks share cores: filling buckets and the network's protocol, which then wait for cores that compute, are "
-    "not in the model."
+    f"predictions lean low: on CPUs they were {-LEAST_ERROR:.0%} to {-GREATEST_ERROR:.0%} below what was measured, "
+    "most where ranks share cores: filling buckets and the network's protocol, which then wait for cores that compute, "
+    "are not in the model."
 )
 
 
