@@ -42,7 +42,7 @@ def main(arguments: Sequence[str]) -> int:
     checks = [check(path, other, profile, options, network, node) for path, other in others]
     print(*report.heading(profile, network, node, per_node, settings), sep="\n")
     print("", *report.table_lines(table, profile.run.batch_size), sep="\n")
-    print("", report.advice_line(advice), report.ASSUMED, sep="\n")
+    print("", report.advice_line(advice), report.ASSUMED, report.ERROR_RANGE, sep="\n")
     for found in checks:
         print(report.check_line(found["profile"], found, found["predicted_seconds"], found["measured_seconds"]))
     if options.json is not None:

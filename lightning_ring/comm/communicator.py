@@ -13,7 +13,8 @@ T = TypeVar("T")
 
 
 class ReduceOp(Enum):
-    """How the ranks' values become one. AVG divides by the world size; on integers it truncates toward zero."""
+    """How the ranks' values become one. AVG divides by the world size; on integers it truncates toward zero, and
+    the sum has to fit the dtype: it wraps around otherwise, as torch's own sums do."""
 
     __hash__ = object.__hash__  # Enum's own is written in Python, and takes a twentieth of a short collective
 
@@ -47,8 +48,8 @@ class Communicator(Protocol):
 
     Every method is collective: all ranks call it in the same order, with tensors of equal dtype and matching sizes.
     Methods that return a `Work` are asynchronous: the tensors handed in belong to the communicator until `Work.wait`.
-    Tensors are contiguous and live on a device that the backend serves. The optional ``name`` of a collective (such
-    as ``"bucket 3"``) appears in errors and traces.
+    Tensors are contiguous and live on a device that the backend serves; two that are under way share no memory. The
+    optional ``name`` of a collective (such as ``"bucket 3"``) appears in errors and traces.
     """
 
     @property

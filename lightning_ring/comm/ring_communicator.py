@@ -6,6 +6,7 @@ import atexit
 import ctypes
 import functools
 import pickle
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
@@ -24,6 +25,7 @@ T = TypeVar("T")
 DIRECT_BYTES = 16 * 1024  # per rank; up to this an all-reduce is one message to everybody
 _HEADER_TAG = 1
 _LANE_TAGS = (0, 2, 3)
+_DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
 
 
 class Transport(ring.PointToPoint, Protocol):
@@ -69,6 +71,7 @@ class RingCommunicator:
         self._members = list(members) or list(range(transport.world_size))
         transport.while_waiting = self._while_waiting
         self._num_calls = 0
+        self._starting = threading.Lock()  # of two threads that call, the one announced first also sends first
         self._closed = False
         _open.add(self)
 
@@ -133,7 +136,7 @@ class RingCommunicator:
 
         def run(lane: Lane) -> None:
             sizes = torch.zeros(self.world_size, 2 * self.world_size, dtype=torch.int64)
-            sizes[self.rank] = torch.tensor([flat.numel() for flat in (*sources, *targets)])
+            sizes[self.rank] = sizes_and_dtypes((*inputs, *outputs))
             check_sizes(exchange.exchange_rows(sizes, lane), what)
             exchange.all_to_all(sources, targets, lane)
 
@@ -211,15 +214,11 @@ class RingCommunicator:
         if self.world_size == 1 and not alone:
             self._patience.raise_if_broken()
             return CompletedWork()
-        lane = lane or self._lanes.next(num_bytes)
-        lane.thread.check_open(what)
-        agree = self._announce(what) if self._checked else _nothing
-
-        def agree_and_run() -> None:
-            agree()
-            run(lane)
-
-        return lane.thread.submit(what, agree_and_run)
+        with self._starting:
+            lane = lane or self._lanes.next(num_bytes)
+            lane.thread.check_open(what)
+            agree = self._announce(what) if self._checked else _nothing
+            return lane.thread.submit(what, functools.partial(_agree_and_run, agree, run, lane))
 
     def _announce(self, what: str) -> Callable[[], None]:
         """Tell the others what is called; returns what waits until they have told it too, and compares."""
@@ -292,17 +291,35 @@ def check_all_to_all(inputs: Sequence[Tensor], outputs: Sequence[Tensor], world_
         )
 
 
-def check_sizes(sizes: Tensor, what: str) -> None:
-    """``sizes``: one row per rank, bytes of its inputs, then of its outputs. The message is the same on every rank."""
+def sizes_and_dtypes(tensors: Sequence[Tensor]) -> Tensor:
+    """Of each tensor its bytes and its dtype, as one number; 0 for an empty one, whatever its dtype."""
+    return torch.tensor(
+        [tensor.nbytes << 8 | _DTYPES.index(tensor.dtype) if tensor.numel() else 0 for tensor in tensors]
+    )
+
+
+def check_sizes(sizes: Tensor, what: str) -> int:
+    """``sizes``: one row per rank, `sizes_and_dtypes` of its inputs, then of its outputs. Returns the most bytes.
+
+    Raises:
+        CollectiveError: They differ; the message is the same on every rank.
+    """
     world_size = sizes.shape[0]
     sent, expected = sizes[:, :world_size], sizes[:, world_size:].t()
     wrong = (sent != expected).nonzero().tolist()
     if wrong:
         source, target = wrong[0]
         raise CollectiveError(
-            f"{what}: rank {source} sends {int(sent[source, target])} bytes to rank {target}, which expects "
-            f"{int(expected[source, target])} ({len(wrong)} of {world_size**2} pairs differ). Exchange the sizes first."
+            f"{what}: rank {source} sends {_in_words(sent[source, target])} to rank {target}, which expects "
+            f"{_in_words(expected[source, target])} ({len(wrong)} of {world_size**2} pairs differ). Exchange the sizes "
+            "first, and use one dtype."
         )
+    return int(sizes.max()) >> 8
+
+
+def _in_words(size_and_dtype: Tensor) -> str:
+    num_bytes, dtype = int(size_and_dtype) >> 8, _DTYPES[int(size_and_dtype) & 0xFF]
+    return f"{num_bytes} bytes" + (f" of {str(dtype).removeprefix('torch.')}" if num_bytes else "")
 
 
 def check_device(tensor: Tensor, method: str) -> None:
@@ -314,7 +331,17 @@ def contiguous_flat(tensor: Tensor, method: str) -> Tensor:
     check_device(tensor, method)
     if not tensor.is_contiguous():
         raise ConfigurationError(f"{method} works in place and needs a contiguous tensor; this one is a strided view.")
+    if tensor.is_conj() or tensor.is_neg():  # its memory holds other numbers than it shows
+        raise ConfigurationError(
+            f"{method} works in place, and this tensor is a conjugate or negative view of another one. Give it "
+            "tensor.resolve_conj().resolve_neg()."
+        )
     return tensor.detach().view(-1)
+
+
+def _agree_and_run(agree: Callable[[], object], run: Callable[[Lane], object], lane: Lane) -> None:
+    agree()
+    run(lane)
 
 
 def _nothing(*_: object) -> None:

@@ -24,6 +24,7 @@ from lightning_ring.comm.ring_communicator import (
     check_sizes,
     contiguous_flat,
     pickled,
+    sizes_and_dtypes,
     unpickled,
 )
 from lightning_ring.comm.shared_regions import Regions
@@ -167,10 +168,10 @@ class SharedMemoryCommunicator:
 
         def run() -> Steps:
             sizes = torch.zeros(self.world_size, 2 * self.world_size, dtype=torch.int64)
-            sizes[self.rank] = torch.tensor([flat.numel() for flat in (*sources, *targets)])
+            sizes[self.rank] = sizes_and_dtypes((*inputs, *outputs))
             yield from ways.exchange_rows(sizes, self._rounds)
-            check_sizes(sizes, what)
-            yield from ways.all_to_all_through_slots(sources, targets, self._rounds, int(sizes.max()))
+            most_bytes = check_sizes(sizes, what)
+            yield from ways.all_to_all_through_slots(sources, targets, self._rounds, most_bytes)
 
         return self._queue.submit(what, self._agreed(what, digest_of(what), run()), background=True)
 
@@ -207,7 +208,12 @@ class SharedMemoryCommunicator:
 
     def _submit(self, kind: Kind, tensor: Tensor, how: ReduceOp | int | None, name: str) -> Work:
         """``how`` is the reduction, or the rank that broadcasts."""
-        if tensor.dim() == 1 and tensor.is_contiguous() and tensor.is_cpu and not tensor.requires_grad:
+        if (
+            tensor.dim() == 1
+            and tensor.is_contiguous()
+            and tensor.is_cpu
+            and not (tensor.requires_grad or tensor.is_conj() or tensor.is_neg())
+        ):
             flat = tensor  # what `contiguous_flat` would give; it takes a third of a short collective's time
         else:
             flat = contiguous_flat(tensor, kind.name + "_")

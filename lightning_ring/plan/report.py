@@ -18,6 +18,13 @@ ASSUMED = (
     "in each node and rings across), where NCCL may choose trees; forward reads parameters as backward, mirrored, "
     "produces their gradients; an optimizer's step takes 1/N when sharded; compressing itself costs nothing."
 )
+# of predicted / measured - 1 in docs/performance.md, which `benchmarks/plan.py` measures
+LEAST_ERROR, GREATEST_ERROR = -0.20, -0.01
+ERROR_RANGE = (
+    f"predictions lean low: on CPUs they were {-LEAST_ERROR:.0%} to {-GREATEST_ERROR:.0%} below what was measured, "
+    "most where ranks share cores: filling buckets and the network's protocol, which then wait for cores that compute, "
+    "are not in the model."
+)
 
 
 def heading(
@@ -96,6 +103,7 @@ def as_json(
         "ranks_per_node": ranks_per_node,
         "settings": asdict(settings),
         "assumed": ASSUMED,
+        "error_range": [LEAST_ERROR, GREATEST_ERROR],
         "predictions": {
             way: [asdict(step) | {"efficiency": step.efficiency} for step in steps] for way, steps in table.items()
         },

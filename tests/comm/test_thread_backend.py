@@ -257,3 +257,46 @@ def test_the_others_are_told_of_a_call_while_earlier_ones_are_under_way():
         return before_any_ended
 
     assert run_ranks(2, rank) == [[1, 1, 1]] * 2
+
+
+def test_all_to_all_of_two_dtypes_of_one_size_is_an_error() -> None:
+    def rank(comm) -> None:
+        dtype = torch.float32 if comm.rank == 0 else torch.int32
+        comm.all_to_all([torch.empty(0, dtype=dtype)] * 2, [torch.empty(0)] * 2).wait()  # nothing to take for another
+        comm.all_to_all([torch.ones(4, dtype=dtype)] * 2, [torch.ones(4, dtype=dtype) for _ in range(2)]).wait()
+
+    with pytest.raises(CollectiveError, match=r"0 sends 16 bytes of float32 to rank 1, which expects 16 bytes of int"):
+        run_ranks(2, rank)
+
+
+def test_views_that_hold_other_numbers_than_they_show_are_refused() -> None:
+    def rank(comm) -> None:
+        with pytest.raises(ConfigurationError, match="conjugate"):
+            comm.all_reduce_(torch.ones(3, dtype=torch.complex64).conj())
+        plain = torch.full((3,), 1 + comm.rank * 1j, dtype=torch.complex64)
+        assert comm.all_gather(plain.conj())[1].tolist() == [1 - 1j] * 3, "a copy resolves it"
+
+    run_ranks(2, rank)
+
+
+def test_of_two_threads_that_call_the_first_to_announce_sends_first() -> None:
+    def rank(comm) -> list[float]:
+        tensors = [torch.full((50_000,), float(value)) for value in (1, 10)]
+        calls = [threading.Thread(target=lambda tensor=tensor: comm.all_reduce_(tensor).wait()) for tensor in tensors]
+        announce = comm._announce
+
+        def announce_slowly(what: str):
+            agree = announce(what)
+            if threading.current_thread() is calls[0] and comm.rank == 0:
+                time.sleep(0.4)
+            return agree
+
+        comm._announce = announce_slowly
+        for call in calls:
+            call.start()
+            time.sleep(0.15)  # rank 1 calls in this order too
+        for call in calls:
+            call.join()
+        return [float(tensor[0]) for tensor in tensors]
+
+    assert run_ranks(2, rank) == [[2, 20]] * 2
