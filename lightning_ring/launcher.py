@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 
+from lightning_ring.cli.hosts import slots_of_allocation
 from lightning_ring.cli.mpirun import find_mpirun
 from lightning_ring.cli.rerun import own_command
 from lightning_ring.cli.start import mpirun_job, plain_job
@@ -33,8 +34,9 @@ class RingLauncher(_Launcher):
     The process that starts them is never a rank. It supervises: forwards signals, names a rank that died, ends the
     others, and then ends itself with the job's exit code; what comes after ``trainer.fit`` is run by the ranks.
 
-    ``use_mpi``: through the mpirun that is found (beside this Python first), if any. Otherwise, and without one, the
-    ranks are plain processes that talk through Gloo or NCCL.
+    ``use_mpi``: through the mpirun that is found (beside this Python first), if any. Otherwise, without one, and where
+    a Slurm job has fewer tasks than ranks, which mpirun refuses, the ranks are plain processes that talk through shared
+    memory, Gloo or NCCL.
     """
 
     def __init__(self, environment: RingEnvironment, num_processes: int, num_nodes: int, *, use_mpi: bool) -> None:
@@ -79,7 +81,7 @@ class RingLauncher(_Launcher):
     def _start_and_wait(self, trainer: pl.Trainer | None) -> NoReturn:
         sys.stdout.flush()  # before the ranks write to the same place
         sys.stderr.flush()
-        mpirun = find_mpirun() if self._use_mpi else None
+        mpirun = find_mpirun() if self._use_mpi and slots_of_allocation(os.environ) >= self._num_processes else None
         with own_command() as command:
             if mpirun is not None:
                 self._job = mpirun_job(mpirun, self._num_processes, command, [], os.environ)

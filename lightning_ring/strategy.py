@@ -177,6 +177,7 @@ class RingStrategy(AveragedSteps):
             if self.options.monitor and self._comm is not None:
                 add_monitor(trainer)
             if self._reducer is not None and self.world_size > 1:
+                self._reducer.stop_requested = self._request != Request.NONE  # a signal during an evaluation before
                 leave_sigterm_to_the_buckets(trainer)
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from lightning_ring.comm.launch_variables import tasks_per_node
 from lightning_ring.errors import ConfigurationError
 
 _LOCAL = ("localhost", "127.0.0.1")
@@ -85,3 +87,12 @@ def check_slots(ranks: int, hosts: list[Host]) -> None:
 def in_allocation(environ: Mapping[str, str]) -> bool:
     """Whether a batch system has given this process hosts, which mpirun then finds by itself."""
     return any(name in environ for name in ("SLURM_JOB_ID", "PBS_NODEFILE", "LSB_JOBID", "PE_HOSTFILE"))
+
+
+def slots_of_allocation(environ: Mapping[str, str]) -> float:
+    """How many ranks mpirun starts at most in this Slurm job or step; infinite outside of Slurm.
+
+    ``sbatch --ntasks=1 --cpus-per-task=8`` is one slot, as is a step of ``srun -n 1``.
+    """
+    counts = tasks_per_node(environ.get("SLURM_TASKS_PER_NODE", "")) if "SLURM_JOB_ID" in environ else []
+    return sum(counts) or math.inf

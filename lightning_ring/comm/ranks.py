@@ -90,6 +90,8 @@ def _ask_mpi(found: LaunchVariables) -> RankInfo:
             f"{mpi.Get_library_version().split(',')[0].splitlines()[0]}). Use the mpirun beside this Python "
             "(`lightning-ring doctor` shows both), or reinstall mpi4py against the launcher's."
         )
+    if found.num_nodes is not None:  # from Slurm: an MPI that its PMIx tells little takes every rank for a node
+        return info_from_variables(found)
     node = world.Split_type(mpi.COMM_TYPE_SHARED, key=world.rank)
     local_rank, local_size = node.rank, node.size
     leader = node.bcast(world.rank)  # the node's lowest rank names it, however the ranks were placed

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+from types import SimpleNamespace
 
 import lightning as L
 import pytest
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
+from lightning_ring.comm import ranks
 from lightning_ring.comm.ranks import SINGLE, check_gpu_assignment, discover_ranks, pick_gpu
 from lightning_ring.environment import RingEnvironment
 from lightning_ring.errors import ConfigurationError, RankDiscoveryError
@@ -160,6 +162,18 @@ def test_an_mpi4py_of_another_mpi_than_the_launcher():
     assert result.returncode != 0
     assert "mpi4py sees rank 0 of 1 ranks" in result.stdout
     assert "rank 0 of 2" in result.stdout
+
+
+def test_under_srun_with_pmix_nodes_are_slurm_s(monkeypatch):
+    alone = SimpleNamespace(
+        rank=0, size=1, bcast=lambda rank: rank, Free=lambda: None
+    )  # what Open MPI 5 was seen to say
+    world = SimpleNamespace(rank=1, size=2, Split_type=lambda *args, **kwargs: alone, allgather=lambda rank: [0, 1])
+    monkeypatch.setattr(ranks, "import_mpi", lambda launcher: SimpleNamespace(COMM_WORLD=world, COMM_TYPE_SHARED=1))
+    slurm = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1"}
+    slurm |= {"SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_NODEID": "0", "SLURM_STEP_TASKS_PER_NODE": "2"}
+    info = discover_ranks(slurm | {"PMIX_RANK": "1", "PMIX_NAMESPACE": "slurm.pmix.7.0"})
+    assert (info.source, info.local_rank, info.local_size, info.num_nodes) == ("mpi", 1, 2, 1)
 
 
 def test_mpi_variables_without_mpi4py():

@@ -25,6 +25,13 @@ def test_ranks_run_the_script_and_the_parent_returns_their_code(tmp_path):
     assert len(list(tmp_path.glob("after.*"))) == 2, "what follows the launch runs in the ranks, not in the parent"
 
 
+def test_a_slurm_job_of_one_task_starts_its_ranks_without_mpirun_which_would_find_one_slot(tmp_path):
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1", "SLURM_TASKS_PER_NODE": "1", "SLURM_PROCID": "0"}
+    result = run([sys.executable, str(HERE / "launched_script.py"), str(tmp_path)], timeout=120, **slurm)
+    assert result.returncode == 7, result.stdout
+    assert [(tmp_path / f"rank.{rank}").read_text() for rank in range(2)] == ["2 ringrun"] * 2
+
+
 def test_hydra_sweep_one_job_after_the_other_each_in_one_folder(tmp_path):
     pytest.importorskip("hydra")
     command = [sys.executable, "-m", "tests.launching.hydra_script", "-m", "+lr=1,2", f"+folder={tmp_path}"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import shlex
 import subprocess
@@ -13,7 +14,7 @@ import pytest
 
 from lightning_ring.cli import mpirun as mpirun_module
 from lightning_ring.cli import ringrun
-from lightning_ring.cli.hosts import Host, parse_hosts, read_hostfile
+from lightning_ring.cli.hosts import Host, parse_hosts, read_hostfile, slots_of_allocation
 from lightning_ring.cli.mpirun import Mpirun, find_mpirun, identify, mpirun_line, rank_environment, ranks_per_host
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.host.cores import bound_cores
@@ -50,6 +51,13 @@ def test_line_in_an_allocation_leaves_the_hosts_to_mpirun():
     line = mpirun_line(OPEN_MPI, 4, ["train"], [], {"SLURM_JOB_ID": "1", "PATH": "/bin"})
     assert "--host" not in line
     assert ("-x", "PATH") in pairs(line)
+
+
+@pytest.mark.parametrize(("tasks", "slots"), [("2(x3),1", 7), ("1", 1), (None, math.inf)])
+def test_slurm_s_tasks_are_mpirun_s_slots(tasks, slots):
+    environ = {"SLURM_JOB_ID": "1"} | ({"SLURM_TASKS_PER_NODE": tasks} if tasks else {})
+    assert slots_of_allocation(environ) == slots
+    assert slots_of_allocation({"SLURM_TASKS_PER_NODE": "1"}) == math.inf
 
 
 def test_line_of_another_mpirun_is_minimal():
