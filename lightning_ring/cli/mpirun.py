@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -29,7 +30,7 @@ _PREFIXES = ("RING_", "NCCL_", "GLOO_", "OMP_", "MKL_", "TORCH_", "CUDA_", "PL_"
 
 @dataclass(frozen=True, slots=True)
 class Mpirun:
-    """``family`` is ``"openmpi"`` or ``"other"`` (MPICH's Hydra and its kin); ``version`` is what it calls itself."""
+    """``family`` is ``"openmpi"``, ``"mpich"``, ``"intelmpi"`` or ``"other"``; ``version`` names it for messages."""
 
     path: str
     family: str
@@ -50,8 +51,9 @@ def locate_mpirun() -> str | None:
 
 
 def identify(path: str) -> Mpirun | None:
+    environ = version_environment(path, os.environ)
     try:
-        answer = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20)
+        answer = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, env=environ)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return recognise(path, answer.stdout)
@@ -63,7 +65,19 @@ def recognise(path: str, says: str) -> Mpirun:
     if "Open MPI" in version or "OpenRTE" in version:
         number = version.split()[-1].split(".")[0]
         return Mpirun(path, "openmpi", int(number) if number.isdigit() else 0, version)
+    for family, name, release in (
+        ("mpich", "MPICH", r"HYDRA build details:\s+Version:\s+(\S+)"),  # it does not say its own name
+        ("intelmpi", "Intel MPI", r"Intel\(R\) MPI Library.*Version (\S+)"),
+    ):
+        if (match := re.search(release, says)) is not None:
+            number = match[1].split(".")[0]
+            return Mpirun(path, family, int(number) if number.isdigit() else 0, f"mpirun ({name}) {match[1]}")
     return Mpirun(path, "other", 0, version)
+
+
+def version_environment(path: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """``environ`` for asking the mpirun at ``path``: Intel's is a script that looks for its program on PATH."""
+    return dict(environ) | {"PATH": os.pathsep.join(filter(None, [os.path.dirname(path), environ.get("PATH")]))}
 
 
 def require_mpirun() -> Mpirun:
@@ -87,7 +101,7 @@ def mpirun_line(
     """The line that starts ``ranks`` times ``command`` on ``hosts`` (none: this host, or the batch system's hosts)."""
     if mpirun.family != "openmpi":
         where = ["-hosts", _written(hosts)] if hosts else []
-        return [mpirun.path, "-n", str(ranks), *where, *command]
+        return [_program(mpirun), "-n", str(ranks), *where, *command]
     line = [mpirun.path]
     if os.geteuid() == 0:
         line.append("--allow-run-as-root")
@@ -110,6 +124,12 @@ def mpirun_line(
             if name in _NAMES or name.startswith(_PREFIXES):
                 line += ["-x", name]
     return [*line, *command]
+
+
+def _program(mpirun: Mpirun) -> str:
+    """The program to start: Intel's mpirun is a script, which a signal ends alone, without the job that it runs."""
+    hydra = Path(mpirun.path).with_name("mpiexec.hydra")
+    return str(hydra) if mpirun.family == "intelmpi" and os.access(hydra, os.X_OK) else mpirun.path
 
 
 def ranks_per_host(ranks: int, hosts: Sequence[Host], environ: Mapping[str, str]) -> int:

@@ -18,12 +18,14 @@ def mpirun_job(
     mpirun: Mpirun, ranks: int, command: Sequence[str], hosts: Sequence[Host], environ: Mapping[str, str]
 ) -> Supervisor:
     """A job of one mpirun, not yet started; its line goes to standard error."""
-    # Hydra does not promise to pass on any but the ordinary signals
-    stop_signal = STOP_SIGNAL if mpirun.family == "openmpi" else signal.SIGTERM
+    # Hydra passes SIGTERM on to the ranks, as often as it comes, and SIGUSR2 ends it
+    passes_usr2 = mpirun.family == "openmpi"
+    stop_signal = STOP_SIGNAL if passes_usr2 else signal.SIGTERM
+    dies_with_parent = signal.SIGTERM if passes_usr2 else signal.SIGKILL
     rank_environ = rank_environment(ranks, hosts, environ, stop_signal)
     line = mpirun_line(mpirun, ranks, command, hosts, rank_environ)
     print(f"lightning_ring: {shlex.join(line)}", file=sys.stderr, flush=True)
-    child = Child("mpirun", line, rank_environ, dies_with_parent=signal.SIGTERM)
+    child = Child("mpirun", line, rank_environ, dies_with_parent=dies_with_parent)
     return Supervisor([child], grace=stop_grace(environ), stop_signal=stop_signal)
 
 

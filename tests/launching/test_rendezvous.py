@@ -8,8 +8,9 @@ from dataclasses import replace
 from datetime import timedelta
 
 import pytest
-from torch.distributed import HashStore
+from torch.distributed import HashStore, TCPStore
 
+from lightning_ring.comm import rendezvous
 from lightning_ring.comm.greeting import Greeter, greet, listen
 from lightning_ring.comm.interfaces import ipv4_addresses, reachable_candidates
 from lightning_ring.comm.ranks import SINGLE, RankInfo
@@ -34,6 +35,20 @@ def test_one_rank_opens_nothing():
     before = threading.active_count()
     assert isinstance(open_store(SINGLE, timedelta(seconds=1)), HashStore)
     assert threading.active_count() == before
+
+
+def test_a_torch_whose_newer_store_takes_no_listening_socket(monkeypatch):
+    """torch 2.6."""
+
+    def of_torch_2_6(*args, use_libuv=True, master_listen_fd=None, **settings):
+        if use_libuv and master_listen_fd is not None:
+            raise NotImplementedError("The libuv TCPStore backend does not support initialization with an listen fd.")
+        return TCPStore(*args, use_libuv=use_libuv, master_listen_fd=master_listen_fd, **settings)
+
+    monkeypatch.setattr(rendezvous, "TCPStore", of_torch_2_6)
+    store = rendezvous._serve("", timedelta(seconds=10))
+    store.set("key", "value")
+    assert store.get("key") == b"value"
 
 
 def test_ranks_meet_at_a_known_port(monkeypatch, free_port):

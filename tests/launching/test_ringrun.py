@@ -15,13 +15,13 @@ import pytest
 from lightning_ring.cli import mpirun as mpirun_module
 from lightning_ring.cli import ringrun
 from lightning_ring.cli.hosts import Host, parse_hosts, read_hostfile, slots_of_allocation
-from lightning_ring.cli.mpirun import Mpirun, find_mpirun, identify, mpirun_line, rank_environment, ranks_per_host
+from lightning_ring.cli.mpirun import Mpirun, find_mpirun, identify, mpirun_line, rank_environment, ranks_per_host, recognise
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.host.cores import bound_cores
 from tests.launch import clean_env, mpirun_path
 
 OPEN_MPI = Mpirun("/opt/mpi/bin/mpirun", "openmpi", 5, "mpirun (Open MPI) 5.0.11")
-HYDRA = Mpirun("/opt/mpich/bin/mpirun", "other", 0, "HYDRA build details:")
+HYDRA = Mpirun("/opt/mpich/bin/mpirun", "mpich", 5, "mpirun (MPICH) 5.0.2")
 
 
 def pairs(line: list[str]) -> list[tuple[str, str]]:
@@ -63,6 +63,33 @@ def test_slurm_s_tasks_are_mpirun_s_slots(tasks, slots):
 def test_line_of_another_mpirun_is_minimal():
     assert mpirun_line(HYDRA, 2, ["train"], [], {}) == [HYDRA.path, "-n", "2", "train"]
     assert mpirun_line(HYDRA, 2, ["train"], [Host("a", 2)], {}) == [HYDRA.path, "-n", "2", "-hosts", "a:2", "train"]
+
+
+def test_mpirun_is_named_with_its_version():
+    hydra = "HYDRA build details:\n    Version:                                 5.0.2\n    Release Date: today\n"
+    intel = "Intel(R) MPI Library for Linux* OS, Version 2021.19.0 Build 20260929 (id: 1821d9b)\nCopyright Intel\n"
+    for says, expected in [
+        (hydra, ("mpich", 5, "mpirun (MPICH) 5.0.2")),
+        (intel, ("intelmpi", 2021, "mpirun (Intel MPI) 2021.19.0")),
+        ("mpirun (Open MPI) 4.1.4\n\nReport bugs", ("openmpi", 4, "mpirun (Open MPI) 4.1.4")),
+        ("mpirun of somebody 1.0", ("other", 0, "mpirun of somebody 1.0")),
+    ]:
+        found = recognise("/opt/mpirun", says)
+        assert (found.family, found.major, found.version) == expected
+
+
+def test_intels_mpirun_is_a_script_around_the_program_to_start(tmp_path, monkeypatch):
+    for name, text in (
+        ("mpirun", 'mpiexec.hydra "$@"'),
+        ("mpiexec.hydra", "echo 'Intel(R) MPI Library for Linux* OS, Version 2021.19.0 Build 1'"),
+    ):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")  # the environment of the wheel is not activated
+    found = identify(str(tmp_path / "mpirun"))
+    assert found is not None
+    assert found.family == "intelmpi"
+    assert mpirun_line(found, 2, ["train"], [], {}) == [str(tmp_path / "mpiexec.hydra"), "-n", "2", "train"]
 
 
 def test_more_ranks_than_cores_yield_while_they_wait():
@@ -158,7 +185,7 @@ def test_mpirun_beside_python_comes_first(tmp_path, monkeypatch):
 
     beside = install(tmp_path / "venv", "mpirun (Open MPI) 4.1.6")
     on_path = install(tmp_path / "path", "HYDRA build details:")
-    monkeypatch.setenv("PATH", f"{on_path.parent}:/bin:/usr/bin")
+    monkeypatch.setenv("PATH", str(on_path.parent))  # /usr/bin may hold another
     monkeypatch.setattr(sys, "executable", str(beside.with_name("python")))
     found = find_mpirun()
     assert found is not None
