@@ -15,7 +15,15 @@ import pytest
 from lightning_ring.cli import mpirun as mpirun_module
 from lightning_ring.cli import ringrun
 from lightning_ring.cli.hosts import Host, parse_hosts, read_hostfile, slots_of_allocation
-from lightning_ring.cli.mpirun import Mpirun, find_mpirun, identify, mpirun_line, rank_environment, ranks_per_host, recognise
+from lightning_ring.cli.mpirun import (
+    Mpirun,
+    find_mpirun,
+    identify,
+    mpirun_line,
+    rank_environment,
+    ranks_per_host,
+    recognise,
+)
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.host.cores import bound_cores
 from tests.launch import clean_env, mpirun_path
