@@ -1,7 +1,7 @@
 """The jobs that run programs: the ranks of one strategy, which stay from program to program.
 
-Ranks are forked from one server that has imported torch and Lightning, so that a job that hung or crashed is replaced in
-a fraction of a second. Every wait is bounded, and ranks end with the process that started them.
+Ranks are forked from one server that has imported torch and Lightning, so that a job that hung or crashed is replaced
+in a fraction of a second. Every wait is bounded, and ranks end with the process that started them.
 """
 
 from __future__ import annotations

@@ -114,9 +114,11 @@ EXTRA = {  # other backwards than the training's
     ),
     "torch.func.grad": option(
         loss="weights = dict(self.layers[0].named_parameters())\n"
-        "inner = torch.func.grad(lambda w: torch.func.functional_call(self.layers[0], w, (x, x, rank, step)).pow(2).mean())"
-        "(weights)\nmoved = {name: p - 0.1 * inner[name] for name, p in weights.items()}\n"
-        "loss = loss + torch.func.functional_call(self.layers[0], moved, (x, x, rank, step)).pow(2).mean()"
+        "def squares(w):\n"
+        "    return torch.func.functional_call(self.layers[0], w, (x, x, rank, step)).pow(2).mean()\n"
+        "inner = torch.func.grad(squares)(weights)\n"
+        "moved = {name: p - 0.1 * inner[name] for name, p in weights.items()}\n"
+        "loss = loss + squares(moved)"
     ),
     "backward between two steps on rank 0": option(
         batch_end="if self.trainer.is_global_zero:\n    self.evaluate(batch).backward()\n    self.zero_grad()"
@@ -149,7 +151,8 @@ HOOKS = {  # what the user's hooks do with gradients and weights; any number of 
     "tensor hook": option(init="self.weight().register_hook(lambda grad: grad * 0.5)"),
     "post-accumulate hook": option(init="self.weight().register_post_accumulate_grad_hook(halve)"),
     "post-accumulate hook at train start": option(
-        train_start="def note(p):\n    self.seen.append(len(p.grad))\nself.weight().register_post_accumulate_grad_hook(note)"
+        train_start="def note(p):\n    self.seen.append(len(p.grad))\n"
+        "self.weight().register_post_accumulate_grad_hook(note)"
     ),
     "clamps weights after a step": option(
         batch_end="with torch.no_grad():\n    for p in self.parameters():\n"
@@ -177,7 +180,8 @@ HOOKS = {  # what the user's hooks do with gradients and weights; any number of 
         "self.seen.append(self.average.abs().sum().item())",
     ),
     "gradients are zeros, not None": option(
-        methods="def optimizer_zero_grad(self, epoch, batch_idx, optimizer):\n    optimizer.zero_grad(set_to_none=False)"
+        methods="def optimizer_zero_grad(self, epoch, batch_idx, optimizer):\n"
+        "    optimizer.zero_grad(set_to_none=False)"
     ),
     "every third step is skipped": option(
         methods="def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):\n"
@@ -195,14 +199,17 @@ SKIP = {  # training_step returns None; Lightning's DDP refuses it
 FREEZE = {
     "none": option(10),
     "first layer frozen later": option(
-        epoch_start="if self.current_epoch == 1:\n    self.layers[0].requires_grad_(False)"
+        unused=True, epoch_start="if self.current_epoch == 1:\n    self.layers[0].requires_grad_(False)"
     ),
     "first layer thawed later": option(
+        unused=True,
         init="self.layers[0].requires_grad_(False)",
         epoch_start="if self.current_epoch == 1:\n    self.layers[0].requires_grad_(True)",
     ),
-    "first layer every other batch": option(batch_start="self.layers[0].requires_grad_(batch_idx % 2 == 1)"),
-    "finetuning callback": option(callbacks="Thaw()", init="Thaw().freeze_before_training(self)"),
+    "first layer every other batch": option(
+        unused=True, batch_start="self.layers[0].requires_grad_(batch_idx % 2 == 1)"
+    ),
+    "finetuning callback": option(unused=True, callbacks="Thaw()", init="Thaw().freeze_before_training(self)"),
     "new layer in the second epoch": option(
         epoch_start="if self.current_epoch == 1:\n    torch.manual_seed(SEED + 1)\n    new = Linear().to(DTYPE)\n"
         "    self.layers.append(new)\n"

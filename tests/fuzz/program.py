@@ -50,7 +50,7 @@ class Program:
             return {}
         parallel = [name for name in names if name != "one"]
         if how == "resumed on another number of ranks":
-            return {name: "one" for name in parallel} | {"one": parallel[-1]}
+            return dict.fromkeys(parallel, "one") | {"one": parallel[-1]}
         after = dict(zip(parallel, parallel[-1:] + parallel[:-1], strict=True))
         return after | ({"one": parallel[0]} if "one" in names else {})
 

@@ -9,6 +9,7 @@ import pickle
 import random
 import signal
 import sys
+import time
 import traceback
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -48,12 +49,14 @@ def follow_orders(orders: Connection, strategy: str, env: dict[str, str], output
     torch.set_num_threads(1)
     while (order := orders.recv()) is not None:
         faulthandler.dump_traceback_later(limit, exit=False)
+        begin = time.process_time()
         try:
             result = run(strategy, order)
         except BaseException as error:
             kinds = [kind.__name__ for kind in type(error).__mro__]
             result = {"error": str(error), "kinds": kinds, "traceback": traceback.format_exc()}
         faulthandler.cancel_dump_traceback_later()
+        result["cpu_seconds"] = time.process_time() - begin
         orders.send_bytes(pickle.dumps(result))
     os._exit(0)
 

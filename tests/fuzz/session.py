@@ -24,6 +24,7 @@ class Session:
         one_thread_each()
         self._folder = Path(tempfile.mkdtemp(prefix="fuzz-"))
         self._limit = limit
+        self._cpu_seconds = Counter[str]()
         self._jobs: dict[tuple[str, int], Job] = {}
 
     def __enter__(self) -> Session:
@@ -44,7 +45,9 @@ class Session:
                 failures.append(f"{program.seed}: {verdict.kind}")
             counts[verdict.kind] += 1
             counts["of these, DDP cannot or is wrong"] += any(note.startswith("ddp") for note in verdict.notes)
-        print(f"{len(seeds)} seeds in {time.monotonic() - begin:.0f} s, {versions()}: {dict(counts)}", flush=True)
+        print(f"{len(seeds)} seeds in {time.monotonic() - begin:.0f} s, {versions()}: {dict(counts)}")
+        spent = {name: round(seconds) for name, seconds in self._cpu_seconds.items()}
+        print(f"CPU seconds, all ranks of a strategy together: {spent}", flush=True)
         for failure in failures:
             print(f"python -m tests.fuzz --minimise --seed {failure.replace(':', '  #')}", flush=True)
         return failures
@@ -80,6 +83,8 @@ class Session:
                 threads.submit(self._work, key, todo, outcomes, saved)
             for index, program in enumerate(programs):
                 ended = {name: outcomes[index, name].result() for name in program.strategies}
+                for name, outcome in ended.items():
+                    self._cpu_seconds[name] += sum(rank["cpu_seconds"] for rank in outcome.ranks)
                 found.append(judge(program, ended))
                 tell(program, found[-1])
         return found

@@ -63,7 +63,7 @@ CLIP = {
         clip="self.clip_gradients(optimizer, gradient_clip_val=0.01, gradient_clip_algorithm='value')",
     ),
     "overridden": option(
-        methods="def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):\n"
+        methods="def configure_gradient_clipping(self, optimizer, *_, **__):\n"
         "    self.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm='norm')"
     ),
 }
@@ -83,7 +83,7 @@ VALIDATION = {
         "self.log('top', loss, sync_dist=True, reduce_fx='max')"
     ),
     "metric object": option(
-        init="self.metric = torchmetrics.MeanMetric()",
+        init="self.metric = torchmetrics.MeanMetric().set_dtype(DTYPE)",
         validation="self.metric.update(self.evaluate(batch))\nself.log('val', self.metric)",
     ),
     "twice an epoch": option(
