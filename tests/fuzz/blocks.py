@@ -1,7 +1,7 @@
 """Layers that random programs are built of. Each maps (rows, 6) to (rows, 6).
 
 ``raw`` is the program's input, the same bits under every strategy; ``rank`` the rank whose rows these are; ``step`` the
-number of the training step. The text of the classes that a program uses is copied into its script (`program.py`), so
+number of the training step. The text of the classes that a program uses is copied into its script (`script.py`), so
 they use what a script imports: ``torch``, ``nn``, ``F`` and ``checkpoint``.
 """
 

@@ -77,8 +77,9 @@ def judge(program: Program, outcomes: dict[str, Outcome]) -> Verdict:
 def tolerance(program: Program, name: str, reference: str) -> float:
     """The largest difference that counts as equal, against ``max(1, |largest value|)``.
 
-    0 (the same bits) for ``ring`` and DDP on two ranks, where a + b is b + a; 1e-12 where sums come in another order; 1e-10 for norms that are summed over shards; 1e-9 for one process, which averages rows in another order, after
-    8 steps of optimizers that divide by small numbers. In 32 bits the same in units of its rounding.
+    0 (the same bits) for ``ring`` and DDP on two ranks, where a + b is b + a; 1e-12 where sums come in another order;
+    1e-10 for norms that are summed over shards; 1e-9 for one process, which averages rows in another order, after 8
+    steps of optimizers that divide by small numbers. In 32 bits the same in units of its rounding.
     """
     if program.choice("compression") != "none":
         return 0.05

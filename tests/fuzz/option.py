@@ -11,7 +11,7 @@ class Option:
 
     Attributes:
         weight: How often it is drawn, against the other options of its axis.
-        code: Place in the script (`program.TEMPLATE`) -> lines for it.
+        code: Place in the script (`script.TEMPLATE`) -> lines for it.
         without: Strategies that the program is not run with, because it means something else there, or would hang.
         unused: Some backward leaves out parameters: DDP has to look for them.
         rounding: Sums are taken in another order than in DDP: equal to 1e-12 and not in every bit.

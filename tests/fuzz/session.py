@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 import tempfile
 import threading
@@ -38,7 +39,7 @@ class Session:
         """Judge ``seeds``, print what does not agree and the counts; the seeds that fail, each tried again alone."""
         begin, counts, failures = time.monotonic(), Counter[str](), []
         programs = [draw(seed) for seed in seeds]
-        judged = list(zip(programs, self.verdicts(programs, lambda *each: _tell(*each, report)), strict=True))
+        judged = list(zip(programs, self.verdicts(programs, functools.partial(_tell, report=report)), strict=True))
         for program, verdict in judged:
             if verdict.fails:
                 verdict = self._confirmed(program, verdict)
