@@ -48,8 +48,10 @@ class Program:
         parallel = [name for name in names if name != "one"]
         if how == "resumed on another number of ranks":
             return dict.fromkeys(parallel, "one") | {"one": parallel[-1]}
+        if any("reentrant=True" in block for block in self.blocks):  # DDP fails, and leaves no checkpoint to go on from
+            parallel = [name for name in parallel if name != "ddp"]
         after = dict(zip(parallel, parallel[-1:] + parallel[:-1], strict=True))
-        return after | ({"one": parallel[0]} if "one" in names else {})
+        return dict.fromkeys(names, parallel[-1]) | after
 
     def description(self) -> str:
         changed = [f"{axis}: {option}" for axis, option in self.choices.items() if option != next(iter(AXES[axis]))]

@@ -38,6 +38,7 @@ def settle(program: Program) -> None:
         if "two optimizers" in program.choice("training"):
             if len(program.blocks) < 2:
                 program.blocks.append("Linear()")
+            program.blocks[:] = ["Linear()" if block == "Dropped()" else block for block in program.blocks]
             plain("freeze")
     if program.choice("uneven") != "none":
         plain("skip", "freeze", "accumulate", "average", "again", "log", "precision", "compression")
@@ -52,6 +53,7 @@ def settle(program: Program) -> None:
         choices["validation"] = "synchronised loss"
     if program.choice("optimizer") == "LBFGS":
         plain("groups", "clip", "accumulate", "skip", "freeze")
+        program.blocks[:] = ["Linear()" if "Conv" in block or "Shapes" in block else block for block in program.blocks]
         without("every third step", "gradients")
     _settle_freezing(program, plain, without)
     if program.choice("average") == "SWA":
