@@ -17,6 +17,8 @@ from tests.fuzz.jobs import Job, Outcome, one_thread_each
 from tests.fuzz.program import Program, draw
 from tests.fuzz.rank import Order, versions
 
+MAX_CONFIRMED = 10  # failures that are tried again in fresh processes
+
 
 class Session:
     """A folder and jobs, both gone in the end. ``limit``: seconds for one program under one strategy."""
@@ -42,7 +44,7 @@ class Session:
         judged = list(zip(programs, self.verdicts(programs, functools.partial(_tell, report=report)), strict=True))
         for program, verdict in judged:
             if verdict.fails:
-                verdict = self._confirmed(program, verdict)
+                verdict = self._confirmed(program, verdict) if len(failures) < MAX_CONFIRMED else verdict
                 failures.append(f"{program.seed}: {verdict.kind}")
             counts[verdict.kind] += 1
             counts["of these, DDP cannot or is wrong"] += any(note.startswith("ddp") for note in verdict.notes)
