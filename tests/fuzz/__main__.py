@@ -8,6 +8,7 @@ python -m tests.fuzz --seed 123 --minimise   # the least program that still does
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from pathlib import Path
 
@@ -27,6 +28,7 @@ def main() -> int:
     if arguments.show:
         print(draw(arguments.seed or 0).script())
         return 0
+    signal.signal(signal.SIGTERM, _end)
     with Session(arguments.limit) as session:
         if arguments.minimise:
             program, verdict = session.minimise(draw(arguments.seed or 0))
@@ -35,6 +37,12 @@ def main() -> int:
         seeds = [arguments.seed] if arguments.seed is not None else _seeds(arguments.seeds)
         failures = session.compare(seeds, arguments.report)
     return 1 if failures else 0
+
+
+def _end(number: int, frame: object) -> None:
+    """End with the clean-up of `Session`, once: `timeout` sends its signal twice."""
+    signal.signal(number, signal.SIG_IGN)
+    sys.exit(128 + number)
 
 
 def _seeds(text: str) -> list[int]:

@@ -17,9 +17,18 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from tests.fuzz.rank import Order, follow_orders
-
 AFTER_AN_ERROR = {"ring": 35.0, "ring_sharded": 35.0}  # seconds for the other ranks to raise too (elsewhere 2)
+
+
+@dataclass(frozen=True)
+class Order:
+    """``script``: path of a program. ``save``: path of a checkpoint to write after the first epoch. ``load``: path of
+    one to go on from. ``folder``: for the checkpoint of the end."""
+
+    script: str
+    folder: str
+    save: str | None = None
+    load: str | None = None
 
 
 @dataclass
@@ -42,7 +51,9 @@ class Job:
         self._limit = limit
         self._output = folder / f"{strategy}-{ranks}.output"
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["tests.fuzz.rank"])
+        self._context.set_forkserver_preload(
+            ["tests.fuzz.rank", "lightning", "torchmetrics", "lightning_ring.strategy"]
+        )
         self._processes: list[BaseProcess] = []
         self._orders: list[Connection] = []
 
@@ -103,7 +114,7 @@ class Job:
             }
             ours, theirs = multiprocessing.Pipe()
             arguments = (theirs, self.strategy, env, str(self._output), self._limit - 2)
-            process = self._context.Process(target=follow_orders, args=arguments, daemon=True)
+            process = self._context.Process(target=_follow_orders, args=arguments, daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)
@@ -118,6 +129,12 @@ class Job:
         for orders in self._orders:
             orders.close()
         self._processes, self._orders = [], []
+
+
+def _follow_orders(*arguments: Any) -> None:
+    from tests.fuzz.rank import follow_orders  # here: torch is for the ranks alone
+
+    follow_orders(*arguments)
 
 
 def one_thread_each() -> None:

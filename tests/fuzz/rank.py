@@ -8,33 +8,18 @@ import os
 import pickle
 import random
 import signal
-import sys
 import time
 import traceback
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import lightning
 import torch
-import torchmetrics  # noqa: F401  imported once, before ranks are forked
 
-import lightning_ring  # noqa: F401
+from tests.fuzz.jobs import Order
 
 EPOCHS = 2
 OF_A_CHECKPOINT = ("optimizer_states", "lr_schedulers", "global_step", "epoch")
-
-
-@dataclass(frozen=True)
-class Order:
-    """``script``: path of a program. ``save``: path of a checkpoint to write after the first epoch. ``load``: path of
-    one to go on from. ``folder``: for the checkpoint of the end."""
-
-    script: str
-    folder: str
-    save: str | None = None
-    load: str | None = None
 
 
 def follow_orders(orders: Connection, strategy: str, env: dict[str, str], output: str, limit: float) -> None:
@@ -92,7 +77,3 @@ def _numbers(tree: Any, path: str = "") -> dict[str, Any]:
     if isinstance(tree, (int, float)):
         return {path: torch.tensor(float(tree), dtype=torch.float64).numpy()}
     return {path: repr(tree)}
-
-
-def versions() -> str:
-    return f"Python {sys.version.split()[0]}, torch {torch.__version__}, lightning {lightning.__version__}"

@@ -10,12 +10,12 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from importlib.metadata import version
 from pathlib import Path
 
 from tests.fuzz.compare import Verdict, judge
-from tests.fuzz.jobs import Job, Outcome, one_thread_each
+from tests.fuzz.jobs import Job, Order, Outcome, one_thread_each
 from tests.fuzz.program import Program, draw
-from tests.fuzz.rank import Order, versions
 
 MAX_CONFIRMED = 10  # failures that are tried again in fresh processes
 
@@ -27,6 +27,7 @@ class Session:
         one_thread_each()
         self._folder = Path(tempfile.mkdtemp(prefix="fuzz-"))
         self._limit = limit
+        self._stopped = False
         self._cpu_seconds = Counter[str]()
         self._jobs: dict[tuple[str, int], Job] = {}
 
@@ -39,7 +40,8 @@ class Session:
 
     def compare(self, seeds: list[int], report: Path | None = None) -> list[str]:
         """Judge ``seeds``, print what does not agree and the counts; the seeds that fail, each tried again alone."""
-        begin, counts, failures = time.monotonic(), Counter[str](), []
+        begin, counts = time.monotonic(), Counter[str]()
+        failures: list[str] = []
         programs = [draw(seed) for seed in seeds]
         judged = list(zip(programs, self.verdicts(programs, functools.partial(_tell, report=report)), strict=True))
         for program, verdict in judged:
@@ -48,7 +50,7 @@ class Session:
                 failures.append(f"{program.seed}: {verdict.kind}")
             counts[verdict.kind] += 1
             counts["of these, DDP cannot or is wrong"] += any(note.startswith("ddp") for note in verdict.notes)
-        print(f"{len(seeds)} seeds in {time.monotonic() - begin:.0f} s, {versions()}: {dict(counts)}")
+        print(f"{len(seeds)} seeds in {time.monotonic() - begin:.0f} s, {_versions()}: {dict(counts)}")
         spent = {name: round(seconds) for name, seconds in self._cpu_seconds.items()}
         print(f"CPU seconds, all ranks of a strategy together: {spent}", flush=True)
         for failure in failures:
@@ -84,12 +86,19 @@ class Session:
         with ThreadPoolExecutor(len(work)) as threads:
             for key, todo in work.items():
                 threads.submit(self._work, key, todo, outcomes, saved)
-            for index, program in enumerate(programs):
-                ended = {name: outcomes[index, name].result() for name in program.strategies}
-                for name, outcome in ended.items():
-                    self._cpu_seconds[name] += sum(rank["cpu_seconds"] for rank in outcome.ranks)
-                found.append(judge(program, ended))
-                tell(program, found[-1])
+            try:
+                for index, program in enumerate(programs):
+                    ended = {name: outcomes[index, name].result() for name in program.strategies}
+                    for name, outcome in ended.items():
+                        self._cpu_seconds[name] += sum(rank["cpu_seconds"] for rank in outcome.ranks)
+                    found.append(judge(program, ended))
+                    tell(program, found[-1])
+            except BaseException:  # Ctrl-C and SIGTERM too: the threads must not go on to the last seed
+                self._stopped = True
+                self._end_jobs()
+                for event in saved.values():
+                    event.set()
+                raise
         return found
 
     def _work(
@@ -101,6 +110,8 @@ class Session:
     ) -> None:
         job = self._jobs.setdefault(key, Job(*key, self._folder, self._limit))
         for index, program in todo:
+            if self._stopped:
+                return
             try:
                 outcome = self._run(job, index, program, saved)
             except Exception as error:
@@ -137,6 +148,10 @@ class Session:
         for job in self._jobs.values():
             job.end()
         self._jobs.clear()
+
+
+def _versions() -> str:
+    return ", ".join(f"{name} {version(name)}" for name in ("torch", "lightning", "lightning-ring"))
 
 
 def _tell(program: Program, verdict: Verdict, report: Path | None) -> None:
