@@ -10,7 +10,7 @@ import pytest
 from tests.fuzz.program import AXES, draw
 from tests.launch import run
 
-SEEDS = "0:36"
+SEEDS = "0:32"
 SECONDS = 240  # two cores need some 45 s
 
 
