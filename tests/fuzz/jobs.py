@@ -1,0 +1,142 @@
+"""The jobs that run programs: the ranks of one strategy, which stay from program to program.
+
+Ranks are forked from one server that has imported torch and Lightning, so that a job that hung or crashed is replaced
+in a fraction of a second. Every wait is bounded, and ranks end with the process that started them.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import socket
+import time
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+AFTER_AN_ERROR = {"ring": 35.0, "ring_sharded": 35.0}  # seconds for the other ranks to raise too (elsewhere 2)
+
+
+@dataclass(frozen=True)
+class Order:
+    """``script``: path of a program. ``save``: path of a checkpoint to write after the first epoch. ``load``: path of
+    one to go on from. ``folder``: for the checkpoint of the end."""
+
+    script: str
+    folder: str
+    save: str | None = None
+    load: str | None = None
+
+
+@dataclass
+class Outcome:
+    """How a program ended under one strategy. ``kind``: ``"ok"``, ``"error"``, ``"hang"`` or ``"crash"``."""
+
+    kind: str
+    ranks: list[dict[str, Any]] = field(default_factory=list)
+    text: str = ""
+
+    @property
+    def errors(self) -> list[dict[str, Any]]:
+        return [rank for rank in self.ranks if "error" in rank]
+
+
+class Job:
+    def __init__(self, strategy: str, ranks: int, folder: Path, limit: float) -> None:
+        self.strategy = strategy
+        self._ranks = ranks
+        self._limit = limit
+        self._output = folder / f"{strategy}-{ranks}.output"
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(
+            ["tests.fuzz.rank", "lightning", "torchmetrics", "lightning_ring.strategy"]
+        )
+        self._processes: list[BaseProcess] = []
+        self._orders: list[Connection] = []
+
+    def run(self, order: Order) -> Outcome:
+        if not self._processes:
+            self._start()
+        begin = self._output.stat().st_size if self._output.exists() else 0
+        for orders in self._orders:
+            orders.send(order)
+        results = self._wait()
+        missing = [rank for rank in range(self._ranks) if rank not in results]
+        dead = [rank for rank in missing if not self._processes[rank].is_alive()]
+        ranks = [results[rank] for rank in sorted(results)]
+        failed = [result for result in ranks if "error" in result]
+        text = "\n".join(result["traceback"] for result in failed)
+        kind = "error" if failed else "ok"
+        if missing and not (failed and self.strategy == "ddp"):
+            kind = "crash" if dead else "hang"
+            text += f"no result from ranks {missing}, ended: {dead}\n"
+        if missing or failed:
+            time.sleep(0.3 if missing else 0)
+            text += self._output.read_bytes()[begin:].decode(errors="replace")[-6000:]
+            self.end()
+        return Outcome(kind, ranks, text)
+
+    def _wait(self) -> dict[int, dict[str, Any]]:
+        """Results by rank; ends at the limit, when a rank died, or some time after one failed."""
+        results: dict[int, dict[str, Any]] = {}
+        deadline = time.monotonic() + self._limit
+        while len(results) < self._ranks and (left := deadline - time.monotonic()) > 0:
+            pending = {orders: rank for rank, orders in enumerate(self._orders) if rank not in results}
+            for orders in wait(list(pending), left):
+                assert isinstance(orders, Connection)
+                try:
+                    result = pickle.loads(orders.recv_bytes())
+                except (EOFError, ConnectionError):
+                    self._processes[pending[orders]].join(1)
+                    return results
+                results[pending[orders]] = result
+                if "error" in result:
+                    deadline = min(deadline, time.monotonic() + AFTER_AN_ERROR.get(self.strategy, 2.0))
+        return results
+
+    def _start(self) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        for rank in range(self._ranks):
+            env = {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(self._ranks),
+                "LOCAL_WORLD_SIZE": str(self._ranks),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "TORCHELASTIC_RUN_ID": "fuzz",
+                "GLOO_SOCKET_IFNAME": "lo",
+            }
+            ours, theirs = multiprocessing.Pipe()
+            arguments = (theirs, self.strategy, env, str(self._output), self._limit - 2)
+            process = self._context.Process(target=_follow_orders, args=arguments, daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._orders.append(ours)
+
+    def end(self) -> None:
+        for process in self._processes:
+            if process.pid is not None and process.is_alive():
+                process.kill()
+        for process in self._processes:
+            process.join(5)
+        for orders in self._orders:
+            orders.close()
+        self._processes, self._orders = [], []
+
+
+def _follow_orders(*arguments: Any) -> None:
+    from tests.fuzz.rank import follow_orders  # here: torch is for the ranks alone
+
+    follow_orders(*arguments)
+
+
+def one_thread_each() -> None:
+    """For the server that ranks are forked from, and before it starts."""
+    os.environ["OMP_NUM_THREADS"] = "1"

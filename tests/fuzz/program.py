@@ -1,0 +1,106 @@
+"""A random Lightning program, drawn from a seed."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from dataclasses import dataclass, field
+
+from tests.fuzz.module_features import BLOCKS, HOOKS, MODULE
+from tests.fuzz.option import Option
+from tests.fuzz.rules import settle
+from tests.fuzz.script import render
+from tests.fuzz.trainer_features import TRAINER
+
+AXES = MODULE | TRAINER
+STRATEGIES = ("one", "ddp", "ring", "ring_sharded")
+
+
+@dataclass
+class Program:
+    """What was drawn for ``seed``. ``choices``: axis -> option; an axis that is not in it has its first option."""
+
+    seed: int
+    ranks: int = 2
+    blocks: list[str] = field(default_factory=lambda: ["Linear()"])
+    hooks: list[str] = field(default_factory=list)
+    choices: dict[str, str] = field(default_factory=dict)
+
+    def choice(self, axis: str) -> str:
+        return self.choices.get(axis, next(iter(AXES[axis])))
+
+    def options(self) -> list[Option]:
+        chosen = [AXES[axis][self.choice(axis)] for axis in AXES]
+        return [BLOCKS[block] for block in self.blocks] + chosen + [HOOKS[hook] for hook in self.hooks]
+
+    @property
+    def strategies(self) -> list[str]:
+        """Those that the program has one meaning under."""
+        without = {name for option in self.options() for name in option.without}
+        return [name for name in STRATEGIES if name not in without]
+
+    @property
+    def source_of(self) -> dict[str, str]:
+        """Strategy -> the strategy whose checkpoint it resumes; empty where the program resumes nothing."""
+        names, how = self.strategies, self.choice("again")
+        if not how.startswith("resumed"):
+            return {}
+        parallel = [name for name in names if name != "one"]
+        if how == "resumed on another number of ranks":
+            return dict.fromkeys(parallel, "one") | {"one": parallel[-1]}
+        if any("reentrant=True" in block for block in self.blocks):  # DDP fails, and leaves no checkpoint to go on from
+            parallel = [name for name in parallel if name != "ddp"]
+        after = dict(zip(parallel, parallel[-1:] + parallel[:-1], strict=True))
+        return dict.fromkeys(names, parallel[-1]) | after
+
+    def description(self) -> str:
+        changed = [f"{axis}: {option}" for axis, option in self.choices.items() if option != next(iter(AXES[axis]))]
+        parts = [f"{self.ranks} ranks", " > ".join(self.blocks), *changed]
+        return "; ".join(parts + [f"hook: {hook}" for hook in self.hooks])
+
+    def simpler(self) -> list[Program]:
+        """Programs with one thing less."""
+        found = []
+        for axis, option in self.choices.items():
+            if option != next(iter(AXES[axis])):
+                rest = {name: value for name, value in self.choices.items() if name != axis}
+                found.append(dataclasses.replace(self, choices=rest))
+        for index in range(len(self.hooks)):
+            found.append(dataclasses.replace(self, hooks=self.hooks[:index] + self.hooks[index + 1 :]))
+        for index, block in enumerate(self.blocks):
+            rest_of_blocks = self.blocks[:index] + self.blocks[index + 1 :]
+            if rest_of_blocks:
+                found.append(dataclasses.replace(self, blocks=rest_of_blocks))
+            if block != "Linear()":
+                plain = [*self.blocks[:index], "Linear()", *self.blocks[index + 1 :]]
+                found.append(dataclasses.replace(self, blocks=plain))
+        if self.ranks > 2:
+            found.append(dataclasses.replace(self, ranks=2))
+        known = self.description()
+        return [program for program in map(settled, found) if program.description() != known]
+
+    def script(self) -> str:
+        return render(self)
+
+
+def draw(seed: int) -> Program:
+    """The same program for the same seed, on every machine."""
+    chance = random.Random(seed)
+
+    def pick(options: dict[str, Option]) -> str:
+        return chance.choices(list(options), [option.weight for option in options.values()])[0]
+
+    program = Program(seed, ranks=chance.choices([2, 3], [6, 1])[0])
+    program.blocks = [pick(BLOCKS) for _ in range(chance.randint(2, 4))]
+    program.hooks = chance.sample(list(HOOKS), chance.choices([0, 1, 2], [3, 3, 1])[0])
+    # half of the other axes stay plain, so that a program can be read and a finding has few causes
+    program.choices = {axis: pick(options) for axis, options in AXES.items() if chance.random() < 0.5}
+    return settled(program)
+
+
+def settled(program: Program) -> Program:
+    program = dataclasses.replace(
+        program, blocks=list(program.blocks), hooks=list(program.hooks), choices=dict(program.choices)
+    )
+    settle(program)
+    return program
