@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from lightning_ring.comm.recording import RecordedCommunicator
@@ -63,17 +64,16 @@ class AveragedSteps(ShardedSteps):
         )
 
     def _follow_optimizers(self, trainer: pl.Trainer) -> None:
-        """See every step of the optimizers that were set up: by then all gradients have arrived."""
+        """See every step of an optimizer, set up or not: by then all gradients have arrived."""
         if self._reducer is None:
             return
-        for optimizer in self.optimizers:
-            self._step_hooks.append(optimizer.register_step_pre_hook(self._before_step))
+        self._step_hooks.append(register_optimizer_step_pre_hook(self._before_step))
         if isinstance(self._reducer, ShardReducer):
             self._shard_optimizers(trainer, self._reducer)
 
     def teardown(self) -> None:
         super().teardown()
-        for hook in self._step_hooks:  # an optimizer may be stepped by hand afterwards
+        for hook in self._step_hooks:
             hook.remove()
         self._step_hooks.clear()
         if self._reducer is not None:
@@ -167,8 +167,11 @@ class AveragedSteps(ShardedSteps):
         return super().optimizer_step(optimizer, closure_or_none, model, **kwargs)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        assert self._reducer is not None
-        self._reducer.finish()
+        reducer = self._reducer
+        assert reducer is not None
+        if any(reducer.is_tracked(param) for group in optimizer.param_groups for param in group["params"]):
+            reducer.finish()
+            self._shard(optimizer)
 
     def gradient_squares(self, parameters: Sequence[Parameter]) -> Tensor:
         """What this rank adds to the squared norms of gradients, summed over ranks: of each bucket, and outside of any.

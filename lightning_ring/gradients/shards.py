@@ -76,9 +76,17 @@ class ShardReducer(Reducer):
 
     def is_view(self, param: Parameter) -> bool:
         """Whether ``param.grad`` lies in its bucket."""
-        bucket, index = self._slots[param]
-        view, grad = bucket.views[index], param.grad
+        view, grad = self._view_of(param), param.grad
         return grad is not None and grad.data_ptr() == view.data_ptr() and grad.stride() == view.stride()
+
+    def bring_back(self, param: Parameter) -> None:
+        """Put ``param.grad`` into its bucket, where it is a tensor of the user's (``param.grad = ...``)."""
+        if param.grad is not None and not self.is_view(param):
+            param.grad = self._view_of(param).copy_(param.grad)
+
+    def _view_of(self, param: Parameter) -> Tensor:
+        bucket, index = self._slots[param]
+        return bucket.views[index]
 
     def _send(self, bucket: Bucket, name: str) -> Work:
         if not self.settled:
@@ -134,4 +142,4 @@ class ShardReducer(Reducer):
                 self._aside[param] = part
                 continue
             bucket.flat[start:stop].add_(part)
-            param.grad = bucket.views[self._slots[param][1]]
+            param.grad = self._view_of(param)
