@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from lightning_ring.combined import TrainingLoaders
@@ -69,21 +70,19 @@ class AveragedSteps(ShardedSteps):
         )
 
     def _follow_optimizers(self, trainer: pl.Trainer) -> None:
-        """See every step of the optimizers that were set up: by then all gradients have arrived.
+        """See every step of an optimizer, set up or not: by then all gradients have arrived.
 
         Objects with Lightning's `Optimizable` protocol may have no hooks; `optimizer_step` sees their steps.
         """
         if self._reducer is None:
             return
-        for optimizer in self.optimizers:
-            if hasattr(optimizer, "register_step_pre_hook"):
-                self._step_hooks.append(optimizer.register_step_pre_hook(self._before_step))
+        self._step_hooks.append(register_optimizer_step_pre_hook(self._before_step))
         if isinstance(self._reducer, ShardReducer):
             self._shard_optimizers(trainer, self._reducer)
 
     def teardown(self) -> None:
         super().teardown()
-        for hook in self._step_hooks:  # an optimizer may be stepped by hand afterwards
+        for hook in self._step_hooks:
             hook.remove()
         self._step_hooks.clear()
         if self._reducer is not None:
@@ -187,9 +186,12 @@ class AveragedSteps(ShardedSteps):
             return super().optimizer_step(optimizer, closure_or_none, model, **kwargs)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        assert self._reducer is not None
-        self._reducer.finish()
-        self._reducer.num_steps += 1
+        reducer = self._reducer
+        assert reducer is not None
+        if any(reducer.is_tracked(param) for group in optimizer.param_groups for param in group["params"]):
+            reducer.finish()
+            reducer.num_steps += 1
+            self._shard(optimizer)
 
     @property
     def num_buckets(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -39,7 +40,7 @@ class ShardedSteps(RankedStrategy):
         Nothing to do for ``strategy="ring"``.
         """
         if self._sharding is not None:
-            self._sharding.wait()
+            self._sharding.make_whole()
 
     def clip_grad_norm_(self, parameters: Iterable[Parameter], max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale gradients so that their norm over all ``parameters`` is at most ``max_norm``; returns it as it was.
@@ -54,6 +55,22 @@ class ShardedSteps(RankedStrategy):
         return self._sharding.clip_grad_norm_(parameters, max_norm, norm_type)
 
     # -- set-up and tear-down
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        return super().optimizers
+
+    @optimizers.setter
+    def optimizers(self, optimizers: list[Optimizer]) -> None:
+        """Lightning sets them, and ``trainer.optimizers = [...]`` in the middle of a training."""
+        RankedStrategy.optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
+        if self._sharding is not None and self._first_callback is not None:
+            self._sharding.set_optimizers(optimizers)
+
+    def _shard(self, optimizer: Optimizer) -> None:
+        """It is about to step parameters of the model, and may have been built by hand."""
+        if self._sharding is not None:
+            self._sharding.slice(optimizer)
 
     def _shard_optimizers(self, trainer: pl.Trainer, reducer: ShardReducer) -> None:
         assert self._recorded is not None
@@ -99,7 +116,8 @@ class ShardedSteps(RankedStrategy):
             if self._trainer is not None and self._first_callback in self._trainer.callbacks:  # type: ignore[attr-defined]
                 self._trainer.callbacks.remove(self._first_callback)  # type: ignore[attr-defined]
             self._first_callback = None
-        super().teardown()
+        with self._sharding.states_shown() if self._sharding is not None else nullcontext():
+            super().teardown()
 
     # -- training
 

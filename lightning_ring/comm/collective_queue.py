@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Sequence
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from lightning_ring.comm.alarm import Alarm
 from lightning_ring.comm.patience import (
@@ -208,11 +209,13 @@ class CollectiveQueue:
         if not work.started:
             work.started = time.monotonic()
         try:
-            if work.inference:
-                with torch.inference_mode():
+            # no mode, and no transform of `torch.func`, of the code that happens to wait takes part in this
+            with torch._C.DisableTorchFunction(), temporarily_clear_interpreter_stack():
+                if work.inference:
+                    with torch.inference_mode():
+                        work.awaits = next(work.steps)
+                else:
                     work.awaits = next(work.steps)
-            else:
-                work.awaits = next(work.steps)
         except StopIteration:
             self._open.popleft()
             work.steps = None  # lets go of the tensors

@@ -1,4 +1,4 @@
-"""Who reads a parameter in a forward, and waits for it first."""
+"""Parameters are waited for where they are read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
-from lightning_ring.errors import RingError
 from lightning_ring.sharded.norms import NORMS
 from lightning_ring.sharded.parameters import ShardedParameters
 from lightning_ring.sharded.unseen import find_unseen_reader
@@ -29,19 +28,17 @@ _READS_NO_VALUES = {  # a parameter that is on its way is not waited for
 
 
 class Coverage:
-    """Parameters wait for the all-gather of their bucket where they are read, and only where that is proven to work.
+    """Parameters wait for the all-gather of their bucket where they are read.
 
     Two things see a read coming: a forward pre-hook on each module that has parameters of its own, and inside
     `watching` a `TorchFunctionMode`, which is shown every call of torch from Python (tied weights,
-    ``F.linear(x, emb.weight)``, methods other than ``forward``). Neither sees scripted or compiled code outside its
-    module's call. Where `find_unseen_reader` finds such code, all parameters are waited for after each step.
+    ``F.linear(x, emb.weight)``, methods other than ``forward``, tensors that share a parameter's memory, `torch.func`).
+    Neither sees scripted or compiled code outside its module's call, nor other threads. What they do not see is an
+    error there and then, because values that have not arrived cannot be read (`ParameterBucket.hide`).
 
-    What it did not find may show later. A parameter's values change only after it got a gradient, and the first
-    gradient comes from a forward in which they were whole. So a parameter that got a gradient, and that nobody saw
-    being read in that forward, is found before a stale value can do harm: the model then waits for all parameters
-    after each step, and says so once. A parameter whose reads were seen at first and later are not, while new values
-    were on their way, is an error. What stays unnoticed is code that `find_unseen_reader` does not find, and that reads
-    a parameter before code that is seen reads the same one in the same forward: `wait_parameters` is for that.
+    That error is rare. Where `find_unseen_reader` finds scripted or compiled code, all parameters are waited for after
+    each step. So they are once a parameter gets a gradient that nobody saw being read: its first gradient comes from a
+    forward in which all were whole.
 
     Args:
         on_norm: Called with the arguments of each norm that is taken inside `watching`.
@@ -63,7 +60,6 @@ class Coverage:
         self._module = module
         self._warn = warn
         self._seen: set[int] = set()
-        self._left_on_their_way: set[int] = set()  # changed by a step that nobody waited for
         self._ids: dict[int, Parameter] = {}
         self._mode = _Watch(self)
         self._watched = False
@@ -97,16 +93,6 @@ class Coverage:
 
     def begin_forward(self) -> None:
         self._seen.clear()
-        self._left_on_their_way = {i for i in self._left_on_their_way if self._parameters.is_coming(i)}
-
-    def leave_on_their_way(self, changed: Iterable[Parameter]) -> None:
-        ids = {id(param) for param in changed}
-        self._left_on_their_way |= ids
-        self._seen -= ids
-
-    def all_whole(self) -> None:
-        """All parameters were waited for before they were read."""
-        self._left_on_their_way.clear()
 
     def remove(self) -> None:
         for hook in self._hooks.values():
@@ -119,8 +105,12 @@ class Coverage:
         if not self._parameters.whole:
             self._parameters.wait_for(param_id)
 
-    def knows(self, param_id: int) -> bool:
-        return param_id in self._ids
+    def look_at(self, value: Any) -> None:
+        """``value`` is handed to torch."""
+        if id(value) in self._ids:
+            self.read(id(value))
+        elif not self._parameters.whole and isinstance(value, Tensor):
+            self._parameters.wait_for_memory(value)
 
     def before_forward(self, module: nn.Module) -> None:
         if torch.compiler.is_compiling():
@@ -133,19 +123,11 @@ class Coverage:
         if id(param) in self._seen or not self.trusted or not self._watched:
             return
         name = next((name for name, other in self._module.named_parameters() if other is param), "a parameter")
-        how = (
-            f"{name} got a gradient, but neither its module's forward nor any call of torch from Python was seen "
-            "reading it (scripted or compiled code)"
-        )
-        if id(param) in self._left_on_their_way:
-            raise RingError(
-                f"{how}, although earlier ones were: it may have been read before its new values had arrived. Call "
-                "self.trainer.strategy.wait_parameters() first in training_step."
-            )
         self.trusted = False
         self._warn(
-            f"{how}. From now on all parameters are waited for after each step, instead of arriving while the next "
-            "forward goes on."
+            f"{name} got a gradient, but neither its module's forward nor any call of torch from Python was seen "
+            "reading it (scripted or compiled code). From now on all parameters are waited for after each step, "
+            "instead of arriving while the next forward goes on."
         )
 
 
@@ -176,11 +158,11 @@ class _Watch(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not torch.compiler.is_compiling() and func not in _READS_NO_VALUES:
-            if func in NORMS:
-                self._coverage.on_norm(args)
             self._look_at(args)
             if kwargs:
                 self._look_at(kwargs.values())
+            if func in NORMS:
+                self._coverage.on_norm(args)
         return func(*args, **kwargs)
 
     def _look_at(self, values: Iterable[Any]) -> None:
@@ -190,5 +172,5 @@ class _Watch(TorchFunctionMode):
                 self._look_at(value)
             elif kind is dict:
                 self._look_at(value.values())
-            elif self._coverage.knows(id(value)):
-                self._coverage.read(id(value))
+            else:
+                self._coverage.look_at(value)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,9 +31,11 @@ def check_can_be_sharded(optimizer: Optimizer) -> None:
     by the attribute ``elementwise = True``.
 
     Raises:
-        ConfigurationError: It looks at whole tensors, or could not be tried.
+        ConfigurationError: It looks at whole tensors, keeps tensors where they are not cut, or could not be tried.
     """
     kind = type(optimizer)
+    if not isinstance(optimizer, Optimizer) or not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        raise _refusal(kind, "is no torch.optim.Optimizer (or does not call its constructor), whose step has hooks")
     if kind in _ELEMENTWISE or getattr(kind, "elementwise", False) is True:
         return
     if kind in _WHOLE:
@@ -42,6 +44,8 @@ def check_can_be_sharded(optimizer: Optimizer) -> None:
         settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         try:
             whole, parts = _step_whole_and_in_parts(kind, optimizer.defaults, settings)
+        except _Refused as why:
+            raise _refusal(kind, str(why)) from None
         except Exception as error:
             raise _refusal(
                 kind,
@@ -50,6 +54,10 @@ def check_can_be_sharded(optimizer: Optimizer) -> None:
             ) from error
         if not all(torch.allclose(a, b, rtol=1e-9, atol=1e-12) for a, b in zip(whole, parts, strict=True)):
             raise _refusal(kind, "takes another step for a tensor in two parts than for the whole tensor")
+
+
+class _Refused(Exception):
+    """A trial showed that an optimizer cannot be sharded."""
 
 
 def _refusal(kind: type, why: str) -> ConfigurationError:
@@ -96,7 +104,30 @@ def _stepped(
         for param, gradient in zip(params, step, strict=True):
             param.grad = gradient.clone()
         optimizer.step()
+    _check_all_is_in_its_state(optimizer)
     return [param.detach() for param in params]
+
+
+def _check_all_is_in_its_state(optimizer: Optimizer) -> None:
+    """What is kept elsewhere would be neither cut over ranks nor put together for a checkpoint."""
+    places = {name: value for name, value in vars(optimizer).items() if name not in ("state", "param_groups")}
+    for group in optimizer.param_groups:
+        places |= {f"param_groups[...][{name!r}]": value for name, value in group.items() if name != "params"}
+    for name, value in places.items():
+        if any(isinstance(leaf, Tensor) and leaf.numel() > 1 for leaf in _leaves(value)):
+            raise _Refused(f"keeps tensors in its attribute {name}, and not in its state")
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """Values, and keys, in nested dicts, lists, tuples and sets."""
+    if isinstance(value, Mapping):
+        for pair in value.items():
+            yield from _leaves(pair)
+    elif isinstance(value, (list, tuple, set)):
+        for one in value:
+            yield from _leaves(one)
+    else:
+        yield value
 
 
 def _accepted(kind: type[Optimizer], defaults: dict[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -12,14 +12,15 @@ from torch.optim import Optimizer
 
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.sharded.parameters import ShardedParameters
-from lightning_ring.sharded.state import State, cut_state, gather_state
+from lightning_ring.sharded.state import State, StateOfParts, cut_state, gather_state
 
 
 class SlicedOptimizer:
     """Hooks on one optimizer: inside its step ``param_groups`` holds this rank's pieces, elsewhere the parameters.
 
     It stays the same object, so that schedulers, loss scalers and whatever is set on it keep working; what a step reads
-    is a piece's ``.grad``, and its state is kept for pieces. A parameter in no bucket (frozen) stays whole.
+    is a piece's ``.grad``, and its state is kept for pieces. Between steps ``state`` is a `StateOfParts`. A parameter in
+    no bucket (frozen) stays whole.
 
     Args:
         stepped: Called after a step with the parameters that it changed.
@@ -28,12 +29,14 @@ class SlicedOptimizer:
     def __init__(
         self, optimizer: Optimizer, parameters: ShardedParameters, stepped: Callable[[list[Parameter]], None]
     ) -> None:
-        _refuse_parts_of_before(optimizer)
+        if isinstance(optimizer.state, StateOfParts):
+            raise ConfigurationError(optimizer.state.message)
         self.optimizer = optimizer
         self._parameters = parameters
         self._stepped = stepped
         self._whole_params: list[list[Parameter]] | None = None  # of each group, while pieces are in their place
         self._changed: list[Parameter] = []
+        self._parts: State | None = None  # the optimizer's state, while a `StateOfParts` is in its place
         self._uncut: State = {}  # of parameters that have no piece yet: what a checkpoint held
         self._gathering = False
         self._sums_norms = hasattr(optimizer, "norm_all_reduce")
@@ -41,7 +44,6 @@ class SlicedOptimizer:
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
             optimizer.register_state_dict_post_hook(self._add_uncut),
-            optimizer.register_state_dict_pre_hook(self._refuse_parts),
         ]
 
     @property
@@ -65,6 +67,7 @@ class SlicedOptimizer:
                 if param.grad is not None:
                     self._changed.append(param)
             group["params"] = [pieces[p].weight if p in pieces else p for p in group["params"]]
+        self.show_state()
         self._cut()
         if self._sums_norms and pieces:
             self.optimizer.norm_all_reduce = self._sum_over_ranks  # type: ignore[attr-defined]
@@ -78,14 +81,34 @@ class SlicedOptimizer:
                     part.grad = None
             group["params"] = whole
         self._whole_params = None
+        self.hide_state()
         if self._sums_norms:
             self.optimizer.norm_all_reduce = None  # type: ignore[attr-defined]
+
+    def hide_state(self) -> None:
+        """Until `show_state`, using the state is an error, if it is of parts."""
+        state = self.optimizer.state
+        if not isinstance(state, StateOfParts) and any(p.weight in state for p in self._parameters.by_param.values()):
+            self._parts, self.optimizer.state = state, StateOfParts(self.optimizer)
+
+    def show_state(self) -> None:
+        if isinstance(self.optimizer.state, StateOfParts):  # else somebody loaded another one
+            assert self._parts is not None
+            self.optimizer.state = self._parts
+        self._parts = None
 
     # -- checkpoints
 
     def state_dict(self, *, is_rank_zero: bool) -> dict[str, Any]:
         """The ordinary state dict of the whole optimizer, on the CPU, on rank 0; empty on the others. Collective."""
         self.take_pieces_out()
+        self.show_state()
+        try:
+            return self._gathered(is_rank_zero=is_rank_zero)
+        finally:
+            self.hide_state()
+
+    def _gathered(self, *, is_rank_zero: bool) -> dict[str, Any]:
         self._forget_empty()
         state = gather_state(self.optimizer.state, self._parameters, keep=is_rank_zero)
         if not is_rank_zero:
@@ -112,8 +135,14 @@ class SlicedOptimizer:
     def release(self) -> None:
         """Take the hooks off; `state_dict` still works."""
         self.take_pieces_out()
-        for hook in self._hooks[:-1]:
+        for hook in self._hooks:
             hook.remove()
+        if isinstance(self.optimizer.state, StateOfParts):
+            self.optimizer.state.message = (
+                f"this {type(self.optimizer).__name__} was already stepped by an earlier fit under "
+                "strategy='ring_sharded', and each rank holds its part of that state. Build optimizers in "
+                "configure_optimizers, and pass ckpt_path to go on with the state of a checkpoint."
+            )
 
     # -- what happens in a step
 
@@ -187,24 +216,3 @@ class SlicedOptimizer:
             params = [param for group in self.optimizer.param_groups for param in group["params"]]
             index = {param: i for i, param in enumerate(params)}
             state_dict["state"].update({index.get(key, key): value for key, value in self._uncut.items()})
-
-    def _refuse_parts(self, _: Optimizer) -> None:
-        state = self.optimizer.state
-        if not self._gathering and any(piece.weight in state for piece in self._parameters.by_param.values()):
-            raise ConfigurationError(
-                f"{type(self.optimizer).__name__}.state_dict() was called under strategy='ring_sharded', where each "
-                "rank holds its part of the state. Call trainer.save_checkpoint(...), or "
-                "trainer.strategy.optimizer_state(optimizer), on all ranks."
-            )
-
-
-def _refuse_parts_of_before(optimizer: Optimizer) -> None:
-    for number, hook in list(optimizer._optimizer_state_dict_pre_hooks.items()):
-        if isinstance(getattr(hook, "__self__", None), SlicedOptimizer):
-            if optimizer.state:
-                raise ConfigurationError(
-                    f"this {type(optimizer).__name__} was already stepped by an earlier fit under "
-                    "strategy='ring_sharded', and each rank holds its part of that state. Build optimizers in "
-                    "configure_optimizers, and pass ckpt_path to go on with the state of a checkpoint."
-                )
-            del optimizer._optimizer_state_dict_pre_hooks[number]

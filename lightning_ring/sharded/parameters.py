@@ -7,11 +7,19 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.nn import Parameter
 
 from lightning_ring.comm.communicator import Communicator, Work
 from lightning_ring.gradients.bucket import Bucket
 from lightning_ring.gradients.shards import ShardReducer
+from lightning_ring.sharded.memory import is_held_elsewhere, unreadable_like
+
+_TOO_EARLY = (
+    "{} was read before its new values had arrived from the ranks that stepped them, by code that lightning_ring does "
+    "not see reading (scripted or compiled code, a thread, C++). Call self.trainer.strategy.wait_parameters() before "
+    "that, or use strategy='ring'."
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -44,37 +52,85 @@ class Piece:
 
 
 class ParameterBucket:
-    """The parameters of one gradient bucket, in memory laid out as that bucket is."""
+    """The parameters of one gradient bucket, in memory laid out as that bucket is.
+
+    A parameter whose memory others hold too (``alias = param.data``) stays there, so that they see its new values: its
+    place in the bucket then holds a copy, of which this rank's part is stepped.
+    """
 
     def __init__(self, bucket: Bucket, comm: Communicator, reducer: ShardReducer) -> None:
         like = bucket.flat
         self.name = bucket.describe()
         self.numel, self.device = like.numel(), like.device
         self.flat = comm.empty(like.numel(), like.dtype, like.device).zero_()
-        self.pieces = []
+        self.pieces: list[Piece] = []
+        self._home: dict[Piece, Tensor] = {}  # memory that others hold too, of the parameters that stay in it
+        self._places: list[Tensor] = []
+        self._hidden = False
+        self._unreadable: list[Tensor] = []
         for param, view in zip(bucket.params, bucket.views, strict=True):
             _, start, stop = reducer.part_of(param)
             offset = int(view.storage_offset() - like.storage_offset())
             weight = Parameter(self.flat[start:stop])
             piece = Piece(param, offset, view.stride(), start - offset, stop - start, weight)
             self.pieces.append(piece)
+            self._places.append(piece.whole(self.flat))
+        messages = [_TOO_EARLY.format(name) for name in bucket.names]
+        self._unreadable = [unreadable_like(*pair) for pair in zip(self._places, messages, strict=True)]
         self.move_in()
 
     @torch.no_grad()
     def move_in(self) -> None:
         """Move the parameters here; again, where someone gave one other memory (``param.data = ...``)."""
-        start, size = self.flat.data_ptr(), self.flat.element_size()
-        for piece in self.pieces:
-            if piece.param.numel() and piece.param.data_ptr() != start + piece.offset * size:
-                piece.param.data = piece.whole(self.flat).copy_(piece.param)
+        if self._hidden:
+            return
+        self._home.clear()
+        for piece, place in zip(self.pieces, self._places, strict=True):
+            param = piece.param
+            if not param.numel() or param.data_ptr() == place.data_ptr():
+                continue
+            stays = is_held_elsewhere(param)
+            place.copy_(param)
+            if stays:
+                self._home[piece] = param.data
+            else:
+                param.data = place
+
+    def holds(self, address: int) -> bool:
+        start = self.flat.data_ptr()
+        return start <= address < start + self.flat.nbytes
+
+    @property
+    def can_be_hidden(self) -> bool:
+        return not self._home
+
+    def hide(self) -> None:
+        """Until `arrive`, reading one of the parameters is an error."""
+        for piece, unreadable in zip(self.pieces, self._unreadable, strict=True):
+            piece.param.data = unreadable
+        self._hidden = True
+
+    @torch.no_grad()
+    def arrive(self) -> None:
+        """All ranks' parts are here."""
+        if self._hidden:
+            for piece, place in zip(self.pieces, self._places, strict=True):
+                piece.param.data = place
+            self._hidden = False
+        for piece, home in self._home.items():
+            home.copy_(piece.whole(self.flat))
 
     @torch.no_grad()
     def move_out(self) -> None:
         """Give parameters memory of their own again; what is left here describes the layout."""
-        for piece in self.pieces:
-            if piece.param.data_ptr() == piece.whole(self.flat).data_ptr():
-                piece.param.data = piece.param.data.clone(memory_format=torch.preserve_format)
+        for piece, place in zip(self.pieces, self._places, strict=True):
+            if self._hidden or piece.param.data_ptr() == place.data_ptr():
+                piece.param.data = place.clone(memory_format=torch.preserve_format)
             piece.weight.data = self.flat.new_empty(0)
+        self._hidden = False
+        self._places.clear()
+        self._unreadable.clear()
+        self._home.clear()
         self.flat = self.flat.new_empty(0)
 
 
@@ -132,21 +188,49 @@ class ShardedParameters:
         """Where vectors that all ranks sum belong."""
         return self.reducer.buckets[0].flat.device
 
-    def is_coming(self, param_id: int) -> bool:
-        return self._bucket_of.get(param_id) in self._coming
-
     def wait_for(self, param_id: int) -> None:
         """Return when the parameter with this ``id`` is whole."""
         bucket = self._bucket_of.get(param_id)
         if bucket is not None and bucket in self._coming:
-            self._coming.pop(bucket).wait()
+            self._wait_for(bucket)
+
+    def wait_for_memory(self, tensor: Tensor) -> None:
+        """Return when the memory of ``tensor``, no parameter, is whole: that of ``alias = param.data``, for instance.
+
+        A tensor without memory of its own, such as those of `torch.func`, may have any parameter inside.
+        """
+        try:
+            address = tensor.data_ptr()
+        except RuntimeError:
+            self.wait()
+            return
+        for bucket in self._coming:
+            if bucket.holds(address):
+                self._wait_for(bucket)
+                return
+
+    def hide(self) -> None:
+        """Reading what has not arrived is an error from now on, unless it is waited for."""
+        with torch._C.DisableTorchFunction():  # in manual optimization `Coverage` would take it for a read
+            for bucket in list(self._coming):
+                if bucket.can_be_hidden:
+                    bucket.hide()
+                else:
+                    self._wait_for(bucket)  # an alias cannot be hidden
 
     def wait(self) -> None:
         """Return when all parameters are whole."""
         while self._coming:
-            bucket = next(iter(self._coming))
+            self._wait_for(next(iter(self._coming)))
+
+    def _wait_for(self, bucket: ParameterBucket) -> None:
+        # `torch.func`, and modes such as that of `Coverage`, would take part in what waiting computes
+        with torch._C.DisableTorchFunction(), temporarily_clear_interpreter_stack():
             self._coming[bucket].wait()
-            self._coming.pop(bucket, None)  # now, and not before: whoever is interrupted while waiting asks again
+            if (
+                self._coming.pop(bucket, None) is not None
+            ):  # now, and not before: an interrupted wait is asked for again
+                bucket.arrive()
 
     def release(self) -> None:
         """Give parameters memory of their own, and drop the buckets' flat memory."""

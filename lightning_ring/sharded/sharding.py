@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
+from weakref import WeakValueDictionary
 
 from torch import Tensor, nn
 from torch.nn import Parameter
@@ -43,9 +44,6 @@ class Sharding:
         warn: Callable[[str], None],
     ) -> None:
         self.overlaps = False
-        optimizers = list(optimizers)
-        for optimizer in optimizers:
-            check_can_be_sharded(optimizer)
         check_nothing_aliases(module)
         self._comm = comm
         self._module = module
@@ -53,7 +51,26 @@ class Sharding:
         self._quiet_about_norms = False  # lightning_ring takes one itself, or the user was told
         self._parameters = ShardedParameters(comm, reducer)
         self._coverage = Coverage(self._parameters, module, warn, self._on_norm)
-        self._optimizers = {id(opt): SlicedOptimizer(opt, self._parameters, self._stepped) for opt in optimizers}
+        self._set: list[SlicedOptimizer] = []  # the others live as long as their optimizers, whose hooks they are
+        self._optimizers: WeakValueDictionary[int, SlicedOptimizer] = WeakValueDictionary()
+        try:
+            self.set_optimizers(optimizers)
+        except BaseException:
+            self.release(wait=False)
+            raise
+
+    def set_optimizers(self, optimizers: Iterable[Optimizer]) -> None:
+        """These step from now on. Those that were set before go on, if they are stepped, as `slice` says."""
+        self._set = [self.slice(optimizer) for optimizer in optimizers]
+
+    def slice(self, optimizer: Optimizer) -> SlicedOptimizer:
+        """Have ``optimizer`` step this rank's shard, whether or not it was among those that were set."""
+        if (known := self._optimizers.get(id(optimizer))) is not None:
+            return known
+        check_can_be_sharded(optimizer)
+        sliced = SlicedOptimizer(optimizer, self._parameters, self._stepped)
+        self._optimizers[id(optimizer)] = sliced
+        return sliced
 
     def reading(self) -> AbstractContextManager[None]:
         """Around code that may read parameters, or take norms of gradients."""
@@ -70,17 +87,13 @@ class Sharding:
 
     def follow_module(self) -> None:
         """Modules or parameters were added."""
+        self.make_whole()
         check_nothing_aliases(self._module)
         self._coverage.follow()
 
     def make_whole(self) -> None:
         """Return when all parameters are whole."""
         self._parameters.wait()
-
-    def wait(self) -> None:
-        """The same, before something reads parameters that lightning_ring cannot see reading."""
-        self._parameters.wait()
-        self._coverage.all_whole()
 
     def of(self, optimizer: Any) -> SlicedOptimizer:
         return self._optimizers[id(getattr(optimizer, "_optimizer", optimizer))]  # Lightning's wrapper, or the bare one
@@ -107,11 +120,22 @@ class Sharding:
     def unscale_parts_only(self, unscale: Callable[..., Any]) -> Callable[..., Any]:
         return norms.look_at_parts_only(unscale, self.of, self._comm)
 
+    @contextmanager
+    def states_shown(self) -> Iterator[None]:
+        """Around code that moves the optimizers' state to another device."""
+        for optimizer in self._set:
+            optimizer.show_state()
+        try:
+            yield
+        finally:
+            for optimizer in self._set:
+                optimizer.hide_state()
+
     def release(self, *, wait: bool) -> None:
         """Leave module and optimizers as they were found. State dicts of the optimizers can still be gathered."""
         if wait:
             self.make_whole()
-        for optimizer in self._optimizers.values():
+        for optimizer in list(self._optimizers.values()):
             optimizer.release()
         self._coverage.remove()
         self._parameters.release()
@@ -131,6 +155,6 @@ class Sharding:
     def _stepped(self, changed: list[Parameter]) -> None:
         self._parameters.gather(changed)
         if self.overlaps and self._coverage.trusted:
-            self._coverage.leave_on_their_way(changed)
+            self._parameters.hide()
         else:
-            self.wait()
+            self._parameters.wait()

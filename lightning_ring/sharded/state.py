@@ -2,18 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.optim import Optimizer
 
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.sharded.parameters import ParameterBucket, Piece, ShardedParameters
 
 State = dict[Any, dict[str, Any]]  # by parameter; also by whatever else an optimizer uses as a key
 _SCALARS = ("step", "mu_product", "eta", "mu")  # torch's names of what is one number for a parameter, of any shape
+
+
+class StateOfParts(MutableMapping[Any, Any]):
+    """In the place of an optimizer's state while that is of this rank's parts: using it in any way is an error."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.message = (
+            f"{type(optimizer).__name__}.state was used outside of step() under strategy='ring_sharded', where each "
+            "rank holds its part of the state. A checkpoint (trainer.save_checkpoint) holds the whole of it, and so "
+            "does what trainer.strategy.optimizer_state(optimizer), called on all ranks, gives rank 0. Methods of an "
+            "optimizer that need its state between steps, such as eval() of a schedule-free one, work with "
+            "strategy='ring'."
+        )
+
+    def _refuse(self) -> NoReturn:
+        raise ConfigurationError(self.message)
+
+    def __getitem__(self, key: Any) -> Any:
+        self._refuse()
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._refuse()
+
+    def __delitem__(self, key: Any) -> None:
+        self._refuse()
+
+    def __iter__(self) -> Iterator[Any]:
+        self._refuse()
+
+    def __len__(self) -> int:
+        self._refuse()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:  # a copy, or a pickled one
+        self._refuse()
 
 
 def cut_state(whole: Mapping[Any, dict[str, Any]], pieces: Mapping[Parameter, Piece]) -> State:

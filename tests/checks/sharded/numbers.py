@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import warnings
 from typing import Any
@@ -19,7 +20,7 @@ from lightning_ring import RingStrategy
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.optim import LAMB, LARS, exclude_bias_and_norm
 from tests.checks.models import RANK, Classifier, assert_all_ranks_equal, fit, parameters
-from tests.checks.sharded.references import With, assert_same, both, sharded
+from tests.checks.sharded.references import With, assert_same, both, make_sgd, sharded
 
 OPTIMIZERS = [  # the others: tests/sharded
     ("SGD", {"lr": 0.01, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
@@ -229,15 +230,86 @@ def check_sizes_chosen_later_and_a_short_wire_equal_whole_ones() -> None:
     assert_same(run(True), run(False), 1e-6)
 
 
-def check_reading_the_state_of_a_parameter_does_not_restart_the_optimizer() -> None:
+def check_using_the_state_between_steps_is_an_error_and_changes_nothing() -> None:
     class Curious(With):
         def on_train_batch_end(self, *_: Any) -> None:
             optimizer = self.trainer.optimizers[0]
-            for param in self.parameters():
-                optimizer.state[param].get("exp_avg")
+            if not self.trainer.strategy.options.shard_optimizer:
+                return
+            for read in (
+                lambda: optimizer.state[next(self.parameters())],
+                lambda: optimizer.state.get(next(self.parameters())),
+                lambda: list(optimizer.state.values()),
+                lambda: copy.deepcopy(optimizer),
+            ):
+                with pytest.raises(ConfigurationError, match=r"AdamW.state was used.*optimizer_state"):
+                    read()
 
     make = functools.partial(Curious, lambda m: AdamW(m.parameters(), lr=0.01))
     assert_same(*both(make, max_epochs=1))
+
+
+def check_optimizers_set_or_built_in_the_middle_of_a_training_are_sharded() -> None:
+    class Switching(With):
+        def on_train_epoch_start(self) -> None:
+            if self.current_epoch == 1:
+                self.make = make_sgd
+                self.trainer.optimizers = [self.configure_optimizers()]
+
+    class Own(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def configure_optimizers(self) -> None:
+            return None
+
+        def on_train_start(self) -> None:
+            self.own = AdamW(self.parameters(), lr=0.01)
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            self.own.zero_grad()
+            self.manual_backward(self.loss(batch))
+            self.own.step()
+
+    assert_same(*both(functools.partial(Switching, lambda m: AdamW(m.parameters(), lr=0.01))))
+    assert_same(*both(Own, max_epochs=1))
+
+
+def check_gradients_given_by_the_user_are_put_into_their_own_place() -> None:
+    class Scalars(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Parameter(torch.tensor(1.0)), nn.Parameter(torch.tensor(1.0))
+
+        def loss(self, batch: Any) -> torch.Tensor:
+            return super().loss(batch) * self.first - (batch[0] * self.second).sin().mean()
+
+        def on_after_backward(self) -> None:
+            for param in self.parameters():
+                param.grad = param.grad * 0.5
+
+    assert_same(*both(Scalars, max_epochs=1))
+
+
+def check_other_holders_of_a_parameters_memory_see_new_values() -> None:
+    """As `ModelPruning` makes them with lottery tickets: ``param.data = original.data``."""
+
+    class Holding(Classifier):
+        def on_train_start(self) -> None:
+            self.aliases = [p.data for p in self.parameters()]
+
+        def on_train_batch_end(self, _: Any, batch: Any, batch_idx: int) -> None:
+            sums.append(sum(alias.double().sum().item() for alias in self.aliases))
+            if batch_idx == 2:
+                self.aliases = [torch.ones_like(p) for p in self.parameters()]
+                for param, alias in zip(self.parameters(), self.aliases, strict=True):
+                    param.data = alias
+
+    sums: list[float] = []
+    assert_same(*both(Holding, max_epochs=1))
+    half = len(sums) // 2
+    assert sums[:half] == sums[half:]
 
 
 def check_tensors_in_the_same_memory_are_refused() -> None:
