@@ -72,6 +72,11 @@ class Bucket:
         self.launched = False
         self.contributed = [False] * len(self.params)
 
+    @property
+    def num_flags(self) -> int:
+        """Elements at the end of ``flat`` that hold flags."""
+        return len(self.params) + 1
+
     def travel_as(self, dtype: torch.dtype) -> None:
         """Have `fill` write gradients into a second buffer, of ``dtype``: converting them costs no pass of its own.
 
@@ -86,13 +91,12 @@ class Bucket:
 
     def _lay_out(self, dtype: torch.dtype) -> Layout:
         _, end = _offsets(self.params)
-        num_flags = len(self.params) + 1
-        end += -(end + num_flags) % self._num_shards
-        return self._cut(self._empty(end + num_flags, dtype, self.params[0].device).zero_())
+        end += -(end + self.num_flags) % self._num_shards
+        return self._cut(self._empty(end + self.num_flags, dtype, self.params[0].device).zero_())
 
     def _cut(self, flat: Tensor) -> Layout:
         offsets, _ = _offsets(self.params)
-        end = flat.numel() - len(self.params) - 1
+        end = flat.numel() - self.num_flags
         views = [_view_like(flat, offset, param) for offset, param in zip(offsets, self.params, strict=True)]
         flags = flat[end:].real if flat.is_complex() else flat[end:]
         return Layout(flat, views, flags[:-1], flags[-1:])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -21,16 +22,16 @@ from lightning_ring.gradients.sending import FollowedWork
 class ShardReducer(Reducer):
     """A `Reducer` that scatters: ``param.grad`` holds averages in this rank's shard of each bucket, and only there.
 
-    The shard of a bucket is `shard_bounds` of ``bucket.flat`` for ``comm.shard_index``; the rest of a gradient is
-    scratch. The first backward still reduces to all ranks, because buckets are filled anew after it, in the order in
-    which its gradients came; from then on they stay as they are, so that optimizer state can be cut along them. (With
-    ``auto`` the first few do, until sizes are chosen.)
+    The shard of a bucket is `shard_bounds` of ``bucket.flat`` for ``comm.shard_index``; the rest of a gradient is NaN,
+    so that code which reads it cannot take it for a value. The first backward still reduces to all ranks, because
+    buckets are filled anew after it, in the order in which its gradients came; from then on they stay as they are, so
+    that optimizer state can be cut along them. (With ``auto`` the first few do, until sizes are chosen.)
 
     Which parameters some rank used, and whether some rank was asked to stop, travels once a backward, behind the last
     bucket: of a bucket's own flags only one rank would see the sum.
 
     A backward that adds to an average has this rank's part of it once, in its shard, and no rank the others': the rest
-    of that gradient is scratch, and is set to zero first. What is missing from a mean of such sums is added afterwards.
+    of that gradient is set to zero first. What is missing from a mean of such sums is added afterwards.
 
     Attributes:
         settled: Whether buckets have their last layout.
@@ -190,13 +191,23 @@ class ShardReducer(Reducer):
                 bucket.flat[start:stop].add_(total.average, alpha=(ranks - 1) / ranks)
 
     def _publish(self, bucket: Bucket) -> None:
+        if self.settled:
+            self._mark_other_parts(bucket)
         for param in bucket.publish():
             self._whole.discard(param)
             if self.settled:
                 self._averages[param] = param.grad if bucket.copies else None
 
+    def _mark_other_parts(self, bucket: Bucket) -> None:
+        """Set what reduce-scatter left outside this rank's shard to NaN: it is no gradient of anything."""
+        flat = bucket.flat
+        first, last = shard_bounds(flat.numel(), self._comm.world_size, self._comm.shard_index)
+        end = flat.numel() - bucket.num_flags
+        flat[: min(first, end)].fill_(math.nan)
+        flat[last:end].fill_(math.nan)
+
     def _holds_average(self, param: Parameter) -> bool:
-        """Whether ``param.grad`` is what was published: valid in this rank's part, scratch elsewhere."""
+        """Whether ``param.grad`` is what was published: valid in this rank's part, NaN elsewhere."""
         if param not in self._averages or param.grad is None:
             return False
         published = self._averages[param]
@@ -204,7 +215,7 @@ class ShardReducer(Reducer):
         return same_memory(param.grad, bucket.views[index] if published is None else published)
 
     def _zero_other_parts(self, param: Parameter) -> Tensor:
-        """Set the scratch in ``param.grad`` to zero, and return a copy of the rest."""
+        """Set ``param.grad`` to zero outside this rank's part, and return a copy of that part."""
         own, grad = self.own_part(param), param.grad
         assert own is not None
         assert grad is not None

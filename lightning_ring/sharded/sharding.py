@@ -147,7 +147,7 @@ class Sharding:
             self._quiet_about_norms = True
             self._warn(
                 "a norm of gradients was taken (torch.nn.utils.clip_grad_norm_ or the like). Under ring_sharded a "
-                "gradient is valid in this rank's shard only: the norm is wrong, and differs from rank to rank. Clip "
+                "gradient is valid in this rank's shard only, and NaN elsewhere: so is the norm. Clip "
                 "with self.clip_gradients(...) or self.trainer.strategy.clip_grad_norm_(parameters, max_norm), which "
                 "returns the norm over all ranks' shards (with max_norm=float('inf') it only measures)."
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 import warnings
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.optim import SGD, AdamW
 from lightning_ring import RingStrategy
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.optim import LAMB, LARS, exclude_bias_and_norm
-from tests.checks.models import RANK, Classifier, assert_all_ranks_equal, fit, parameters
+from tests.checks.models import RANK, SIZE, Classifier, assert_all_ranks_equal, fit, parameters
 from tests.checks.sharded.references import With, assert_same, both, make_sgd, sharded
 
 OPTIMIZERS = [  # the others: tests/sharded
@@ -290,6 +291,21 @@ def check_gradients_given_by_the_user_are_put_into_their_own_place() -> None:
                 param.grad = param.grad * 0.5
 
     assert_same(*both(Scalars, max_epochs=1))
+
+
+def check_the_rest_of_a_gradient_cannot_be_taken_for_a_value() -> None:
+    """Gradient surgery by hand, say: from the second step on a product over whole gradients is NaN on every rank."""
+
+    class Reading(Classifier):
+        def on_after_backward(self) -> None:
+            seen.append(float(sum((p.grad * p.grad).sum() for p in self.parameters())))
+
+    seen: list[float] = []
+    module = Reading()
+    fit(sharded(), module, max_epochs=1)
+    assert math.isfinite(seen[0]), "the first backward is reduced to all ranks"
+    assert all(map(math.isnan, seen[1:])) == (SIZE > 1)
+    assert parameters(module).isfinite().all()
 
 
 def check_other_holders_of_a_parameters_memory_see_new_values() -> None:
