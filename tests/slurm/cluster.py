@@ -17,7 +17,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,7 +43,7 @@ SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/slurmd-%n.log
 ProctrackType=proctrack/linuxproc
-TaskPlugin={task_plugin}
+TaskPlugin=task/affinity
 MpiDefault=none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
@@ -105,7 +105,6 @@ def slurm_cluster(folder: Path, *, num_nodes: int = 2, cpus: int = 4, kill_wait:
             port=ports[0],
             folder=folder,
             kill_wait=kill_wait,
-            task_plugin="task/affinity",
             nodes="\n".join(lines),
         )
     )
@@ -182,8 +181,7 @@ def _idle_nodes(cluster: Cluster) -> int:
     return 0
 
 
-def _wait_for(condition: object, folder: Path, *daemons: str) -> None:
-    assert callable(condition)
+def _wait_for(condition: Callable[[], bool], folder: Path, *daemons: str) -> None:
     deadline = time.monotonic() + _START_SECONDS
     while not condition():
         if time.monotonic() > deadline:
