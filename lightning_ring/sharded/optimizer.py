@@ -19,8 +19,8 @@ class SlicedOptimizer:
     """Hooks on one optimizer: inside its step ``param_groups`` holds this rank's pieces, elsewhere the parameters.
 
     It stays the same object, so that schedulers, loss scalers and whatever is set on it keep working; what a step reads
-    is a piece's ``.grad``, and its state is kept for pieces. Between steps ``state`` is a `StateOfParts`. A parameter in
-    no bucket (frozen) stays whole.
+    is a piece's ``.grad``, and its state is kept for pieces. Between steps ``state`` is a `StateOfParts`. A parameter
+    in no bucket (frozen) stays whole.
 
     Args:
         stepped: Called after a step with the parameters that it changed.
