@@ -89,12 +89,13 @@ class SlicedOptimizer:
         """Until `show_state`, using the state is an error, if it is of parts."""
         state = self.optimizer.state
         if not isinstance(state, StateOfParts) and any(p.weight in state for p in self._parameters.by_param.values()):
-            self._parts, self.optimizer.state = state, StateOfParts(self.optimizer)
+            self._parts = state
+            self.optimizer.state = StateOfParts(self.optimizer)  # type: ignore[assignment]
 
     def show_state(self) -> None:
         if isinstance(self.optimizer.state, StateOfParts):  # else somebody loaded another one
             assert self._parts is not None
-            self.optimizer.state = self._parts
+            self.optimizer.state = self._parts  # type: ignore[assignment]
         self._parts = None
 
     # -- checkpoints

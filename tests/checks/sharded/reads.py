@@ -39,13 +39,14 @@ class Reading(Classifier):
 
     def loss(self, batch: Any) -> Tensor:
         step = self.trainer.global_step
-        if step == 0:
-            self.kept = [p.detach() for p in self.parameters()]
         name = list(self.ways)[step % len(self.ways)]
         read = self.ways[name](self, batch[0].clone())
         if step:  # in the first step all are whole
             self.results[name] = float(torch.as_tensor(read).double().sum())
-        return F.cross_entropy(read + self.net(batch[0]), batch[1])
+        logits = read + self.net(batch[0])
+        if step == 1:  # from the first step on parameters are in buckets
+            self.kept = [p.detach() for p in self.parameters()]
+        return F.cross_entropy(logits, batch[1])
 
     def pure(self, params: dict[str, Tensor], x: Tensor) -> Tensor:
         return functional_call(self.net, params, (x,)).square().mean()
@@ -172,7 +173,6 @@ def _in_a_thread(read: Callable[[], float]) -> float:
 
 UNSEEN: dict[str, Read] = {
     "a thread": lambda m, x: _in_a_thread(lambda: m.net[0].weight.sum().item()),
-    "an array in a thread": lambda m, x: _in_a_thread(lambda: float(m.net[0].weight.detach().numpy().sum())),
 }
 
 
