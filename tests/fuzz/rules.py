@@ -55,6 +55,8 @@ def settle(program: Program) -> None:
         plain("groups", "clip", "accumulate", "skip", "freeze")
         program.blocks[:] = ["Linear()" if "Conv" in block or "Shapes" in block else block for block in program.blocks]
         without("every third step", "gradients")
+    if program.choice("schedule") == "one cycle" and program.choice("optimizer") in ("Adagrad", "ASGD", "LBFGS"):
+        plain("schedule")  # it cycles a momentum that they lack
     _settle_freezing(program, plain, without)
     if program.choice("average") == "SWA":
         plain("again", "accumulate", "extra")
