@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_ring.comm.cost import FIRST_BUCKET_MB, number_by_size
-from lightning_ring.gradients.lent import LentViews
+from lightning_ring.gradients.lent import LentViews, are_held
 
 _ALIGNMENT_BYTES = 64  # a cache line: views start where vector kernels like it
 _MIB = 2**20
@@ -67,7 +67,7 @@ class Bucket:
         self._use(self._lay_out(self.params[0].dtype))
         self.wire = self._layout
         self._lent: LentViews | None = LentViews(self.flat, self.views)
-        self._kept: dict[int, Tensor] = {}  # where there are copies: the gradients that averages are copied into
+        self._kept: dict[int, Tensor] = {}  # gradients that averages are copied into
         self.pending = 0
         self.launched = False
         self.contributed = [False] * len(self.params)
@@ -133,8 +133,7 @@ class Bucket:
                 param.grad = grad.clone()
         grad = None
         self._leave_what_is_held(in_place)
-        if self.copies:
-            self._kept.update(grads)
+        self._keep(grads)
         targets = self.wire.views
         if self.wire is not self._layout:
             grads |= {index: self.views[index] for index in in_place}
@@ -164,6 +163,12 @@ class Bucket:
         if moves_wire:
             self.wire = self._layout
 
+    def _keep(self, grads: dict[int, Tensor]) -> None:
+        """Averages are copied into those of ``grads`` that somebody else holds as well, or into all of them."""
+        indices = [index for index in grads if self.copies or self.contributed[index]]
+        held = are_held([grads[index] for index in indices]) if not self.copies else [True] * len(indices)
+        self._kept.update((index, grads[index]) for index, is_held in zip(indices, held, strict=True) if is_held)
+
     def publish(self) -> list[Parameter]:
         """Make the reduced gradients the parameters' ``.grad``, and return those parameters.
 
@@ -173,7 +178,8 @@ class Bucket:
         published = []
         for index, param in enumerate(self.params):
             if self.contributed[index] or (used is not None and used[index] > 0 and param.requires_grad):
-                param.grad = self._lent.views[index] if self._lent is not None else self._copied(index)
+                lent = self._lent if index not in self._kept else None
+                param.grad = lent.views[index] if lent is not None else self._copied(index)
                 published.append(param)
         self._kept.clear()
         return published

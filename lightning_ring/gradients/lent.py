@@ -41,3 +41,18 @@ class LentViews:
             sys.getrefcount(self._storage),
             torch._C._storage_Use_Count(self._storage._cdata),
         ]
+
+
+def are_held(tensors: Sequence[Tensor]) -> list[bool]:
+    """For each of ``tensors`` whether anything refers to it but that list and one place in the caller.
+
+    Aliases of its memory are not looked for: autograd itself has one during the hook that a gradient calls.
+    """
+    alone = torch.empty(0)
+    (unheld,) = _references([alone])
+    return [references != unheld for references in _references(tensors)]
+
+
+def _references(tensors: Sequence[Tensor]) -> list[tuple[int, int, int]]:
+    counts = (map(sys.getrefcount, tensors), map(Tensor._use_count, tensors), map(weakref.getweakrefcount, tensors))
+    return list(zip(*counts, strict=True))

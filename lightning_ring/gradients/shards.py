@@ -196,7 +196,9 @@ class ShardReducer(Reducer):
         for param in bucket.publish():
             self._whole.discard(param)
             if self.settled:
-                self._averages[param] = param.grad if bucket.copies else None
+                assert param.grad is not None
+                is_view = same_memory(param.grad, bucket.views[self._slots[param][1]])
+                self._averages[param] = None if is_view else param.grad
 
     def _mark_other_parts(self, bucket: Bucket) -> None:
         """Set what reduce-scatter left outside this rank's shard to NaN: it is no gradient of anything."""

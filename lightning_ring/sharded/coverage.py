@@ -62,7 +62,8 @@ class Coverage:
         self._seen: set[int] = set()
         self._ids: dict[int, Parameter] = {}
         self._mode = _Watch(self)
-        self._watched = False
+        self._watching = False
+        self._watched = False  # at any time
         self._hooks: dict[nn.Module, Any] = {}
         parameters.reducer.on_gradient = self._on_gradient
         self.follow()
@@ -84,12 +85,16 @@ class Coverage:
     @contextmanager
     def watching(self, *, norms: bool) -> Iterator[None]:
         """Around code that may read parameters, or, where ``norms`` is True, take norms of gradients."""
-        if not self.trusted and not norms:
+        # an overridden `optimizer_step` contains the training step: a mode entered twice would see its own calls
+        if self._watching or (not self.trusted and not norms):
             yield
             return
-        self._watched = True
-        with self._mode:
-            yield
+        self._watched = self._watching = True
+        try:
+            with self._mode:
+                yield
+        finally:
+            self._watching = False
 
     def begin_forward(self) -> None:
         self._seen.clear()

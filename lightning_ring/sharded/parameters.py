@@ -204,7 +204,7 @@ class ShardedParameters:
         except RuntimeError:
             self.wait()
             return
-        for bucket in self._coming:
+        for bucket in list(self._coming):
             if bucket.holds(address):
                 self._wait_for(bucket)
                 return

@@ -41,11 +41,13 @@ class Norm(nn.LayerNorm):
 
 
 class Conv(nn.Module):
-    """Weights and gradients in channels_last; ``norm`` adds BatchNorm."""
+    """Weights and gradients in channels_last; ``norm`` adds BatchNorm (a bias before it gets rounding errors only)."""
 
     def __init__(self, norm: bool = False) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4) if norm else nn.Identity())
+        self.net = nn.Sequential(
+            nn.Conv2d(1, 4, 3, padding=1, bias=not norm), nn.BatchNorm2d(4) if norm else nn.Identity()
+        )
         self.out = nn.Conv2d(4, 1, 2, padding=(0, 1)).to(memory_format=torch.channels_last)
 
     def forward(self, x: Tensor, raw: Tensor, rank: int, step: int) -> Tensor:

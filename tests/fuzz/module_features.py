@@ -87,7 +87,7 @@ TRAINING = {
     "manual, gradients of two tasks by reference": option(
         init=_MANUAL,
         step=f"optimizer, tasks = self.optimizers(), []\nfor task in (1.0, 2.0):\n    {_STEP}\n"
-        "    optimizer.zero_grad()\n    self.manual_backward(loss.abs() ** task)\n"
+        "    optimizer.zero_grad()\n    self.manual_backward(loss + task * self.weight().abs().square().mean())\n"
         "    tasks.append([p.grad for p in self.parameters()])\n"
         "for p, a, b in zip(self.parameters(), *tasks):\n    if p.grad is not None:\n"
         "        p.grad.copy_(a - 0.5 * b)\noptimizer.step()\n$log\n$steps",

@@ -143,12 +143,19 @@ def _forward_ad(weight: Tensor, x: Tensor) -> Tensor:
         return torch.autograd.forward_ad.unpack_dual(F.linear(x, dual).sin()).tangent.sum()
 
 
-def _same_values(ways: dict[str, Read]) -> None:
+class InsideOptimizerStep(Reading):
+    """Here the training step runs inside a hook that may read parameters itself."""
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+
+
+def _same_values(ways: dict[str, Read], kind: type[Reading] = Reading) -> None:
     """One step more than there are ways: the first one reads whole parameters."""
     results = []
     for late in (True, False):
         L.seed_everything(7, verbose=False)
-        module, batches = Reading(ways), loader(8 * (len(ways) + 1))
+        module, batches = kind(ways), loader(8 * (len(ways) + 1))
         strategy = (LateRing if late else RingStrategy)(shard_optimizer=late, bucket_cap_mb=CAP)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -164,6 +171,7 @@ def _same_values(ways: dict[str, Read]) -> None:
 
 def check_every_way_to_read_gives_new_values() -> None:
     _same_values(WAYS)
+    _same_values({name: WAYS[name] for name in ("numpy", "foreach", "state_dict")}, InsideOptimizerStep)
 
 
 def _in_a_thread(read: Callable[[], float]) -> float:
