@@ -105,7 +105,13 @@ class _Place:
     index: int
     dtype: torch.dtype
     shape: tuple[int, ...]
+    strides: tuple[int, ...]
     on_accelerator: bool
+
+    def empty(self, device: torch.device) -> Tensor:
+        """In the order of memory of rank ``src``: sums over it (LAMB's norms) then have the same bits on all ranks."""
+        on = device if self.on_accelerator else "cpu"
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=on)
 
 
 def broadcast_optimizer_state(optimizer: Optimizer, comm: Communicator, src: int = 0) -> None:
@@ -129,9 +135,7 @@ def broadcast_optimizer_state(optimizer: Optimizer, comm: Communicator, src: int
     outline = comm.broadcast_object(_outline((state, groups), tensors) if comm.rank == src else None, src=src)
     if comm.rank != src:
         device = params[0].device if params else torch.device("cpu")
-        tensors = [
-            torch.empty(p.shape, dtype=p.dtype, device=device if p.on_accelerator else "cpu") for p in _places(outline)
-        ]
+        tensors = [place.empty(device) for place in _places(outline)]
     broadcast_tensors(tensors, comm, src)
     if comm.rank != src:
         state, groups = _filled(outline, tensors)
@@ -147,7 +151,8 @@ def _outline(value: Any, tensors: list[Tensor]) -> Any:
     """``value`` with a `_Place` for each tensor, which is appended to ``tensors``."""
     if isinstance(value, Tensor):
         tensors.append(value)
-        return _Place(len(tensors) - 1, value.dtype, tuple(value.shape), value.device.type != "cpu")
+        strides = torch.empty_like(value, device="meta").stride()  # dense, also of a tensor that repeats elements
+        return _Place(len(tensors) - 1, value.dtype, tuple(value.shape), strides, value.device.type != "cpu")
     if isinstance(value, dict):
         return {key: _outline(item, tensors) for key, item in value.items()}
     if type(value) in (list, tuple):

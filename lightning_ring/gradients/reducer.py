@@ -92,6 +92,7 @@ class Reducer:
         self._local: set[Parameter] = set()  # gradient of a local backward; not on all ranks alike
         self._overtaken: list[Parameter] = []  # a user's hook comes after ours
         self._late: set[Parameter] = set()  # gradient produced again after its bucket had left
+        self._repeats = False  # a backward produced a gradient in several parts
         self._delayed = False  # no overlap: everything leaves in `finish`
         self._reduces = False  # a backward now is the training's
         self._active = False
@@ -208,6 +209,8 @@ class Reducer:
             self._publish(bucket)
         self._local = {param for param in self._local if not (param.requires_grad and self._has_left(param))}
         self._agree_on_sparse()
+        if not self.num_finished:
+            self._agree_on_repeats()
         if self._works:
             self._stop_flag.keep(self._works[-1][0].stop)
         elif self._sparse.params:
@@ -318,6 +321,7 @@ class Reducer:
             return
         bucket, _ = self._slots[param]
         if param in self._ready or bucket.launched:
+            self._repeats = True
             if bucket.launched:
                 self._late.add(param)
             return
@@ -329,6 +333,7 @@ class Reducer:
             self._overtaken.append(param)  # it has yet to see the gradient: this backward's leave in `finish`
         while (
             not (self._delayed or self._overtaken)
+            and self.num_finished  # the first backward shows whether a gradient comes in several parts
             and self._next < len(self._queue)
             and self._queue[self._next].pending == 0
         ):
@@ -356,6 +361,16 @@ class Reducer:
             rest = [pair for b in self.buckets for pair in zip(b.names, b.params, strict=True) if pair[1] not in found]
             self.buckets, self._slots = [], {}
             self._take(self._layout.plan(rest))
+
+    def _agree_on_repeats(self) -> None:
+        """After the first backward: where some rank has gradients in several parts, no rank sends them early."""
+        self._delayed = any(self._comm.all_gather_object(self._repeats))
+        if self._delayed:
+            self._warn_once(
+                "backward produces a gradient in several parts (reentrant checkpointing of a module that is used more "
+                "than once). Gradients are therefore sent after backward, without overlap. Use "
+                "`checkpoint(..., use_reentrant=False)` to get the overlap back."
+            )
 
     def _finish_if_outermost(self) -> None:
         # With reentrant checkpointing this runs at the end of inner backwards too, while the outer one is still inside

@@ -46,9 +46,7 @@ class ShardReducer(Reducer):
         # parameters whose ``.grad`` is an average, and valid in this rank's part; the tensor, where it is a copy
         self._averages: dict[Parameter, Tensor | None] = {}
         self._aside: dict[Parameter, Tensor] = {}  # this rank's part of averages that this backward leaves alone
-        self._coming: dict[
-            Parameter, Tensor | None
-        ] = {}  # `_Sum.average` of gradients that backward is about to add to
+        self._coming: dict[Parameter, _Sum] = {}  # gradients that backward is about to add to, as they are then
         self._sums: dict[Parameter, _Sum] = {}
         self._whole: set[Parameter] = set()  # ``.grad`` was `None` when backward came; an average may be put back later
         super().__init__(*args, **kwargs)
@@ -115,14 +113,27 @@ class ShardReducer(Reducer):
         flags = [part for bucket in self._queue for part in (bucket.wire.used, bucket.wire.stop)]
         targets = [part for bucket in self._queue for part in (bucket.used, bucket.stop)]
         device = self._queue[0].flat.device
-        vector = torch.cat([part.to(device, torch.float32) for part in flags])
-        parts = vector.split([part.numel() for part in flags])
-        return FollowedWork(
-            self._comm.all_reduce_(vector, name=self._named("flags")),
-            lambda: torch._foreach_copy_(targets, list(parts)),
-        )
+        num_kept = len(self._sums) + len(self._aside)  # gradients that hold an average of an earlier backward
+        counted = torch.tensor([num_kept], dtype=torch.float32)
+        vector = torch.cat([part.to(device, torch.float32) for part in (*flags, counted)])
+        *parts, total = vector.split([part.numel() for part in (*flags, counted)])
+
+        def arrived() -> None:
+            torch._foreach_copy_(targets, list(parts))
+            if num_kept or total.device.type == "cpu":  # reading it makes the host wait for a GPU
+                self._check_all_keep(num_kept, total)
+
+        return FollowedWork(self._comm.all_reduce_(vector, name=self._named("flags")), arrived)
 
     # -- averages that a backward adds to, or leaves alone
+
+    def _check_all_keep(self, num_kept: int, total: Tensor) -> None:
+        if int(total) != num_kept * self._comm.world_size:
+            raise RingError(
+                f"this rank keeps {num_kept} averages of an earlier backward, all ranks together {int(total)}: some "
+                "have dropped theirs (zero_grad). Under strategy='ring_sharded' each rank has its shard of an average "
+                "only, so that the sum with this backward cannot be told. Drop gradients on all ranks, or on none."
+            )
 
     def _before_gradient(self, param: Parameter, _: Tensor) -> None:
         """Called for each gradient, those of `torch.autograd.grad` too, which leaves ``param.grad`` as it is."""
@@ -136,12 +147,13 @@ class ShardReducer(Reducer):
             self._sums.pop(param, None)
             self._whole.add(param)
         elif self._holds_average(param):
-            self._coming[param] = self._zero_other_parts(param)
+            average = self._zero_other_parts(param)
+            self._coming[param] = _Sum(average, grad.data_ptr(), grad._version)
         elif (param in self._averages and param not in self._whole) or (
             param in self._sums and self._sums[param].version != grad._version
         ):
             if grad.any():
-                self._coming[param] = None
+                self._coming[param] = _Sum(None)
             else:
                 self._forget(param)
 
@@ -151,9 +163,13 @@ class ShardReducer(Reducer):
         super()._take_gradient(param)
 
     def _note_sum(self, param: Parameter) -> None:
+        grad = param.grad
         if param in self._coming:
             self._averages.pop(param, None)
-            self._sums[param] = _Sum(self._coming.pop(param))
+            self._sums[param] = before = self._coming.pop(param)
+            # one addition in place, and nothing that a hook of the user has done to the sum since
+            if grad is None or (grad.data_ptr(), grad._version) != (before.address, before.version + 1):
+                before.average = None
         if param in self._sums and param.grad is not None:
             self._sums[param].version = param.grad._version
             if self._reduces and self.enabled:
@@ -247,8 +263,10 @@ class _Sum:
 
     Attributes:
         average: This rank's part of the average; `None` where other code has changed the gradient since.
-        version: Of the gradient, after backward.
+        address: Of the gradient, before backward adds to it.
+        version: Of the gradient: before backward adds to it, then after it.
     """
 
     average: Tensor | None
+    address: int = 0
     version: int = -1
