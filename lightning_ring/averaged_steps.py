@@ -23,6 +23,7 @@ from lightning_ring.gradients import AutoBuckets, Reducer, ShardReducer, default
 from lightning_ring.gradients.compression import Compressor
 from lightning_ring.gradients.sparse import sparse_weights
 from lightning_ring.gradients.squares import squares_by_bucket
+from lightning_ring.manual_backward import calls_manual_backward
 from lightning_ring.options import RingOptions
 from lightning_ring.sharded_steps import ShardedSteps
 from lightning_ring.stand_in import StandInLoss
@@ -38,6 +39,7 @@ class AveragedSteps(ShardedSteps):
         self._compressor: Compressor | None = None
         self._step_hooks: list[RemovableHandle] = []
         self._stand_in = StandInLoss()
+        self._calls_manual_backward = False
         self._training_loaders = TrainingLoaders()
 
     # -- set-up and tear-down
@@ -53,6 +55,8 @@ class AveragedSteps(ShardedSteps):
             cap = default_cap_mb(self.root_device.type, self.world_size)
             halves = self.options.shard_optimizer
             auto = AutoBuckets(self._comm, _say, default_cap_mb=cap, halves=halves, compressor=self._compressor)
+        assert self.lightning_module is not None
+        self._calls_manual_backward = calls_manual_backward(self.lightning_module)
         self._recorded = RecordedCommunicator(self._comm, self.listeners)
         self._reducer = (ShardReducer if self.options.shard_optimizer else Reducer)(
             self._recorded,
@@ -132,8 +136,8 @@ class AveragedSteps(ShardedSteps):
         module = self.lightning_module
         assert module is not None
         self._stand_in.in_use = False
-        manual = not module.automatic_optimization
-        with self._reporting_failures(), self._turns.step(module), self._plain_backwards(reduced=manual):
+        plain = not module.automatic_optimization and not self._calls_manual_backward
+        with self._reporting_failures(), self._turns.step(module), self._plain_backwards(reduced=plain):
             output = super().training_step(*args, **kwargs)
         has_data = self._turns.has_data
         if self._reducer is None or not module.automatic_optimization or (output is not None and has_data):
@@ -176,6 +180,7 @@ class AveragedSteps(ShardedSteps):
         def closure_or_none() -> Any:
             with self._plain_backwards(reduced=reduced):
                 loss = closure()
+            self._check_reduced(optimizer)
             if not self._stand_in.in_use or any(
                 p.grad is not None for g in optimizer.param_groups for p in g["params"]
             ):
@@ -191,7 +196,19 @@ class AveragedSteps(ShardedSteps):
         if any(reducer.is_tracked(param) for group in optimizer.param_groups for param in group["params"]):
             reducer.finish()
             reducer.num_steps += 1
+            if not self._has_closure(args, kwargs):
+                self._check_reduced(optimizer)
             self._shard(optimizer)
+
+    def _check_reduced(self, optimizer: Optimizer) -> None:
+        """No gradient that is about to be stepped is this rank's own."""
+        if self._reducer is not None:
+            self._reducer.check_reduced(param for group in optimizer.param_groups for param in group["params"])
+
+    @staticmethod
+    def _has_closure(args: Any, kwargs: Any) -> bool:
+        """Whether ``Optimizer.step(*args, **kwargs)`` computes gradients; ``args[0]`` is the optimizer."""
+        return len(args) > 1 or kwargs.get("closure") is not None
 
     @property
     def num_buckets(self) -> int:

@@ -15,6 +15,7 @@ from torch.nn import Parameter
 
 from lightning_ring.comm.communicator import Communicator, Work
 from lightning_ring.comm.cost import DEFAULT_CAP_MB
+from lightning_ring.errors import RingError
 from lightning_ring.gradients.auto_buckets import AutoBuckets
 from lightning_ring.gradients.bucket import Bucket
 from lightning_ring.gradients.compression import Compressor
@@ -225,6 +226,20 @@ class Reducer:
         """Take part in a reduction with what was accumulated before, or with zeros, when this rank had no backward."""
         with self.backward():
             pass
+
+    def check_reduced(self, params: Iterable[Parameter]) -> None:
+        """
+        Raises:
+            RingError: The gradient of one of ``params`` is not an average, but what a local backward left on this rank.
+        """
+        own = [param for param in params if param in self._local and param.grad is not None and param.requires_grad]
+        if own:
+            raise RingError(
+                f"an optimizer is about to step {self._names[own[0]]} with a gradient of this rank alone: a backward "
+                "added to it that is not the training's, and it was not averaged since. The ranks' parameters would "
+                "drift apart. With manual optimization use self.manual_backward(loss) for training; drop gradients of "
+                "any other backward with zero_grad(), or take them with torch.autograd.grad(...)."
+            )
 
     def agreed_to_stop(self) -> bool:
         """Whether some rank had asked to stop in the last finished backward, on CUDA in the one before.

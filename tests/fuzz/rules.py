@@ -40,6 +40,10 @@ def settle(program: Program) -> None:
                 program.blocks.append("Linear()")
             program.blocks[:] = ["Linear()" if block == "Dropped()" else block for block in program.blocks]
             plain("freeze")
+    if "by reference" in program.choice("training") and any(word in program.choice("extra") for word in _LOCAL):
+        plain("extra")  # a rank that adds to a gradient it keeps changes it for itself
+    if program.choice("extra") == "backward between two steps on rank 0" and program.choice("skip") != "none":
+        without("gradients are zeros")  # rank 0 alone would have none at all, which optimizers tell from zeros
     if program.choice("uneven") != "none":
         plain("skip", "freeze", "accumulate", "average", "again", "log", "precision", "compression")
         program.blocks[:] = [
@@ -114,5 +118,5 @@ def differs_in_one_process(program: Program) -> bool:
     local = any(word in program.choice("extra") for word in _LOCAL)
     several = program.choice("training") not in ("automatic", "manual") or program.choice("accumulate") != "1"
     counted = any("post-accumulate" in hook for hook in program.hooks)
-    reentrant = any("reentrant=True" in block for block in program.blocks)
+    reentrant = any("reentrant=True" in block or block == "OnOneRank()" for block in program.blocks)
     return (local and several) or (counted and (reentrant or several))
