@@ -36,6 +36,11 @@ def check_first_bucket_leaves_before_the_last_gradient() -> None:
     net, _, reducer, comm, _ = make()
     with reducer.backward():
         net(mine(batches())).backward()
+    comm.sent.clear()
+    comm.produced.clear()
+    comm.produced_when_sent.clear()
+    with fresh_gradients(net), reducer.backward():
+        net(mine(batches(1))).backward()
     total = len(list(net.parameters()))
     assert len(comm.sent) == len(reducer.buckets) > 2
     assert comm.produced_when_sent[0] < total / 2, comm.produced_when_sent
@@ -43,17 +48,33 @@ def check_first_bucket_leaves_before_the_last_gradient() -> None:
 
 
 def check_checkpointing_of_both_kinds() -> None:
+    once, twice = (0, 1, 2, 3, 4, 5), (2, 3, 2, 3, 4, 5)  # the second uses a checkpointed segment twice
     for reentrant in (True, False):
-        for path in ((0, 1, 2, 3, 4, 5), (2, 3, 2, 3, 4, 5)):  # the second uses a checkpointed segment twice
+        for paths in ((once, once, once), (twice, twice, twice), (once, twice, twice)):
             net, reference, reducer, _, warnings = make(reentrant=reentrant)
-            for step in range(3):
+            for step, path in enumerate(paths):
                 xs = batches(step)
                 with fresh_gradients(net, reference), reducer.backward():
                     net(mine(xs), path).backward()
                 reference_mean(reference, lambda x, _: reference(x, path), xs)  # noqa: B023
                 assert_same(net, reference)
-            twice = reentrant and path[0] == 2
-            assert len(warnings) == (1 if twice else 0), warnings
+            assert len(warnings) == (reentrant and twice in paths), warnings
+
+
+def check_gradients_in_several_parts_on_one_rank_alone() -> None:
+    """The other ranks have no backward that would show it."""
+    net, reference, reducer, comm, warnings = make(reentrant=True)
+    for step in range(2):
+        xs = batches(step)
+        with fresh_gradients(net, reference):
+            if comm.rank == 0:
+                with reducer.backward():
+                    net(mine(xs), (2, 3, 2, 3, 4, 5)).backward()
+            else:
+                reducer.reduce_without_backward()
+        (reference(xs[0], (2, 3, 2, 3, 4, 5)) / len(xs)).backward()
+        assert_same(net, reference)
+    assert len(warnings) == 1, warnings
 
 
 def check_rank_without_backward_averages_zeros() -> None:
