@@ -85,15 +85,16 @@ class AveragedSteps(ShardedSteps):
             self._shard_optimizers(trainer, self._reducer)
 
     def teardown(self) -> None:
-        super().teardown()
+        # what other code would meet goes first: the rest may raise, as where a device is out of memory
         for hook in self._step_hooks:
             hook.remove()
         self._step_hooks.clear()
+        if self._trainer is not None:
+            self._training_loaders.release(self._trainer)
+        super().teardown()
         if self._reducer is not None:
             self._reducer.remove()
             self._reducer = None
-        if self._trainer is not None:
-            self._training_loaders.release(self._trainer)
 
     # -- batches
 

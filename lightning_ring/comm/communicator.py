@@ -48,8 +48,8 @@ class Communicator(Protocol):
 
     Every method is collective: all ranks call it in the same order, with tensors of equal dtype and matching sizes.
     Methods that return a `Work` are asynchronous: the tensors handed in belong to the communicator until `Work.wait`.
-    Tensors are contiguous and live on a device that the backend serves; two that are under way share no memory. The
-    optional ``name`` of a collective (such as ``"bucket 3"``) appears in errors and traces.
+    Tensors are contiguous and live on a device that the backend serves; those of two collectives that are under way
+    share no memory. The optional ``name`` of a collective (such as ``"bucket 3"``) appears in errors and traces.
     """
 
     @property

@@ -165,16 +165,7 @@ class _RecordedWork:
         record.waited_until = time.perf_counter()
         if record.events is None:
             record.ended = getattr(self._work, "ended", None) or record.waited_until
-        for listener in list(self._listeners):
-            try:
-                listener(record)
-            except RingError:
-                raise
-            except Exception as error:
-                self._listeners.remove(listener)
-                _log.warning(
-                    "a listener to collectives failed and is told no more: %s: %s", type(error).__name__, error
-                )
+        tell(self._listeners, record)
 
     def done(self) -> bool:
         return self._work.done()
@@ -185,3 +176,15 @@ def _wait_on_stream(work: Work) -> None:
     order = getattr(work, "order_current_stream", None)
     if order is not None:
         order()
+
+
+def tell(listeners: list[Callable[[T], None]], argument: T) -> None:
+    """Call all ``listeners``; one that raises is told no more, which is logged. A `RingError` passes."""
+    for listener in list(listeners):
+        try:
+            listener(argument)
+        except RingError:
+            raise
+        except Exception as error:
+            listeners.remove(listener)
+            _log.warning("a listener failed and is told no more: %s: %s", type(error).__name__, error)

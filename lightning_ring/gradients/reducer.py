@@ -232,6 +232,8 @@ class Reducer:
         Raises:
             RingError: The gradient of one of ``params`` is not an average, but what a local backward left on this rank.
         """
+        if not self._local:
+            return
         own = [param for param in params if param in self._local and param.grad is not None and param.requires_grad]
         if own:
             raise RingError(
@@ -364,14 +366,12 @@ class Reducer:
         return dense
 
     def _average_sparse(self) -> bool:
-        divisor = self.active_ranks or self._comm.world_size
         fresh = {param for param in self._sparse.params if self._is_fresh(param)}
-        return self._sparse.average(fresh, divisor, self.active_ranks, stop=self.stop_requested, prefix=self._named(""))
+        return self._sparse.average(fresh, self.active_ranks, stop=self.stop_requested, prefix=self._named(""))
 
     def _agree_on_sparse(self) -> None:
         """After the first backward: parameters whose gradient some rank saw sparse leave the buckets."""
-        divisor = self.active_ranks or self._comm.world_size
-        found = self._sparse.agree(self._names, self._ready | self._unsent, divisor, self.active_ranks, self._named(""))
+        found = self._sparse.agree(self._names, self._ready | self._unsent, self.active_ranks, self._named(""))
         if found:
             rest = [pair for b in self.buckets for pair in zip(b.names, b.params, strict=True) if pair[1] not in found]
             self.buckets, self._slots = [], {}

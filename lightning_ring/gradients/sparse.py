@@ -66,7 +66,7 @@ class SparseGradients:
         return ""
 
     def agree(
-        self, names: dict[Parameter, str], fresh: set[Parameter], divisor: int, active_ranks: int | None, prefix: str
+        self, names: dict[Parameter, str], fresh: set[Parameter], active_ranks: int | None, prefix: str
     ) -> set[Parameter]:
         """At the end of the first backward: take over parameters with an undeclared sparse gradient. Collective.
 
@@ -84,26 +84,23 @@ class SparseGradients:
             dense = set().union(*self._comm.all_gather_object(mine))
             sparse = {param: name for param, name in found.items() if name not in dense}
             if sparse:
-                average_gradients(sparse, seen, set(seen), self._comm, divisor, active_ranks, prefix=prefix)
+                average_gradients(sparse, seen, set(seen), self._comm, active_ranks, prefix=prefix)
             self.params |= found
         return set(found)
 
-    def average(
-        self, fresh: set[Parameter], divisor: int, active_ranks: int | None, *, stop: bool, prefix: str
-    ) -> bool:
+    def average(self, fresh: set[Parameter], active_ranks: int | None, *, stop: bool, prefix: str) -> bool:
         """Average ``param.grad`` of all ``params``; whether some rank says ``stop``. Collective if there are any.
 
         Args:
             fresh: Parameters whose gradient this rank computed since the last average. What no rank computed stays.
-            divisor: The sum is divided by it: the number of ranks that count.
-            active_ranks: The same, `None` where all ranks count.
+            active_ranks: The sum is divided by it; `None` where all ranks count.
             stop: Whether this rank was asked to stop.
             prefix: Of the names of all collectives.
         """
         if not self.params:
             return stop
         grads = {param: param.grad for param in self.params if param.grad is not None}
-        return average_gradients(self.params, grads, fresh, self._comm, divisor, active_ranks, stop=stop, prefix=prefix)
+        return average_gradients(self.params, grads, fresh, self._comm, active_ranks, stop=stop, prefix=prefix)
 
 
 @torch.no_grad()
@@ -112,7 +109,6 @@ def average_gradients(
     grads: dict[Parameter, Tensor],
     fresh: set[Parameter],
     comm: Communicator,
-    divisor: int,
     active_ranks: int | None,
     *,
     stop: bool = False,
@@ -126,9 +122,8 @@ def average_gradients(
     sizes = [(_size(grad), grad.sparse_dim() if grad is not None else 0) for grad in local]
     mine = [[*size, int(param in fresh)] for size, param in zip(sizes, params, strict=True)] + [[0, 0, int(stop)]]
     table = torch.tensor(mine, device=next(iter(params)).device)
-    everyones = torch.stack(
-        comm.all_gather(table, name=f"{prefix}sizes of sparse gradients")
-    ).tolist()  # rank, parameter, 3
+    # by rank and parameter: the three numbers; the last row has the request to stop
+    everyones = torch.stack(comm.all_gather(table, name=f"{prefix}sizes of sparse gradients")).tolist()
     for index, (param, name) in enumerate(params.items()):
         rows = [rank[index] for rank in everyones]
         if not any(is_fresh for _, _, is_fresh in rows):
@@ -138,7 +133,7 @@ def average_gradients(
             param.grad = _dense_average(local[index], param, comm, active_ranks, f"{prefix}dense gradient of {name}")
             continue
         counts = [max(size, 0) for size, _, _ in rows]
-        param.grad = _SparseAverage(param, dims.pop(), comm, name, prefix)(local[index], counts, divisor, active_ranks)
+        param.grad = _SparseAverage(param, dims.pop(), comm, name, prefix)(local[index], counts, active_ranks)
     return any(rank[-1][2] for rank in everyones)
 
 
@@ -181,7 +176,7 @@ class _SparseAverage:
         strides = [self._indexed[axis + 1 :].numel() for axis in range(dim)]
         self._strides = torch.tensor(strides, device=param.device).unsqueeze(1)
 
-    def __call__(self, grad: Tensor | None, counts: Sequence[int], divisor: int, active_ranks: int | None) -> Tensor:
+    def __call__(self, grad: Tensor | None, counts: Sequence[int], active_ranks: int | None) -> Tensor:
         """``counts``: each rank's number of entries."""
         param, length = self._param, self._row.numel()
         index = torch.empty(0, dtype=torch.int64, device=param.device)
@@ -194,7 +189,7 @@ class _SparseAverage:
         bytes_gathered = sum(counts) * (length * param.element_size() + index.element_size())
         if bytes_gathered <= param.numel() * param.element_size():
             gathered = self._gather(values, counts, "values")
-            total = self._sum(gathered, inverse.split(list(counts)), len(places), divisor)
+            total = self._sum(gathered, inverse.split(list(counts)), len(places), active_ranks)
         else:
             flat = param.new_zeros(self._num_places, length)
             flat[index] = values
@@ -205,8 +200,11 @@ class _SparseAverage:
             unravelled, total.reshape(-1, *self._row), param.shape, is_coalesced=True, check_invariants=False
         )
 
-    def _sum(self, gathered: Iterable[Tensor], places: Iterable[Tensor], num_places: int, divisor: int) -> Tensor:
+    def _sum(
+        self, gathered: Iterable[Tensor], places: Iterable[Tensor], num_places: int, active_ranks: int | None
+    ) -> Tensor:
         """Rank by rank, so that all ranks get the same bits; divided first, as DistributedDataParallel does."""
+        divisor = active_ranks or self._comm.world_size
         wide = torch.promote_types(self._param.dtype, torch.float32)
         total = self._param.new_zeros(num_places, self._row.numel(), dtype=wide)
         for values, place in zip(gathered, places, strict=True):

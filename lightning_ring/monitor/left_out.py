@@ -12,7 +12,6 @@ from lightning_ring.errors import RingError
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Argument = TypeVar("Argument")
 
 _log = logging.getLogger("lightning_ring")
 
@@ -71,15 +70,3 @@ class LeftOut:
             f"lightning_ring: the monitor failed and leaves out its {part}: {type(error).__name__}: {error}. Training "
             "goes on. Please report this; RingStrategy(monitor=False) measures nothing."
         )
-
-
-def tell(listeners: list[Callable[[Argument], None]], argument: Argument) -> None:
-    """Call all ``listeners``; one that raises is told no more, which is logged. A `RingError` passes."""
-    for listener in list(listeners):
-        try:
-            listener(argument)
-        except RingError:
-            raise
-        except Exception as error:
-            listeners.remove(listener)
-            _log.warning("a listener failed and is told no more: %s: %s", type(error).__name__, error)

@@ -11,8 +11,8 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.profilers import Profiler
 
+from lightning_ring.comm.recording import tell
 from lightning_ring.errors import RingError
-from lightning_ring.monitor.left_out import tell
 from lightning_ring.monitor.step_record import MANUAL, StepRecord, StepTimes, median_times
 
 __all__ = ["StepRecord", "StepTimer", "StepTimes", "median_times"]

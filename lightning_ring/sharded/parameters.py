@@ -227,9 +227,8 @@ class ShardedParameters:
         # `torch.func`, and modes such as that of `Coverage`, would take part in what waiting computes
         with torch._C.DisableTorchFunction(), temporarily_clear_interpreter_stack():
             self._coming[bucket].wait()
-            if (
-                self._coming.pop(bucket, None) is not None
-            ):  # now, and not before: an interrupted wait is asked for again
+            # taken out after the wait: an interrupted one is asked for again
+            if self._coming.pop(bucket, None) is not None:
                 bucket.arrive()
 
     def release(self) -> None:
