@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import hashlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
+import lightning.pytorch as pl
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
@@ -63,6 +65,32 @@ class BufferBroadcast:
             "RingStrategy(broadcast_buffers='step') does so for all buffers from the first step; with "
             "broadcast_buffers='start' each rank keeps its own."
         )
+
+
+class AfterSwaps(pl.Callback):
+    """The last of all callbacks: broadcasts again where another one may have put other buffers into the module.
+
+    Lightning's `WeightAveraging` does so in ``on_validation_epoch_start``, which follows the strategy's
+    ``on_validation_start``: each rank would evaluate its own average of BatchNorm statistics.
+    """
+
+    reads_parameters = False
+
+    def __init__(self, broadcast: Callable[[], None]) -> None:
+        self.broadcast = broadcast
+
+    def follow(self, trainer: pl.Trainer) -> None:
+        self.leave(trainer)
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        if any(type(one).on_validation_epoch_start is not pl.Callback.on_validation_epoch_start for one in callbacks):
+            callbacks.append(self)
+
+    def leave(self, trainer: pl.Trainer) -> None:
+        if self in (callbacks := trainer.callbacks):  # type: ignore[attr-defined]
+            callbacks.remove(self)
+
+    def on_validation_epoch_start(self, *_: Any) -> None:
+        self.broadcast()
 
 
 def _read_in_training(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -20,7 +20,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_ring.accumulation import add_no_sync, remove_no_sync
 from lightning_ring.averaged_steps import AveragedSteps
-from lightning_ring.buffers import BufferBroadcast
+from lightning_ring.buffers import AfterSwaps, BufferBroadcast
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.replicate import broadcast_module, broadcast_optimizer_state, check_same_model
 from lightning_ring.compression_state import CompressionState
@@ -154,6 +154,7 @@ class RingStrategy(AveragedSteps):
         self._random_states = RandomStates()
         self._compression_state = CompressionState()
         self._buffers = self._new_buffer_broadcast()
+        self._after_swaps = AfterSwaps(self._broadcast_buffers)
 
     # -- set-up and tear-down
 
@@ -169,6 +170,7 @@ class RingStrategy(AveragedSteps):
         if self._comm is not None:
             check_same_model(self.model, self._comm)
             broadcast_module(self.model, self._comm)
+            self._after_swaps.follow(trainer)
         if fitting:
             self.configure_ddp()
             add_no_sync(self.model, self.block_backward_sync)
@@ -190,6 +192,8 @@ class RingStrategy(AveragedSteps):
         self.timeline.abandon()
         if self.model is not None:
             remove_no_sync(self.model)
+        if self._trainer is not None:
+            self._after_swaps.leave(self._trainer)
         super().teardown()
         self._turns = Turns()
         self._buffers = self._new_buffer_broadcast()

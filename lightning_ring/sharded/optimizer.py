@@ -36,6 +36,7 @@ class SlicedOptimizer:
         self._stepped = stepped
         self._whole_params: list[list[Parameter]] | None = None  # of each group, while pieces are in their place
         self._changed: list[Parameter] = []
+        self._refusal: str | None = None  # what using the state says; None: that this is for `step()`
         self._parts: State | None = None  # the optimizer's state, while a `StateOfParts` is in its place
         self._uncut: State = {}  # of parameters that have no piece yet: what a checkpoint held
         self._gathering = False
@@ -90,7 +91,7 @@ class SlicedOptimizer:
         state = self.optimizer.state
         if not isinstance(state, StateOfParts) and any(p.weight in state for p in self._parameters.by_param.values()):
             self._parts = state
-            self.optimizer.state = StateOfParts(self.optimizer)  # type: ignore[assignment]
+            self.optimizer.state = StateOfParts(self.optimizer, self._refusal)  # type: ignore[assignment]
 
     def show_state(self) -> None:
         if isinstance(self.optimizer.state, StateOfParts):  # else somebody loaded another one
@@ -138,12 +139,13 @@ class SlicedOptimizer:
         self.take_pieces_out()
         for hook in self._hooks:
             hook.remove()
-        if isinstance(self.optimizer.state, StateOfParts):
-            self.optimizer.state.message = (
-                f"this {type(self.optimizer).__name__} was already stepped by an earlier fit under "
-                "strategy='ring_sharded', and each rank holds its part of that state. Build optimizers in "
-                "configure_optimizers, and pass ckpt_path to go on with the state of a checkpoint."
-            )
+        self._refusal = (
+            f"this {type(self.optimizer).__name__} was already stepped by an earlier fit under "
+            "strategy='ring_sharded', and each rank holds its part of that state. Build optimizers in "
+            "configure_optimizers, and pass ckpt_path to go on with the state of a checkpoint."
+        )
+        self.show_state()
+        self.hide_state()
 
     # -- what happens in a step
 

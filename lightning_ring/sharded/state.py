@@ -20,8 +20,8 @@ _SCALARS = ("step", "mu_product", "eta", "mu")  # torch's names of what is one n
 class StateOfParts(MutableMapping[Any, Any]):
     """In the place of an optimizer's state while that is of this rank's parts: using it in any way is an error."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.message = (
+    def __init__(self, optimizer: Optimizer, message: str | None = None) -> None:
+        self.message = message or (
             f"{type(optimizer).__name__}.state was used outside of step() under strategy='ring_sharded', where each "
             "rank holds its part of the state. A checkpoint (trainer.save_checkpoint) holds the whole of it, and so "
             "does what trainer.strategy.optimizer_state(optimizer), called on all ranks, gives rank 0. Methods of an "

@@ -175,6 +175,8 @@ def test_an_optimizer_that_holds_parts_of_an_earlier_fit_is_refused() -> None:
                 net(torch.ones(1, 3)).sum().backward()
             optimizer.step()
             sharding.release(wait=True)
+            with sharding.states_shown():  # as Lightning's teardown needs it
+                pass
             reducer.remove()
 
     with pytest.raises(ConfigurationError, match=r"earlier fit.*configure_optimizers"):

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import Tensor, nn
 
 from lightning_ring import RingStrategy
+from lightning_ring.buffers import AfterSwaps
 from lightning_ring.errors import ModelMismatchError
 from tests.checks.models import RANK, SIZE, Classifier, assert_all_ranks_equal, fit, loader, parameters
 from tests.checks.strategy.references import WORLD, assert_like_ddp, both
@@ -29,6 +31,18 @@ def check_buffers_follow_rank_0() -> None:
         means = WORLD.allgather(module.seen["mean"][-1].numpy().tobytes())
         assert (len(set(means)) == 1) == (when != "start" or SIZE == 1), when
         assert_all_ranks_equal(parameters(module))
+
+
+def check_averages_of_buffers_that_a_callback_puts_in_for_a_validation_follow_rank_0() -> None:
+    class Watching(Classifier):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.seen["mean"].append(self.net[1].running_mean.clone())
+
+    module = Watching(batch_norm=True)
+    module.seen["mean"] = []
+    run = fit("ring", module, val=loader(), callbacks=[EMAWeightAveraging(decay=0.5)])
+    assert len(set(WORLD.allgather(module.seen["mean"][-1].numpy().tobytes()))) == 1
+    assert not any(isinstance(callback, AfterSwaps) for callback in run.callbacks)
 
 
 class Queue(Classifier):
