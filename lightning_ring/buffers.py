@@ -54,7 +54,8 @@ class BufferBroadcast:
     def _find_different(self, module: nn.Module, comm: Communicator) -> None:
         digests = {name: _digest(buffer) for name, buffer in _read_in_training(module) if name not in self._every_step}
         everyones = comm.all_gather_object(digests)
-        different = sorted(name for name in digests if any(other.get(name) != digests[name] for other in everyones))
+        names = sorted(set().union(*everyones))
+        different = [name for name in names if len({digests.get(name) for digests in everyones}) > 1]
         if not different:
             return
         self._every_step.update(different)

@@ -114,24 +114,28 @@ class ShardReducer(Reducer):
         targets = [part for bucket in self._queue for part in (bucket.used, bucket.stop)]
         device = self._queue[0].flat.device
         num_kept = len(self._sums) + len(self._aside)  # gradients that hold an average of an earlier backward
-        counted = torch.tensor([num_kept], dtype=torch.float32)
+        digit = num_kept % 16  # small: sums over many ranks are exact in float32
+        counted = torch.tensor([num_kept > 0, digit, digit * digit], dtype=torch.float32)
         vector = torch.cat([part.to(device, torch.float32) for part in (*flags, counted)])
-        *parts, total = vector.split([part.numel() for part in (*flags, counted)])
+        *parts, totals = vector.split([part.numel() for part in (*flags, counted)])
 
         def arrived() -> None:
             torch._foreach_copy_(targets, list(parts))
-            if num_kept or total.device.type == "cpu":  # reading it makes the host wait for a GPU
-                self._check_all_keep(num_kept, total)
+            if num_kept or totals.device.type == "cpu":  # reading it makes the host wait for a GPU
+                self._check_all_keep(totals)
 
         return FollowedWork(self._comm.all_reduce_(vector, name=self._named("flags")), arrived)
 
     # -- averages that a backward adds to, or leaves alone
 
-    def _check_all_keep(self, num_kept: int, total: Tensor) -> None:
-        if int(total) != num_kept * self._comm.world_size:
+    def _check_all_keep(self, totals: Tensor) -> None:
+        """``totals``: how many ranks keep averages, then sums over the ranks of a number's last digit and its square."""
+        keeping, total, squares = totals.tolist()
+        size = self._comm.world_size
+        if keeping not in (0, size) or total * total != squares * size:  # digits are equal if and only if these are
             raise RingError(
-                f"this rank keeps {num_kept} averages of an earlier backward, all ranks together {int(total)}: some "
-                "have dropped theirs (zero_grad). Under strategy='ring_sharded' each rank has its shard of an average "
+                f"{keeping:g} of {size} ranks keep averages of an earlier backward, or not equally many: some have "
+                "dropped theirs (zero_grad). Under strategy='ring_sharded' each rank has its shard of an average "
                 "only, so that the sum with this backward cannot be told. Drop gradients on all ranks, or on none."
             )
 
