@@ -11,12 +11,13 @@ def is_held_elsewhere(tensor: Tensor) -> bool:
 
     Such as ``alias = param.data``, ``param.data = other``, ``torch.from_numpy(array)`` and ``param.share_memory_()``.
     """
-    alone = torch.empty(1, dtype=tensor.dtype, device=tensor.device)  # it counts what asking holds
-    return not tensor.untyped_storage().resizable() or _num_holders(tensor) > _num_holders(alone)
+    storage = tensor.untyped_storage()
+    alone = torch.empty(1, dtype=tensor.dtype, device=tensor.device).untyped_storage()
+    return not storage.resizable() or num_holders(storage) > 1 + num_holders(alone)  # the tensor holds it too
 
 
-def _num_holders(tensor: Tensor) -> int:
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+def num_holders(storage: torch.UntypedStorage) -> int:
+    return int(torch._C._storage_Use_Count(storage._cdata))
 
 
 def unreadable_like(tensor: Tensor, message: str) -> Tensor:

@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from lightning_ring.comm.communicator import Communicator, Work
 from lightning_ring.gradients.bucket import Bucket
 from lightning_ring.gradients.shards import ShardReducer
-from lightning_ring.sharded.memory import is_held_elsewhere, unreadable_like
+from lightning_ring.sharded.memory import is_held_elsewhere, num_holders, unreadable_like
 
 _TOO_EARLY = (
     "{} was read before its new values had arrived from the ranks that stepped them, by code that lightning_ring does "
@@ -68,13 +68,18 @@ class ParameterBucket:
         self._places: list[Tensor] = []
         self._hidden = False
         self._unreadable: list[Tensor] = []
+        # parameters get a storage of their own over this memory: collectives hold aliases of `flat`
+        shown = torch.from_dlpack(self.flat)
+        self._storage = shown.untyped_storage()
         for param, view in zip(bucket.params, bucket.views, strict=True):
             _, start, stop = reducer.part_of(param)
             offset = int(view.storage_offset() - like.storage_offset())
             weight = Parameter(self.flat[start:stop])
             piece = Piece(param, offset, view.stride(), start - offset, stop - start, weight)
             self.pieces.append(piece)
-            self._places.append(piece.whole(self.flat))
+            self._places.append(piece.whole(shown))
+        del shown
+        self._holders_while_hidden = num_holders(self._storage)
         messages = [_TOO_EARLY.format(name) for name in bucket.names]
         self._unreadable = [unreadable_like(*pair) for pair in zip(self._places, messages, strict=True)]
         self.move_in()
@@ -105,10 +110,15 @@ class ParameterBucket:
         return not self._home
 
     def hide(self) -> None:
-        """Until `arrive`, reading one of the parameters is an error."""
+        """Until `arrive`, reading one of the parameters is an error; an alias of its memory can still be read."""
         for piece, unreadable in zip(self.pieces, self._unreadable, strict=True):
             piece.param.data = unreadable
         self._hidden = True
+
+    @property
+    def has_aliases(self) -> bool:
+        """Whether something outside has the memory of a parameter that is hidden: ``array = param.numpy()``, say."""
+        return num_holders(self._storage) != self._holders_while_hidden
 
     @torch.no_grad()
     def arrive(self) -> None:
@@ -132,6 +142,7 @@ class ParameterBucket:
         self._unreadable.clear()
         self._home.clear()
         self.flat = self.flat.new_empty(0)
+        self._storage = self.flat.untyped_storage()
 
 
 class ShardedParameters:
@@ -215,7 +226,7 @@ class ShardedParameters:
             for bucket in list(self._coming):
                 if bucket.can_be_hidden:
                     bucket.hide()
-                else:
+                if not bucket.can_be_hidden or bucket.has_aliases:
                     self._wait_for(bucket)  # an alias cannot be hidden
 
     def wait(self) -> None:
