@@ -35,15 +35,18 @@ class BufferBroadcast:
         self._num_batches = 0
         self._every_step: set[str] = set()
 
-    def before_batch(self, module: nn.Module, comm: Communicator, batch_idx: int) -> None:
-        """Before the training step of batch ``batch_idx`` of its epoch. Collective."""
+    def before_batch(self, module: nn.Module, comm: Communicator, batch_idx: int, accumulate: int = 1) -> None:
+        """Before the training step of batch ``batch_idx`` of its epoch; collective.
+
+        With gradient accumulation buffers that differ are broadcast once for ``accumulate`` batches, as DDP does.
+        """
         if self._when == "epoch" and comm.world_size > 1:
             if _is_power_of_two(self._num_batches):
                 self._find_different(module, comm)
             self._num_batches += 1
         if self._when == "step" or (self._when == "epoch" and batch_idx == 0):
             broadcast_buffers(module, comm)
-        elif self._every_step:
+        elif self._every_step and batch_idx % accumulate == 0:
             broadcast_tensors([buffer for name, buffer in module.named_buffers() if name in self._every_step], comm)
 
     def before_reading(self, module: nn.Module, comm: Communicator) -> None:

@@ -225,7 +225,8 @@ class RingStrategy(AveragedSteps):
                 self._follow_requests(self._trainer)
             self._begin_batch(self._trainer, self._reducer, batch_idx)
         if self.model is not None and (comm := self._buffers_comm) is not None:
-            self._buffers.before_batch(self.model, comm, batch_idx)
+            accumulate = self._trainer.accumulate_grad_batches if self._trainer is not None else 1
+            self._buffers.before_batch(self.model, comm, batch_idx, accumulate)
         super().on_train_batch_start(batch, batch_idx)
 
     def process_dataloader(self, dataloader: object) -> object:

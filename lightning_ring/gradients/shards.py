@@ -129,7 +129,7 @@ class ShardReducer(Reducer):
     # -- averages that a backward adds to, or leaves alone
 
     def _check_all_keep(self, totals: Tensor) -> None:
-        """``totals``: number of ranks that keep averages; sums of the last digits of their numbers, and of the squares."""
+        """``totals``: number of ranks that keep averages, sum of the last digits of how many, sum of their squares."""
         keeping, total, squares = totals.tolist()
         size = self._comm.world_size
         if keeping not in (0, size) or total * total != squares * size:  # digits are equal if and only if these are
