@@ -153,7 +153,7 @@ class RingStrategy(AveragedSteps):
         self._keeps_freed_memory = False
         self._random_states = RandomStates()
         self._compression_state = CompressionState()
-        self._buffers = self._new_buffer_broadcast()
+        self._buffers = BufferBroadcast(self.options.broadcast_buffers, _warn)
         self._after_swaps = AfterSwaps(self._broadcast_buffers)
 
     # -- set-up and tear-down
@@ -196,7 +196,7 @@ class RingStrategy(AveragedSteps):
             self._after_swaps.leave(self._trainer)
         super().teardown()
         self._turns = Turns()
-        self._buffers = self._new_buffer_broadcast()
+        self._buffers = BufferBroadcast(self.options.broadcast_buffers, _warn)
         if self._keeps_freed_memory:
             self._keeps_freed_memory = False
             return_freed_memory()
@@ -265,11 +265,6 @@ class RingStrategy(AveragedSteps):
     def _before_evaluation(self) -> None:
         self._catch_stop_signals()
         self._broadcast_buffers()
-
-    def _new_buffer_broadcast(self) -> BufferBroadcast:
-        return BufferBroadcast(
-            self.options.broadcast_buffers, lambda message: rank_zero_warn(f"lightning_ring: {message}")
-        )
 
     def _broadcast_buffers(self) -> None:
         if self.model is not None and (comm := self._buffers_comm) is not None:
@@ -345,3 +340,7 @@ class RingStrategy(AveragedSteps):
     def _stop_if_asked(self) -> None:
         if self._request == Request.STOP and self._reducer is None:
             raise SIGTERMException(143)
+
+
+def _warn(message: str) -> None:  # no lambda: ``start_method="spawn"`` pickles the strategy
+    rank_zero_warn(f"lightning_ring: {message}")

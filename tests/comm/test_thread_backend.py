@@ -127,7 +127,7 @@ def test_all_to_all_of_other_sizes_than_expected_is_an_error_on_every_rank():
 
     errors = both_raise(diverge)
     assert {str(error) for error in errors} == {str(errors[0])}
-    assert "rank 1 sends 12 bytes to rank 2, which expects 8" in str(errors[0])
+    assert "rank 1 sends 12 bytes of float32 to rank 2, which expects 8 bytes of float32" in str(errors[0])
 
 
 def test_past_the_timeout_the_collective_and_the_missing_ranks_are_named():
