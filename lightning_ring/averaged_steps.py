@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from lightning_ring.combined import TrainingLoaders
@@ -81,6 +81,7 @@ class AveragedSteps(ShardedSteps):
         if self._reducer is None:
             return
         self._step_hooks.append(register_optimizer_step_pre_hook(self._before_step))
+        self._step_hooks.append(register_optimizer_step_post_hook(self._after_step))
         if isinstance(self._reducer, ShardReducer):
             self._shard_optimizers(trainer, self._reducer)
 
@@ -196,10 +197,15 @@ class AveragedSteps(ShardedSteps):
         assert reducer is not None
         if any(reducer.is_tracked(param) for group in optimizer.param_groups for param in group["params"]):
             reducer.finish()
-            reducer.num_steps += 1
             if not self._has_closure(args, kwargs):
                 self._check_reduced(optimizer)
             self._shard(optimizer)
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        reducer = self._reducer
+        assert reducer is not None
+        if any(reducer.is_tracked(param) for group in optimizer.param_groups for param in group["params"]):
+            reducer.num_steps += 1
 
     def _check_reduced(self, optimizer: Optimizer) -> None:
         """No gradient that is about to be stepped is this rank's own."""

@@ -19,7 +19,8 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 def process_state() -> dict[str, Any]:
     """Everything process-wide that a library can change and a script can see. File descriptors by what they are."""
     gc.collect()  # a Trainer lies in cycles: what only it holds is no leak
-    names = [name for name in logging.Logger.manager.loggerDict if name.startswith("lightning")]
+    known = logging.Logger.manager.loggerDict
+    names = [name for name in known if name.startswith("lightning") and not name.startswith("lightning_ring")]
     loggers = [logging.getLogger(), *map(logging.getLogger, names)]
     return {
         "environment": dict(os.environ),
