@@ -147,6 +147,7 @@ class ShardedSteps(RankedStrategy):
         except RingError as error:
             if not self._alone:
                 raise
+            self._sharding.show()
             rank_zero_warn(
                 "lightning_ring: after the exception some parameters did not arrive from the ranks that stepped them "
                 f"({type(error).__name__}). On this rank the weights, and a checkpoint of them, mix those before and "

@@ -229,6 +229,11 @@ class ShardedParameters:
                 if not bucket.can_be_hidden or bucket.has_aliases:
                     self._wait_for(bucket)  # an alias cannot be hidden
 
+    def show(self) -> None:
+        """Make all parameters readable as they are, after an exception: some values may never arrive."""
+        for bucket in self._coming:
+            bucket.arrive()
+
     def wait(self) -> None:
         """Return when all parameters are whole."""
         while self._coming:

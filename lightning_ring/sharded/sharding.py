@@ -95,6 +95,10 @@ class Sharding:
         """Return when all parameters are whole."""
         self._parameters.wait()
 
+    def show(self) -> None:
+        """Make all parameters readable as they are, after an exception."""
+        self._parameters.show()
+
     def of(self, optimizer: Any) -> SlicedOptimizer:
         return self._optimizers[id(getattr(optimizer, "_optimizer", optimizer))]  # Lightning's wrapper, or the bare one
 

@@ -163,10 +163,7 @@ def check_manual_optimization_of_a_gan_equals_whole_ones() -> None:
                 for part in (0.25, 0.75):  # two backwards before the step; the second one adds to averages
                     loss = self.critic(fake.detach()).mean() - self.critic(batch[0]).mean()
                     loss = part * (loss if which == 0 else -self.critic(fake).mean())
-                    if batch_idx == 2:
-                        loss.backward(retain_graph=True)
-                    else:
-                        self.manual_backward(loss, retain_graph=True)
+                    self.manual_backward(loss, retain_graph=True)
                 self.clip_gradients(optimizer, gradient_clip_val=0.1)
                 optimizer.step()
                 self.untoggle_optimizer(optimizer)
