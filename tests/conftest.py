@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Iterator
 
 import pytest
+import torch.distributed as dist
 
 from tests.battery import Battery
 from tests.launch import SEGMENTS
@@ -28,6 +29,15 @@ def _told_to_end() -> Iterator[None]:
     before = signal.signal(signal.SIGTERM, lambda number, frame: pytest.exit("SIGTERM", 128 + number))
     yield
     signal.signal(signal.SIGTERM, before)
+
+
+@pytest.fixture(autouse=True)
+def _no_open_group() -> Iterator[None]:
+    """Ranks that meet look for torch.distributed's default group first: one that stays open fails a later test."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        pytest.fail("this test left torch.distributed's default group open")
 
 
 @pytest.fixture(scope="session")

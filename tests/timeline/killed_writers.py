@@ -7,6 +7,7 @@ writers have forked a process, as a data loader does, which lives on: it does no
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import random
 import signal
@@ -31,7 +32,7 @@ def some_events(first: int, random_: random.Random) -> list[str]:
     return [json.dumps({"i": first + number, "x": "x" * length}) for number, length in enumerate(lengths)]
 
 
-def write_for_ever(path: Path, seed: int, until_the_end: int) -> None:
+def write_for_ever(path: Path, seed: int, until_the_end: int, appended: mmap.mmap) -> None:
     random_, written = random.Random(seed), 1
     file = TraceFile(path, OTHER, '{"i":0}', max_bytes=1 << 26, first_size=2 * PAGE)
     if seed % 50 == 1 and os.fork() == 0:
@@ -41,19 +42,21 @@ def write_for_ever(path: Path, seed: int, until_the_end: int) -> None:
         events = some_events(written, random_)
         file.append(events)
         written += len(events)
+        appended[0] = min(appended[0] + 1, 255)
 
 
-def kill_one(path: Path, seed: int, after: float, pipe: tuple[int, int]) -> int:
-    """Kill a writer ``after`` seconds and return how many events its file holds."""
+def kill_one(path: Path, seed: int, appends: int, after: float, pipe: tuple[int, int]) -> int:
+    """Kill a writer ``after`` seconds after its first ``appends``, and return how many events its file holds."""
+    appended = mmap.mmap(-1, 1)  # shared with the writer
     writer = os.fork()
     if writer == 0:
         try:
             os.close(pipe[1])
-            write_for_ever(path, seed, pipe[0])
+            write_for_ever(path, seed, pipe[0], appended)
         finally:
             os._exit(1)
     until = time.monotonic() + 5
-    while not path.exists() and time.monotonic() < until:
+    while (appended[0] < appends or not path.exists()) and time.monotonic() < until:
         time.sleep(0.0001)
     time.sleep(after)
     os.kill(writer, signal.SIGKILL)
@@ -67,7 +70,7 @@ def kill_one(path: Path, seed: int, after: float, pipe: tuple[int, int]) -> int:
 def main(path: Path, count: int) -> None:
     random_, pipe = random.Random(2), os.pipe()  # whose end closes with this process
     for seed in range(count):
-        print(kill_one(path, seed, random_.uniform(0, 0.006), pipe))
+        print(kill_one(path, seed, random_.randrange(40), random_.uniform(0, 0.002), pipe))
         if seed % 10 == 0:
             path.unlink()
 
