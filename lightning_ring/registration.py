@@ -50,7 +50,7 @@ def _choose_our_environment() -> None:
 
     @functools.wraps(choose)
     def choose_ours_for_ours(connector: _AcceleratorConnector) -> ClusterEnvironment:
-        if connector._strategy_flag not in STRATEGIES:
+        if not (isinstance(connector._strategy_flag, str) and connector._strategy_flag in STRATEGIES):
             return choose(connector)
         from lightning_ring.environment import RingEnvironment
 
