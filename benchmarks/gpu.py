@@ -50,7 +50,7 @@ def optimizers(device: str, tiny: bool) -> Iterator[str]:
 
 def tests(tiny: bool) -> int:
     """The tests that need a GPU; `tiny`: those of NCCL. Their exit code."""
-    where = ["tests/comm/test_torch_backend.py"] if tiny else ["tests"]
+    where = ["tests/comm/backends/test_gloo.py"] if tiny else ["tests"]
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", *where]
     return subprocess.run(command, cwd=step.ROOT).returncode
 

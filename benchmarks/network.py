@@ -33,8 +33,8 @@ def bytes_per_second(rate: str) -> float:
 
 def compare(num_bytes: int, rounds: int, rate: str, backends: list[str]) -> None:
     """What every rank runs."""
-    from lightning_ring.comm.job import connect, open_communicator
-    from lightning_ring.comm.ranks import discover_ranks
+    from lightning_ring.job.job import connect, open_communicator
+    from lightning_ring.job.ranks import discover_ranks
 
     torch.set_num_threads(1)
     info = discover_ranks()

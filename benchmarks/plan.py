@@ -28,9 +28,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.hosts import Hosts, mpirun_path, open_hosts, why_not
-from lightning_ring.plan.model import Cluster, Link, Settings, predict
-from lightning_ring.plan.networks import read_bench
-from lightning_ring.plan.profile import Profile, read_profile
+from lightning_ring.tools.plan.model import Cluster, Link, Settings, predict
+from lightning_ring.tools.plan.networks import read_bench
+from lightning_ring.tools.plan.profile import Profile, read_profile
 
 ROOT = Path(__file__).resolve().parent.parent
 _SIZES = "64K,256K,512K,1M,4M,16M"

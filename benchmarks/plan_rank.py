@@ -19,13 +19,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from lightning_ring.algorithms.sharded import Sharding
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.cost import default_cap_mb
-from lightning_ring.comm.job import connect, open_communicator
-from lightning_ring.comm.ranks import discover_ranks
 from lightning_ring.gradients import Reducer, ShardReducer
-from lightning_ring.plan.profile import Gradient, Profile, read_profile
-from lightning_ring.sharded import Sharding
+from lightning_ring.job.job import connect, open_communicator
+from lightning_ring.job.ranks import discover_ranks
+from lightning_ring.tools.plan.profile import Gradient, Profile, read_profile
 
 _TIMEOUT = timedelta(seconds=60)
 _WARMUP = 3  # the first backward orders buckets, the second connects

@@ -6,10 +6,10 @@ Importing it registers ``Trainer(strategy="ring")``.
 from typing import TYPE_CHECKING, Any
 
 from lightning_ring.errors import RingError
-from lightning_ring.registration import register_strategies
+from lightning_ring.integrations.lightning.registration import register_strategies
 
 if TYPE_CHECKING:
-    from lightning_ring.strategy import RingStrategy
+    from lightning_ring.integrations.lightning.strategy import RingStrategy
 
 __version__ = "0.1.0"
 __all__ = ["RingError", "RingStrategy"]
@@ -19,7 +19,7 @@ register_strategies()
 
 def __getattr__(name: str) -> Any:
     if name == "RingStrategy":
-        from lightning_ring.strategy import RingStrategy
+        from lightning_ring.integrations.lightning.strategy import RingStrategy
 
         return RingStrategy
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

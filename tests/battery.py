@@ -27,7 +27,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch import ROOT, clean_env, end_session, mpirun_command
+from tests.processes import ROOT, clean_env, end_session, mpirun_command
 
 IDLE_RANKS = 14  # of all launches together: torch alone takes some 200 MB each
 

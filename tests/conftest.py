@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.battery import Battery
-from tests.launch import SEGMENTS
+from tests.processes import SEGMENTS
 
 
 @pytest.fixture(scope="session", autouse=True)

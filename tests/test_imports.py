@@ -9,40 +9,32 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch import ROOT, clean_env
+from tests.processes import ROOT, clean_env
 
 PACKAGE = ROOT / "lightning_ring"
 MODULES = sorted(path.relative_to(ROOT).with_suffix("") for path in PACKAGE.rglob("*.py"))
-WITHOUT_LIGHTNING = (
-    "errors",
-    "host",
-    "comm",
-    "gradients",
-    "sharded",
-    "optim",
-    "schedules",
-    "data",
-    "retrieval",
-    "bench",
-    "doctor",
-    "timeline",
-    "plan",
-)
-ALLOWED = {  # room: rooms of ours that it may import
+MAY_IMPORT_LIGHTNING = {"integrations", "monitor"}
+ALLOWED = {  # room: the rooms that it may import
     "errors": set(),
-    "host": set(),
+    "host": {"errors"},
     "comm": {"errors", "host"},
-    "gradients": {"errors", "comm"},
-    "sharded": {"errors", "comm", "gradients", "optim"},
+    "job": {"comm", "errors", "host"},
+    "gradients": {"comm", "errors"},
+    "algorithms": {"comm", "errors", "gradients", "optim"},
+    "options": {"comm", "errors", "gradients", "timeline"},
+    "launch": {"errors", "host", "job"},
+    "timeline": {"comm", "errors", "host"},
     "optim": {"errors"},
     "schedules": {"errors"},
     "data": {"errors", "host"},
     "retrieval": {"errors"},
-    "monitor": {"errors", "host", "comm", "plan", "timeline"},
-    "timeline": {"errors", "host", "comm"},
-    "bench": {"errors", "comm"},
-    "doctor": {"errors", "host", "comm", "cli"},
-    "plan": {"errors", "comm"},
+    "tools": {"comm", "errors", "host", "job", "launch"},
+    "monitor": {"comm", "errors", "host", "timeline", "tools"},
+    "cli": {"data", "errors", "host", "job", "launch", "timeline", "tools"},
+    "integrations": {
+        *("algorithms", "comm", "errors", "gradients", "host", "job", "launch", "monitor", "options", "timeline"),
+    },
+    "__init__": {"errors", "integrations"},
 }
 
 
@@ -60,11 +52,10 @@ def imported(module: Path) -> set[str]:
 def test_imports_point_one_way(module: Path) -> None:
     room = module.parts[1]
     names = imported(module)
-    if room in WITHOUT_LIGHTNING:
+    if room not in MAY_IMPORT_LIGHTNING:
         assert not {name for name in names if name.split(".")[0] in ("lightning", "pytorch_lightning")}
-    if room in ALLOWED:
-        rooms = {name.split(".")[1] for name in names if name.startswith("lightning_ring.")}
-        assert rooms <= ALLOWED[room] | {room}
+    rooms = {name.split(".")[1] for name in names if name.startswith("lightning_ring.")}
+    assert rooms <= ALLOWED[room] | {room}
 
 
 def run_code(code: str) -> str:
@@ -100,7 +91,10 @@ def test_packing_needs_no_torch_and_what_the_data_room_names_is_there() -> None:
 
 
 def test_the_strategy_itself_may_be_imported_first() -> None:
-    assert run_code("from lightning_ring.strategy import RingStrategy as R; print(R.strategy_name)") == "ring"
+    assert (
+        run_code("from lightning_ring.integrations.lightning.strategy import RingStrategy as R; print(R.strategy_name)")
+        == "ring"
+    )
 
 
 @pytest.mark.parametrize("order", ["lightning_ring, pytorch_lightning", "pytorch_lightning, lightning_ring"])

@@ -10,13 +10,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_ring.bench.names import BACKENDS, COLLECTIVES
-from lightning_ring.cli.hosts import check_slots, parse_hosts, read_hostfile
-from lightning_ring.cli.mpirun import find_mpirun, require_mpirun
-from lightning_ring.cli.start import mpirun_job, plain_job
-from lightning_ring.comm.launch_variables import LaunchVariables, launcher_variables
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.host.cores import bound_cores
+from lightning_ring.job.launchers import LaunchVariables, launcher_variables
+from lightning_ring.launch.hosts import check_slots, parse_hosts, read_hostfile
+from lightning_ring.launch.mpirun import find_mpirun, require_mpirun
+from lightning_ring.launch.start import mpirun_job, plain_job
+from lightning_ring.tools.bench.names import BACKENDS, COLLECTIVES
 
 _FACTORS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 _STEP = 4  # each size to the next
@@ -34,7 +34,9 @@ def main(arguments: Sequence[str]) -> int:
     if launched is None:
         return _start_ranks(options, list(arguments))
     _check_launched(options, launched)
-    from lightning_ring.bench.session import run  # deferred: what is wrong so far is said without waiting for torch
+    from lightning_ring.tools.bench.session import (
+        run,  # deferred: what is wrong so far is said without waiting for torch
+    )
 
     return run(options, sizes)
 
@@ -111,7 +113,7 @@ def _check(options: argparse.Namespace) -> None:
     if options.compare and options.backends and options.compare not in options.backends:
         raise ConfigurationError(f"--compare {options.compare} is not among --backends {' '.join(options.backends)}.")
     if options.plot is not None:
-        from lightning_ring.bench.plot import check_plot
+        from lightning_ring.tools.bench.plot import check_plot
 
         check_plot(options.plot)
     for option, path in (("--json", options.json), ("--plot", options.plot)):

@@ -9,13 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lightning_ring.bench.plot import check_plot
 from lightning_ring.errors import ConfigurationError
-from lightning_ring.plan import report
-from lightning_ring.plan.advice import advise
-from lightning_ring.plan.model import COMPRESSED, Cluster, Link, Settings, predict, world_sizes
-from lightning_ring.plan.networks import parse_link
-from lightning_ring.plan.profile import Profile, check_same_model, json_text, read_profile
+from lightning_ring.tools.bench.plot import check_plot
+from lightning_ring.tools.plan import report
+from lightning_ring.tools.plan.advice import advise
+from lightning_ring.tools.plan.model import COMPRESSED, Cluster, Link, Settings, predict, world_sizes
+from lightning_ring.tools.plan.networks import parse_link
+from lightning_ring.tools.plan.profile import Profile, check_same_model, json_text, read_profile
 
 MOST_RANKS = 10_000
 

@@ -9,11 +9,11 @@ import shutil
 import sys
 from collections.abc import Sequence
 
-from lightning_ring.cli.hosts import Host, check_slots, parse_hosts, read_hostfile
-from lightning_ring.cli.mpirun import mpirun_line, rank_environment, require_mpirun
-from lightning_ring.cli.start import mpirun_job, plain_job
-from lightning_ring.cli.supervisor import STOP_SIGNAL
 from lightning_ring.errors import ConfigurationError, RingError
+from lightning_ring.launch.hosts import Host, check_slots, parse_hosts, read_hostfile
+from lightning_ring.launch.mpirun import mpirun_line, rank_environment, require_mpirun
+from lightning_ring.launch.start import mpirun_job, plain_job
+from lightning_ring.launch.supervisor import STOP_SIGNAL
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

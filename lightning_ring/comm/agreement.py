@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_ring.comm.patience import ranks_text
+from lightning_ring.comm.waiting import ranks_text
 from lightning_ring.errors import CollectiveError
 
 HEADER_BYTES = 128

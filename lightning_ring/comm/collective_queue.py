@@ -19,7 +19,7 @@ from torch._C._functorch import peek_interpreter_stack
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from lightning_ring.comm.alarm import Alarm
-from lightning_ring.comm.patience import (
+from lightning_ring.comm.waiting import (
     CHECK_SECONDS,
     LONGEST_SLEEP_SECONDS,
     SLEEP_SHARE,

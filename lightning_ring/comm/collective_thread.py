@@ -11,7 +11,7 @@ from queue import SimpleQueue
 
 import torch
 
-from lightning_ring.comm.patience import CHECK_SECONDS, Patience, transport_error
+from lightning_ring.comm.waiting import CHECK_SECONDS, Patience, transport_error
 from lightning_ring.errors import CollectiveError, RingError
 
 BROKEN_SECONDS = 0.5

@@ -19,10 +19,10 @@ from lightning_ring.comm.collective_thread import CollectiveThread
 from lightning_ring.comm.communicator import Communicator, CompletedWork, ReduceOp, Work, shard
 from lightning_ring.comm.cost import LEAST_PIECE_BYTES, num_nested_pieces
 from lightning_ring.comm.lane import Lane
-from lightning_ring.comm.passage import Journey, Passage, nothing
-from lightning_ring.comm.patience import Patience
+from lightning_ring.comm.padded_rows import Rows
+from lightning_ring.comm.pipeline import Journey, Passage, nothing
 from lightning_ring.comm.ring_communicator import DIRECT_BYTES, RingCommunicator, Transport, check_rank, contiguous_flat
-from lightning_ring.comm.rows import Rows
+from lightning_ring.comm.waiting import Patience
 
 
 class HierarchicalCommunicator(RingCommunicator):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_ring.comm import ring
 from lightning_ring.comm.collective_thread import CollectiveThread
-from lightning_ring.comm.patience import Patience
+from lightning_ring.comm.waiting import Patience
 
 # A choice takes this into account of what went before: a lane that once carried a large tensor is long free again.
 _REMEMBERED_BYTES = 16 * 1024 * 1024

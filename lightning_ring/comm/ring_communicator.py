@@ -18,7 +18,7 @@ from lightning_ring.comm import exchange, ring, wide_sum
 from lightning_ring.comm.agreement import HEADER_BYTES, check_agreement, describe, header
 from lightning_ring.comm.communicator import CompletedWork, ReduceOp, Work, as_bytes
 from lightning_ring.comm.lane import Lane, Lanes
-from lightning_ring.comm.patience import Check, Patience
+from lightning_ring.comm.waiting import Check, Patience
 from lightning_ring.errors import CollectiveError, ConfigurationError
 
 T = TypeVar("T")

@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_ring.comm.agreement import describe
-from lightning_ring.comm.patience import CHECK_SECONDS, Patience
+from lightning_ring.comm.waiting import CHECK_SECONDS, Patience
 
 
 class StoreBootstrap:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_ring.comm.cost import FIRST_BUCKET_MB, number_by_size
-from lightning_ring.gradients.lent import LentViews, are_held
+from lightning_ring.gradients.gradient_views import LentViews, are_held
 
 _ALIGNMENT_BYTES = 64  # a cache line: views start where vector kernels like it
 _MIB = 2**20

@@ -9,8 +9,8 @@ import torch
 from torch.nn import Parameter
 
 from lightning_ring.comm.communicator import Communicator
-from lightning_ring.gradients.auto_buckets import AutoBuckets
 from lightning_ring.gradients.bucket import Bucket, plan_buckets
+from lightning_ring.gradients.sizing.auto_buckets import AutoBuckets
 
 
 class BucketLayout:

@@ -16,11 +16,11 @@ from torch.nn import Parameter
 from lightning_ring.comm.communicator import Communicator, Work
 from lightning_ring.comm.cost import DEFAULT_CAP_MB
 from lightning_ring.errors import RingError
-from lightning_ring.gradients.auto_buckets import AutoBuckets
 from lightning_ring.gradients.bucket import Bucket
 from lightning_ring.gradients.compression import Compressor
 from lightning_ring.gradients.layout import BucketLayout
 from lightning_ring.gradients.sending import average_
+from lightning_ring.gradients.sizing.auto_buckets import AutoBuckets
 from lightning_ring.gradients.sparse import SparseGradients
 from lightning_ring.gradients.stop_flag import StopFlag
 

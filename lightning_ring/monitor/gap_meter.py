@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
 
 from lightning_ring.errors import ConfigurationError
-from lightning_ring.monitor.borrowed_state import borrowed
+from lightning_ring.monitor.failures import LeftOut
 from lightning_ring.monitor.gap_report import (
     ON_DEVICE,
     REAL,
@@ -30,9 +30,9 @@ from lightning_ring.monitor.gap_report import (
     judge,
     median,
 )
-from lightning_ring.monitor.left_out import LeftOut
 from lightning_ring.monitor.loader_cost import loader_cost
 from lightning_ring.monitor.throughput import first_dimension
+from lightning_ring.monitor.trainer_snapshot import borrowed
 
 
 class GapMeter(Callback):

@@ -23,7 +23,7 @@ from lightning_ring.monitor.profiled_run import check_can_record, communicator, 
 from lightning_ring.monitor.step_timer import StepRecord, StepTimer
 from lightning_ring.monitor.stopwatch import Mark, now, seconds_between
 from lightning_ring.monitor.throughput import first_dimension
-from lightning_ring.plan.profile import Gradient, Model, Phases, Profile, fingerprint, write_profile
+from lightning_ring.tools.plan.profile import Gradient, Model, Phases, Profile, fingerprint, write_profile
 
 
 class RingProfile(Callback):

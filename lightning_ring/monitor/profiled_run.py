@@ -15,7 +15,7 @@ from lightning_ring.comm.cost import Collective, CostModel, fit
 from lightning_ring.comm.hierarchical import HierarchicalCommunicator
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.monitor.stopwatch import now, seconds_between
-from lightning_ring.plan.profile import Run
+from lightning_ring.tools.plan.profile import Run
 
 PROBE_BYTES = (2**16, 2**18, 2**19, 2**20, 2**22, 2**24)
 PROBE_REPEATS = 5

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.monitor.breakdown import StepBreakdown
 from lightning_ring.monitor.dashboard import Dashboard
-from lightning_ring.monitor.left_out import LeftOut
+from lightning_ring.monitor.failures import LeftOut
 from lightning_ring.monitor.logged_step import UNKNOWN, LoggedStep, numbers_on_device
 from lightning_ring.monitor.memory import Memory
 from lightning_ring.monitor.optimizer_numbers import gradient_squares, learning_rates, trust_ratios

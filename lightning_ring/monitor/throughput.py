@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from lightning_ring.monitor.left_out import LeftOut
+from lightning_ring.monitor.failures import LeftOut
 
 
 def first_dimension(batch: Any) -> int:

@@ -15,13 +15,13 @@ import torch.distributed as dist
 from mpi4py import MPI
 from torch import Tensor
 
+from lightning_ring.comm.backends.gloo import GlooCommunicator, open_torch_communicator
+from lightning_ring.comm.backends.nccl import NCCLCommunicator, StreamWork
+from lightning_ring.comm.backends.shared_memory.communicator import open_shared_memory
 from lightning_ring.comm.communicator import Communicator, ReduceOp, shard
-from lightning_ring.comm.nccl_backend import NCCLCommunicator, StreamWork
-from lightning_ring.comm.patience import Patience
-from lightning_ring.comm.shared_memory import open_shared_memory
-from lightning_ring.comm.topology import open_hierarchical
-from lightning_ring.comm.torch_backend import GlooCommunicator, open_torch_communicator
+from lightning_ring.comm.waiting import Patience
 from lightning_ring.errors import CollectiveError, ConfigurationError, PeerFailedError, RingError
+from lightning_ring.job.topology import open_hierarchical
 from tests.checks.world import open_gloo
 from tests.comm.test_ring import COMPLEX, FLOATS, INTEGERS, allowed, plain, tolerance, values
 from tests.comm.test_wide_sum import HALVES, rounded_once
@@ -47,7 +47,7 @@ class MPIBootstrap:
 def opened(backend: str, timeout: float = 60.0) -> Iterator[Communicator]:
     """A new communicator over all ranks."""
     if backend == "mpi":
-        from lightning_ring.comm.mpi_backend import MPICommunicator
+        from lightning_ring.comm.backends.mpi import MPICommunicator
 
         comm: Communicator = MPICommunicator(timeout=timedelta(seconds=timeout))
     elif backend == "shared memory":

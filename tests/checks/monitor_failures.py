@@ -16,8 +16,8 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import Tensor, nn
 
 from lightning_ring import RingStrategy
-from lightning_ring.gradients import auto_buckets
 from lightning_ring.gradients.layout import BucketLayout
+from lightning_ring.gradients.sizing import auto_buckets
 from lightning_ring.monitor import RingMonitor, ThroughputMonitor, dashboard, left_out, ring_monitor, step_window
 from lightning_ring.monitor.memory import Memory
 from lightning_ring.monitor.rank_rows import RankRow

@@ -12,9 +12,9 @@ from mpi4py import MPI
 from lightning_ring.cli import plan
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.monitor import RingProfile
-from lightning_ring.plan.profile import read_profile
+from lightning_ring.tools.plan.profile import read_profile
 from tests.checks.models import assert_all_ranks_equal, ddp, trainer
-from tests.plan.slow_model import Slow, batches, weights
+from tests.tools.plan.slow_model import Slow, batches, weights
 
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 SLOWER = 0.012  # of the last rank's backward, a layer

@@ -16,15 +16,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_ring.comm.backends.gloo import GlooCommunicator
+from lightning_ring.comm.backends.mpi import MPICommunicator
+from lightning_ring.comm.backends.shared_memory.communicator import (
+    SHORT_BYTES,
+    SharedMemoryCommunicator,
+    open_shared_memory,
+)
+from lightning_ring.comm.backends.shared_memory.rounds import SLOT_BYTES
 from lightning_ring.comm.communicator import Communicator, ReduceOp, shard
-from lightning_ring.comm.job import connect, open_communicator
-from lightning_ring.comm.mpi_backend import MPICommunicator
-from lightning_ring.comm.patience import Patience
-from lightning_ring.comm.ranks import discover_ranks
-from lightning_ring.comm.shared_memory import SHORT_BYTES, SharedMemoryCommunicator, open_shared_memory
-from lightning_ring.comm.shared_rounds import SLOT_BYTES
-from lightning_ring.comm.torch_backend import GlooCommunicator
+from lightning_ring.comm.waiting import Patience
 from lightning_ring.errors import CollectiveError
+from lightning_ring.job.job import connect, open_communicator
+from lightning_ring.job.ranks import discover_ranks
 from tests.checks.comm import WORLD, MPIBootstrap, assert_same_everywhere
 from tests.comm.test_ring import allowed, plain, tolerance, values
 

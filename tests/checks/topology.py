@@ -17,16 +17,16 @@ import torch.distributed as dist
 from mpi4py import MPI
 from torch import nn
 
-from lightning_ring.comm import shared_segment
+from lightning_ring.comm.backends.gloo import GlooCommunicator
+from lightning_ring.comm.backends.shared_memory import segment as shared_segment
+from lightning_ring.comm.backends.shared_memory.communicator import SharedMemoryCommunicator
 from lightning_ring.comm.communicator import Communicator, ReduceOp, shard
 from lightning_ring.comm.hierarchical import HierarchicalCommunicator
-from lightning_ring.comm.job import Job, open_communicator
-from lightning_ring.comm.ranks import RankInfo
-from lightning_ring.comm.shared_memory import SharedMemoryCommunicator
-from lightning_ring.comm.topology import Place
-from lightning_ring.comm.torch_backend import GlooCommunicator
 from lightning_ring.errors import CollectiveError, ConfigurationError
 from lightning_ring.gradients import Reducer
+from lightning_ring.job.job import Job, open_communicator
+from lightning_ring.job.ranks import RankInfo
+from lightning_ring.job.topology import Place
 from tests.checks.world import open_gloo
 
 WORLD = MPI.COMM_WORLD

@@ -29,16 +29,16 @@ def open_gloo() -> None:
 @cache
 def communicator() -> Any:
     if os.environ.get("RING_CHECK_BACKEND", "gloo") == "mpi":
-        from lightning_ring.comm.mpi_backend import MPICommunicator
+        from lightning_ring.comm.backends.mpi import MPICommunicator
 
         return MPICommunicator(timeout=TIMEOUT)
     if os.environ.get("RING_CHECK_BACKEND") == "shared memory":
-        from lightning_ring.comm.patience import Patience
-        from lightning_ring.comm.shared_memory import open_shared_memory
+        from lightning_ring.comm.backends.shared_memory.communicator import open_shared_memory
+        from lightning_ring.comm.waiting import Patience
         from tests.checks.comm import MPIBootstrap
 
         return open_shared_memory(MPIBootstrap(), Patience(TIMEOUT))
-    from lightning_ring.comm.torch_backend import open_torch_communicator
+    from lightning_ring.comm.backends.gloo import open_torch_communicator
 
     open_gloo()
     return open_torch_communicator("gloo", timeout=TIMEOUT)

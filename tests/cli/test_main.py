@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from lightning_ring.cli import main as dispatcher
-from tests.launch import clean_env
+from tests.processes import clean_env
 
 
 def test_every_listed_command_is_there() -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from lightning_ring.comm.backends.gloo import open_torch_communicator
 from lightning_ring.comm.communicator import Work
-from lightning_ring.comm.torch_backend import open_torch_communicator
 
 WAYS = ("receives", "gloo's own all-reduce", "sends", "an exception", "both leave")
 kept: list[object] = []  # as a script's globals are: the interpreter destroys them at its end

@@ -11,8 +11,8 @@ import torch
 
 from lightning_ring.comm import collective_queue
 from lightning_ring.comm.collective_queue import CollectiveQueue
-from lightning_ring.comm.patience import Patience
-from tests.launch import run
+from lightning_ring.comm.waiting import Patience
+from tests.processes import run
 
 
 class Steps:
@@ -80,7 +80,7 @@ def test_the_last_to_call_leaves_the_work_to_a_spare_core():
 ENDS_BUSY = """
 import time, torch
 from lightning_ring.comm.collective_queue import CollectiveQueue
-from lightning_ring.comm.patience import Patience
+from lightning_ring.comm.waiting import Patience
 torch.set_num_threads(1)
 began, tensor, taken = time.monotonic(), torch.zeros(300_000), []
 def steps():

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_ring.comm.backends.thread import ThreadTransport, ThreadWorld, run_ranks
 from lightning_ring.comm.communicator import ReduceOp, shard
 from lightning_ring.comm.hierarchical import HierarchicalCommunicator
-from lightning_ring.comm.patience import Patience
 from lightning_ring.comm.ring_communicator import RingCommunicator
-from lightning_ring.comm.thread_backend import ThreadTransport, ThreadWorld, run_ranks
-from lightning_ring.comm.topology import has_fabric, is_hierarchical
+from lightning_ring.comm.waiting import Patience
 from lightning_ring.errors import CollectiveError, ConfigurationError
+from lightning_ring.job.topology import has_fabric, is_hierarchical
 from tests.battery import check_names
 from tests.comm.test_ring import COMPLEX, FLOATS, INTEGERS, allowed, plain, tolerance, values
 

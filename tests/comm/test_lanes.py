@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_ring.comm.backends.thread import ThreadTransport, ThreadWorld, run_ranks
 from lightning_ring.comm.communicator import Communicator, ReduceOp, Work
 from lightning_ring.comm.lane import Lane, Lanes
-from lightning_ring.comm.patience import Patience
 from lightning_ring.comm.ring_communicator import RingCommunicator
-from lightning_ring.comm.thread_backend import ThreadTransport, ThreadWorld, run_ranks
+from lightning_ring.comm.waiting import Patience
 from lightning_ring.errors import CollectiveError
 
 MIB = 2**20

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.comm import leaving_script
-from tests.launch import run
+from tests.processes import run
 
 
 @pytest.mark.timeout(150)

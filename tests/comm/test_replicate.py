@@ -7,13 +7,13 @@ import torch
 from torch import nn
 
 from lightning_ring.comm import replicate
+from lightning_ring.comm.backends.thread import run_ranks
 from lightning_ring.comm.replicate import (
     broadcast_buffers,
     broadcast_module,
     broadcast_optimizer_state,
     check_same_model,
 )
-from lightning_ring.comm.thread_backend import run_ranks
 from lightning_ring.errors import ConfigurationError, ModelMismatchError
 
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_ring.comm.backends.thread import run_ranks
 from lightning_ring.comm.communicator import ReduceOp, shard
 from lightning_ring.comm.exchange import all_reduce_directly_
 from lightning_ring.comm.ring import scratch_bytes
 from lightning_ring.comm.ring_communicator import RingCommunicator
-from lightning_ring.comm.thread_backend import run_ranks
 from lightning_ring.comm.wide_sum import all_reduce_, reduce_scatter_
 
 SMALL_PIECES = 256

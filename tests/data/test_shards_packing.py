@@ -26,7 +26,7 @@ from lightning_ring.data.shards.manifest import read_manifest
 from lightning_ring.data.shards.verify import verify
 from lightning_ring.errors import ConfigurationError, ShardError
 from tests.data.photos import encode, image_folder, photo
-from tests.launch import clean_env
+from tests.processes import clean_env
 
 SETTINGS = PackSettings(size=40, shard_mb=16 / 1024)  # 16 KiB: a few images a shard
 COMMAND = "import sys; from lightning_ring.cli.pack import main; sys.exit(main(sys.argv[1:]))"

@@ -52,7 +52,7 @@ class Job:
         self._output = folder / f"{strategy}-{ranks}.output"
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(
-            ["tests.fuzz.rank", "lightning", "torchmetrics", "lightning_ring.strategy"]
+            ["tests.fuzz.rank", "lightning", "torchmetrics", "lightning_ring.integrations.lightning.strategy"]
         )
         self._processes: list[BaseProcess] = []
         self._orders: list[Connection] = []

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from tests.fuzz.program import AXES, draw
-from tests.launch import run
+from tests.processes import run
 
 SEEDS = "0:32"
 SECONDS = 240  # two cores need some 45 s

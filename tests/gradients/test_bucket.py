@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn import Parameter
 
+from lightning_ring.comm.backends.thread import run_ranks
 from lightning_ring.comm.cost import number_by_size
-from lightning_ring.comm.thread_backend import run_ranks
 from lightning_ring.gradients import Bucket, Reducer, plan_buckets
 
 

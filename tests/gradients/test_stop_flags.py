@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_ring.comm.thread_backend import run_ranks
+from lightning_ring.comm.backends.thread import run_ranks
 from lightning_ring.gradients import Reducer, stop_flag
 
 

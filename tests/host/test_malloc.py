@@ -15,8 +15,9 @@ import lightning as L
 import pytest
 from lightning.pytorch.demos.boring_classes import BoringModel
 
-from lightning_ring import RingStrategy, strategy
+from lightning_ring import RingStrategy
 from lightning_ring.host.malloc import keep_freed_memory
+from lightning_ring.integrations.lightning import strategy
 
 needs_glibc = pytest.mark.skipif(
     not (sys.platform.startswith("linux") and hasattr(ctypes.CDLL(None), "gnu_get_libc_version")),

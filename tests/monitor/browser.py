@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from tests.launch import clean_env, end_session
+from tests.processes import clean_env, end_session
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 # text of a page, with what custom elements keep in shadow roots of their own

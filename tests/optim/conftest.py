@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_ring.optim import compiler
+from lightning_ring.optim.engine import compiler
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_ring.optim import LAMB, LARS, compiler, exclude_bias_and_norm
-from tests.launch import ROOT, clean_env
+from lightning_ring.optim import LAMB, LARS, exclude_bias_and_norm
+from lightning_ring.optim.engine import compiler
 from tests.optim.ways import every_optimizer, every_way, random_params
+from tests.processes import ROOT, clean_env
 
 NAN = float("nan")
 OUT_OF_RANGE = [

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_ring.optim import compiler
+from lightning_ring.optim.engine import compiler
 from tests.optim.ways import every_optimizer, random_params, relative_difference, set_random_grads
 
 

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lightning_ring.optim import LAMB, compiler
+from lightning_ring.optim import LAMB
+from lightning_ring.optim.engine import compiler
 from tests.optim.ways import (
     CPU_WAYS,
     INTERPRETED,
@@ -24,7 +25,7 @@ DEVICE_WAYS = {name: way for name, way in CPU_WAYS.items() if name != "fused" or
 @pytest.mark.parametrize("way", DEVICE_WAYS.values(), ids=DEVICE_WAYS)
 @pytest.mark.parametrize("bad", [False, True])
 def test_a_step_can_be_skipped_without_reading_the_flag(optimizer_class, way, bad, monkeypatch):
-    monkeypatch.setattr("lightning_ring.optim.update._as_host_bool", lambda flag: flag)
+    monkeypatch.setattr("lightning_ring.optim.engine.update._as_host_bool", lambda flag: flag)
     params, others = random_params(dtype=torch.float32), random_params(dtype=torch.float32)
     optimizer = optimizer_class(params, lr=0.1, skip_nonfinite=True, **way)
     expected = optimizer_class(others, lr=0.1, foreach=False)

@@ -8,9 +8,9 @@ from importlib.metadata import version
 import pytest
 import torch
 
-from lightning_ring.optim.triton_kernel import BLOCK, CHUNK, compile_module
-from tests.launch import ROOT, run
+from lightning_ring.optim.engine.triton_kernel import BLOCK, CHUNK, compile_module
 from tests.optim.ways import INTERPRETED, every_optimizer, random_params, relative_difference, set_random_grads
+from tests.processes import ROOT, run
 
 pytest.importorskip("triton", reason="Triton is not installed")
 

@@ -9,7 +9,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, open_dict
 
 import recipes.train  # noqa: F401  (registers the resolvers that the configuration uses)
-from tests.launch import ROOT
+from tests.processes import ROOT
 
 
 @pytest.fixture

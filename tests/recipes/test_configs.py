@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import recipes.train
 from lightning_ring.errors import ConfigurationError
-from tests.launch import ROOT
+from tests.processes import ROOT
 
 
 def options(group: str) -> list[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lightning_ring.cli.main import COMMANDS
 from lightning_ring.options import RingOptions
-from tests.launch import ROOT, mpirun_command, run
+from tests.processes import ROOT, mpirun_command, run
 
 GUIDE = (ROOT / "docs" / "from-horovod.md").read_text()
 BEFORE, AFTER, WITHOUT_TRAINER = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)

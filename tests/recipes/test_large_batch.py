@@ -17,7 +17,7 @@ from recipes.study.augment import augmented_digits
 from recipes.study.record import read
 from recipes.study.report import Cell, table
 from recipes.study.run import Method, Run, Settings
-from tests.launch import ROOT, run
+from tests.processes import ROOT, run
 
 SETTINGS = Settings(epochs=1, copies=1, base_batch_size=32, weight_decay=0.0, widths=(4, 4))
 SGD = {"_target_": "torch.optim.SGD", "_partial_": True}

@@ -14,7 +14,7 @@ from hydra import compose, initialize_config_dir
 
 import lightning_ring.errors
 from lightning_ring.options import RingOptions
-from tests.launch import ROOT, run
+from tests.processes import ROOT, run
 
 README = (ROOT / "README.md").read_text()
 COMMANDS = [block for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL) if "venv .venv" in block]

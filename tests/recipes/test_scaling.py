@@ -8,7 +8,7 @@ import pytest
 
 import recipes.scaling
 from recipes.scaling import Run, table
-from tests.launch import ROOT, run
+from tests.processes import ROOT, run
 
 
 def test_table_compares_with_the_first_run_and_with_what_was_published():

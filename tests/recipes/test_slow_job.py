@@ -13,7 +13,7 @@ import torch
 from lightning_ring.cli.main import COMMANDS
 from lightning_ring.cli.pack import main as pack
 from recipes import slow_job
-from tests.launch import ROOT, mpirun_command, run
+from tests.processes import ROOT, mpirun_command, run
 
 GUIDE = (ROOT / "docs" / "slow-job.md").read_text()
 TOLD = [shlex.split(line, comments=True) for line in re.findall(r"^(?:python|lightning-ring) .*$", GUIDE, re.MULTILINE)]

@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from recipes.data.digits import Digits
 from recipes.models.resnet import SmallResNet
-from tests.launch import ROOT, mpirun_command, run
+from tests.processes import ROOT, mpirun_command, run
 
 SCRIPT = str(ROOT / "recipes" / "train.py")
 LAST_LINE = re.compile(r"test accuracy (\d\.\d{4}) on 359 images")

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 from torchmetrics.retrieval import RetrievalHitRate
 
-from lightning_ring.comm.thread_backend import run_ranks
+from lightning_ring.comm.backends.thread import run_ranks
 from lightning_ring.retrieval import RetrievalMetrics, gather_rows, nearest, retrieval_metrics
 
 

@@ -2,8 +2,8 @@
 
 import sys
 
-from lightning_ring.comm.ranks import discover_ranks
 from lightning_ring.errors import RankDiscoveryError
+from lightning_ring.job.ranks import discover_ranks
 
 try:
     info = discover_ranks()

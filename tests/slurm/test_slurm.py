@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.launch import ROOT, clean_env
+from tests.processes import ROOT, clean_env
 from tests.slurm.cluster import Cluster, slurm
 
 HERE = ROOT / "tests" / "slurm"

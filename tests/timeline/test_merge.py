@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from lightning_ring.cli.main import main
+from lightning_ring.comm.backends.thread import run_ranks
 from lightning_ring.comm.recording import CollectiveRecord
-from lightning_ring.comm.thread_backend import run_ranks
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.timeline.gather import gather_files
 from lightning_ring.timeline.lanes import BACKWARD, EXPOSED, FORWARD, STEPS, Lanes

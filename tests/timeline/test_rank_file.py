@@ -15,7 +15,7 @@ from lightning_ring.comm.recording import CollectiveRecord
 from lightning_ring.timeline.lanes import STEPS, Lanes
 from lightning_ring.timeline.rank_file import PAGE, TraceFile, read_events, read_other
 from lightning_ring.timeline.recorder import Recorder
-from tests.launch import run
+from tests.processes import run
 from tests.timeline.killed_writers import OTHER, numbers, some_events
 
 

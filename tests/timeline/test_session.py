@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from lightning_ring.comm.backends.thread import run_ranks
 from lightning_ring.comm.communicator import Communicator
-from lightning_ring.comm.thread_backend import run_ranks
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.timeline.lanes import STEPS
 from lightning_ring.timeline.rank_file import TraceFile

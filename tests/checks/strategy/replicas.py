@@ -12,8 +12,8 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import Tensor, nn
 
 from lightning_ring import RingStrategy
-from lightning_ring.buffers import AfterSwaps
 from lightning_ring.errors import ModelMismatchError
+from lightning_ring.integrations.lightning.buffers import AfterSwaps
 from tests.checks.models import RANK, SIZE, Classifier, assert_all_ranks_equal, fit, loader, parameters
 from tests.checks.strategy.references import WORLD, assert_like_ddp, both
 

@@ -42,7 +42,10 @@ def fit_in_slurm(tmp_path: Path, module: Warned, answer: str, **options: Any) ->
         queued.append(job)
         return answer
 
-    with patch.dict(os.environ, SLURM_JOB), patch("lightning_ring.requeue.requeue", requeue):
+    with (
+        patch.dict(os.environ, SLURM_JOB),
+        patch("lightning_ring.integrations.lightning.slurm_requeue.requeue", requeue),
+    ):
         try:
             fit(RingStrategy(**options), module, max_epochs=1, default_root_dir=tmp_path, enable_checkpointing=True)
         finally:

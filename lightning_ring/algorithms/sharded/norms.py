@@ -1,0 +1,87 @@
+"""What is taken over all gradients, of which each rank has its parts: a norm to clip by, whether one is not finite."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from lightning_ring.algorithms.sharded.optimizer import SlicedOptimizer
+from lightning_ring.algorithms.sharded.parameters import ShardedParameters
+from lightning_ring.comm.communicator import ReduceOp
+
+NORMS = {torch._foreach_norm, torch.norm, torch.linalg.norm, torch.linalg.vector_norm, Tensor.norm}
+
+
+def names_a_gradient(values: Iterable[Any], parameters: ShardedParameters) -> bool:
+    """Whether a gradient that lies in a bucket, of which this rank has a part only, is among tensors and lists."""
+    tensors = [one for value in values for one in (value if isinstance(value, (list, tuple)) else [value])]
+    places = {one.data_ptr() for one in tensors if isinstance(one, Tensor) and one.layout == torch.strided}
+    return any(
+        piece.param.grad is not None and piece.param.grad.data_ptr() in places for piece in parameters.by_param.values()
+    )
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    params: Iterable[Parameter], max_norm: float, parameters: ShardedParameters, norm_type: float = 2.0
+) -> Tensor:
+    """`torch.nn.utils.clip_grad_norm_` over all ranks' parts; collective. Returns the norm before, 0-d, float64.
+
+    Gradients of parameters that lie in no bucket are taken to be the same on all ranks.
+    """
+    own, everywhere = [], []
+    for param in params:
+        if param.grad is None:
+            continue
+        if param in parameters.by_param:
+            own.append(parameters.own_gradient(param))
+        else:
+            everywhere.append(param.grad)
+    total = _total_norm(own, everywhere, parameters, norm_type)
+    scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    for grad in own + everywhere:
+        grad.mul_(scale.to(grad.device, grad.real.dtype))  # type: ignore[union-attr]
+    return total
+
+
+def _total_norm(own: list[Any], everywhere: list[Tensor], parameters: ShardedParameters, norm_type: float) -> Tensor:
+    comm = parameters.comm
+    device = parameters.device
+    if math.isinf(norm_type):
+        norms = [torch.linalg.vector_norm(grad, norm_type) for grad in own + everywhere if grad.numel()]
+        largest = torch.stack([torch.zeros((), device=device), *norms]).max().double().reshape(1)
+        comm.all_reduce_(largest, op=ReduceOp.MAX, name="gradient norm").wait()
+        return largest[0]
+    total = _power_sum(own, norm_type, device) + _power_sum(everywhere, norm_type, device) / comm.world_size
+    comm.all_reduce_(total, name="gradient norm").wait()
+    return total[0] ** (1 / norm_type)
+
+
+def _power_sum(grads: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
+    norms = torch._foreach_norm(grads, norm_type) if grads else []
+    return sum((norm.double() ** norm_type for norm in norms), torch.zeros(1, dtype=torch.float64, device=device))
+
+
+def look_at_parts_only(
+    unscale: Callable[..., dict[torch.device, Tensor]], sliced: Callable[[Any], SlicedOptimizer], comm: Any
+) -> Callable[..., dict[torch.device, Tensor]]:
+    """`GradScaler._unscale_grads_` (the place that torch's own sharded scaler overrides too) over this rank's parts;
+    a rank that finds an infinity tells the others, so that all skip the step."""
+
+    def unscale_parts(optimizer: Any, *args: Any, **kwargs: Any) -> dict[torch.device, Tensor]:
+        mine = sliced(optimizer)
+        mine.put_pieces_in()
+        try:
+            found = unscale(optimizer, *args, **kwargs)
+        finally:
+            mine.take_pieces_out()
+        for flag in found.values():
+            comm.all_reduce_(flag.view(1), op=ReduceOp.MAX, name="found inf").wait()
+        return found
+
+    return unscale_parts

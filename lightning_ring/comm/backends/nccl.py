@@ -1,0 +1,222 @@
+"""NCCL through torch.distributed: work is queued on the GPU's streams, and waiting for it does not stop the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_ring.comm.agreement import describe
+from lightning_ring.comm.communicator import ReduceOp, Work, as_bytes, shard
+from lightning_ring.comm.ring import check_reducible, finish_
+from lightning_ring.comm.ring_communicator import check_all_to_all
+from lightning_ring.comm.waiting import Check, transport_error
+from lightning_ring.errors import ConfigurationError, RingError
+
+if TYPE_CHECKING:
+    from lightning_ring.comm.backends.gloo import GlooCommunicator
+
+T = TypeVar("T")
+
+_OPS = {
+    ReduceOp.SUM: dist.ReduceOp.SUM,
+    ReduceOp.AVG: dist.ReduceOp.AVG,
+    ReduceOp.MIN: dist.ReduceOp.MIN,
+    ReduceOp.MAX: dist.ReduceOp.MAX,
+    ReduceOp.PRODUCT: dist.ReduceOp.PRODUCT,
+}
+
+
+class NCCLCommunicator:
+    """CUDA tensors over an NCCL ``group``; CPU tensors, objects and barriers go over ``host``.
+
+    `Work.wait` orders the current stream after the collective. A collective that does not finish is ended by NCCL's
+    watchdog in torch, after the timeout the group was made with. Shards that NCCL cannot split evenly (length not a
+    multiple of the world size) travel through a padded copy. One rank alone uses NCCL too: that is how its cost is
+    measured on one GPU (``force_communication=True``).
+    """
+
+    def __init__(self, group: dist.ProcessGroup, host: GlooCommunicator, *, owns_group: bool = False) -> None:
+        self._group = group
+        self._host = host
+        self._owns_group = owns_group
+        self._closed = False
+        self.rank = host.rank
+        self.world_size = host.world_size
+
+    @property
+    def shard_index(self) -> int:
+        return self.rank
+
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    @property
+    def check(self) -> Check | None:
+        return self._host.check
+
+    @check.setter
+    def check(self, check: Check | None) -> None:
+        self._host.check = check
+
+    def all_reduce_(self, tensor: Tensor, *, op: ReduceOp = ReduceOp.SUM, name: str = "") -> Work:
+        if not self._serves(tensor):
+            return self._host.all_reduce_(tensor, op=op, name=name)
+        flat, native = self._reducible(tensor.detach().view(-1), op)
+        return self._start(
+            describe("all_reduce", op.value, flat.dtype, f"{flat.numel()} elements", name=name),
+            lambda: dist.all_reduce(flat, op=native, group=self._group, async_op=True),
+            lambda: self._divide(tensor.detach(), op),
+        )
+
+    def reduce_scatter_(self, flat: Tensor, *, op: ReduceOp = ReduceOp.SUM, name: str = "") -> Work:
+        if not self._serves(flat):
+            return self._host.reduce_scatter_(flat, op=op, name=name)
+        flat = flat.detach()
+        own = shard(flat, self.world_size, self.rank)
+        rows = self._rows(flat)
+        sent, native = self._reducible(rows.view(-1), op)
+        target = shard(sent, self.world_size, self.rank)
+
+        def finish() -> None:
+            if rows.numel() != flat.numel():
+                own.copy_(rows[self.rank, : own.numel()])
+            self._divide(own, op)
+
+        return self._start(
+            describe("reduce_scatter", op.value, flat.dtype, f"{flat.numel()} elements", name=name),
+            lambda: dist.reduce_scatter_tensor(target, sent, op=native, group=self._group, async_op=True),
+            finish,
+        )
+
+    def all_gather_(self, flat: Tensor, *, name: str = "") -> Work:
+        if not self._serves(flat):
+            return self._host.all_gather_(flat, name=name)
+        flat = flat.detach()
+        rows = self._rows(flat)
+        sent = as_bytes(rows)
+        own = shard(sent, self.world_size, self.rank)
+
+        def finish() -> None:
+            if rows.numel() != flat.numel():
+                for rank in range(self.world_size):
+                    part = shard(flat, self.world_size, rank)
+                    part.copy_(rows[rank, : part.numel()])
+
+        return self._start(
+            describe("all_gather", flat.dtype, f"{flat.numel()} elements", name=name),
+            lambda: dist.all_gather_into_tensor(sent, own, group=self._group, async_op=True),
+            finish,
+        )
+
+    def all_gather(self, tensor: Tensor, *, name: str = "") -> list[Tensor]:
+        if not self._serves(tensor):
+            return self._host.all_gather(tensor, name=name)
+        rows = tensor.new_empty(self.world_size, tensor.numel())
+        rows[self.rank] = tensor.detach().reshape(-1)
+        self.all_gather_(rows.view(-1), name=name).wait()
+        return [row.view(tensor.shape) for row in rows]
+
+    def all_to_all(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], *, name: str = "") -> Work:
+        if not any(map(self._serves, (*inputs, *outputs))):
+            return self._host.all_to_all(inputs, outputs, name=name)
+        what = describe("all_to_all", name=name)
+        check_all_to_all(inputs, outputs, self.world_size, what)
+        sources, targets = [as_bytes(tensor) for tensor in inputs], [as_bytes(tensor) for tensor in outputs]
+        return self._start(
+            what,
+            lambda: dist.all_to_all(targets, sources, group=self._group, async_op=True),
+        )
+
+    def broadcast_(self, tensor: Tensor, *, src: int = 0, name: str = "") -> Work:
+        if not self._serves(tensor):
+            return self._host.broadcast_(tensor, src=src, name=name)
+        source = dist.get_global_rank(self._group, src)
+        return self._start(
+            describe("broadcast", f"from rank {src}", tensor.dtype, f"{tensor.numel()} elements", name=name),
+            lambda: dist.broadcast(as_bytes(tensor), source, group=self._group, async_op=True),
+        )
+
+    def broadcast_object(self, obj: T, *, src: int = 0) -> T:
+        return self._host.broadcast_object(obj, src=src)
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        return self._host.all_gather_object(obj)
+
+    def barrier(self) -> None:
+        self._host.barrier()
+
+    def abandon(self) -> None:
+        self.close()  # NCCL itself ends what does not finish
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            if self._owns_group and dist.is_initialized():
+                dist.destroy_process_group(self._group)
+            self._host.close()
+
+    def _serves(self, tensor: Tensor) -> bool:
+        return tensor.is_cuda
+
+    def _start(self, what: str, launch: Callable[[], Any], finish: Callable[[], None] = lambda: None) -> Work:
+        try:
+            return StreamWork(what, launch(), finish)
+        except RingError:
+            raise
+        except RuntimeError as error:
+            raise transport_error(what, error) from error
+
+    def _reducible(self, flat: Tensor, op: ReduceOp) -> tuple[Tensor, Any]:
+        """``flat`` as a dtype that NCCL reduces, and the operation it is asked for; `_divide` does what is missing."""
+        check_reducible(flat, op)
+        if flat.dtype is torch.int16 or (flat.is_complex() and op is ReduceOp.PRODUCT):
+            raise ConfigurationError(f"NCCL cannot reduce {flat.dtype} by {op.name}; convert the tensor first.")
+        native = _OPS[op] if op is not ReduceOp.AVG or flat.is_floating_point() else dist.ReduceOp.SUM
+        if flat.is_complex():
+            return torch.view_as_real(flat).view(-1), native
+        return flat.view(torch.uint8) if flat.dtype is torch.bool else flat, native
+
+    def _divide(self, reduced: Tensor, op: ReduceOp) -> None:
+        if not reduced.is_floating_point():
+            finish_(reduced, op, self.world_size)
+
+    def _rows(self, flat: Tensor) -> Tensor:
+        """One row for each rank's shard: a view of ``flat``, or where the shards differ in length, a padded copy."""
+        if flat.numel() % self.world_size == 0:
+            return flat.view(self.world_size, flat.numel() // self.world_size)
+        rows = flat.new_zeros(self.world_size, flat.numel() // self.world_size + 1)
+        for rank in range(self.world_size):
+            part = shard(flat, self.world_size, rank)
+            rows[rank, : part.numel()].copy_(part)
+        return rows
+
+
+class StreamWork:
+    """A collective on the GPU's streams. ``finish`` is queued behind it, once, by the first `wait`."""
+
+    __slots__ = ("_description", "_finish", "_work")
+
+    def __init__(self, description: str, work: Any, finish: Callable[[], None]) -> None:
+        self._description = description
+        self._work = work
+        self._finish: Callable[[], None] | None = finish
+
+    def order_current_stream(self) -> None:
+        """Have the current stream go on after the collective; unlike `wait` this queues nothing behind it."""
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise transport_error(self._description, error) from error
+
+    def wait(self) -> None:
+        self.order_current_stream()
+        if self._finish is not None:
+            self._finish()
+            self._finish = None
+
+    def done(self) -> bool:
+        return bool(self._work.is_completed())

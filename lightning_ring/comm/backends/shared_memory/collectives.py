@@ -1,0 +1,215 @@
+"""The collectives among ranks that share memory, as steps of a `CollectiveQueue`: each ``yield`` waits for a round.
+
+Tensors that all ranks can see are reduced where they are: every rank sums its shard of all of them, a piece that fits
+the cache at a time, and writes the result to all. Others are copied through the slots of the rounds. Either way the
+operations are made in the order of the ranks, so that all ranks, and with real numbers both ways, end with the same
+bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_ring.comm.backends.shared_memory.regions import Regions
+from lightning_ring.comm.backends.shared_memory.rounds import SLOT_BYTES, Rounds
+from lightning_ring.comm.collective_queue import Steps
+from lightning_ring.comm.communicator import ReduceOp, shard
+from lightning_ring.comm.ring import finish_
+from lightning_ring.comm.wide_sum import sum_into_, wants_wide_sum
+
+PIECE_BYTES = 256 * 1024  # summed and written to all ranks before it leaves the cache
+WHOLE_BYTES = 512 * 1024  # a shard up to this is one piece: of two ranks' it fits second-level caches of 1 MiB
+_SIZE_BYTES = 8
+
+_COMBINE: dict[ReduceOp, Callable[..., Tensor]] = {
+    ReduceOp.SUM: torch.add,
+    ReduceOp.AVG: torch.add,
+    ReduceOp.PRODUCT: torch.mul,
+    ReduceOp.MIN: torch.minimum,
+    ReduceOp.MAX: torch.maximum,
+}
+
+
+def reduce_rows(rows: Sequence[Tensor], out: Tensor, op: ReduceOp) -> None:
+    """Reduce the ranks' ``rows`` into ``out``, which may be one of the first two. 16-bit sums are rounded once."""
+    if out.itemsize == 2 and wants_wide_sum(out.dtype, op):  # the second costs a short collective a hundredth
+        sum_into_(out, rows, op)
+        return
+    combine = _COMBINE[op]
+    if len(rows) == 1:
+        out.copy_(rows[0])
+    else:
+        combine(rows[0], rows[1], out=out)
+        for row in rows[2:]:
+            combine(out, row, out=out)
+    if op is ReduceOp.AVG:
+        finish_(out, op, len(rows))
+
+
+def all_reduce_in_place(flat: Tensor, place: int, regions: Regions, rounds: Rounds, op: ReduceOp) -> Steps:
+    """Reduce all ranks' tensors in the ``place`` of 1-D ``flat`` into all of them. Begins after a round."""
+    shards = regions.everyones(flat, place, rounds.rank)
+    if len(shards) == 2 and shards[0].nbytes <= WHOLE_BYTES:  # the loop below, without what surrounds it
+        own = shards[rounds.rank]
+        reduce_rows(shards, own, op)
+        shards[1 - rounds.rank].copy_(own)
+    else:
+        for pieces, result in _reduced_pieces(shards, rounds.rank, op):
+            for piece in pieces:
+                if piece is not result:
+                    piece.copy_(result)
+    yield rounds.arrive()
+
+
+def reduce_scatter_in_place(flat: Tensor, place: int, regions: Regions, rounds: Rounds, op: ReduceOp) -> Steps:
+    """Reduce this rank's shard of all ranks' tensors into that of its own. Begins after a round."""
+    shards = regions.everyones(flat, place, rounds.rank)
+    for pieces, result in _reduced_pieces(shards, rounds.rank, op):
+        if pieces[rounds.rank] is not result:
+            pieces[rounds.rank].copy_(result)
+    yield rounds.arrive()
+
+
+def all_gather_in_place(flat: Tensor, place: int, regions: Regions, rounds: Rounds, _: object = None) -> Steps:
+    """Fill this rank's tensor from the others' shards of theirs. Begins after a round."""
+    for peer in range(rounds.world_size):
+        if peer != rounds.rank:
+            shards = regions.everyones(flat, place, peer)
+            shards[rounds.rank].copy_(shards[peer])
+    yield rounds.arrive()
+
+
+def broadcast_in_place(flat: Tensor, place: int, regions: Regions, rounds: Rounds, src: int) -> Steps:
+    """Copy rank ``src``'s tensor into this rank's. Begins after a round."""
+    if rounds.rank != src:
+        flat.copy_(regions.everyones(flat, place)[src])
+    yield rounds.arrive()
+
+
+def all_reduce_through_slots(flat: Tensor, rounds: Rounds, op: ReduceOp) -> Steps:
+    """Reduce 1-D ``flat`` in place: of two ranks, or where it fits a slot, each reads all from all."""
+    if rounds.world_size > 2 and flat.nbytes > SLOT_BYTES:  # so that not every byte is read by every rank
+        yield from reduce_scatter_through_slots(flat, rounds, op)
+        yield from all_gather_through_slots(flat, rounds)
+        return
+    for piece in _slotfuls(flat):
+        slots = rounds.next_slots(flat.dtype, piece.numel())
+        slots[rounds.rank].copy_(piece)
+        yield rounds.arrive()
+        if op is ReduceOp.SUM and rounds.world_size == 2:
+            piece.add_(slots[1 - rounds.rank])  # the same bits in either order, in two thirds of the time
+        else:
+            reduce_rows(slots, piece, op)
+
+
+def reduce_scatter_through_slots(flat: Tensor, rounds: Rounds, op: ReduceOp) -> Steps:
+    """Reduce 1-D ``flat``'s shard of this rank in place. A slot holds a piece of every shard."""
+    world_size, rank = rounds.world_size, rounds.rank
+    numel = SLOT_BYTES // world_size // 64 * 64 // flat.element_size()
+    shards = [shard(flat, world_size, peer).split(numel) for peer in range(world_size)]
+    for index in range(len(shards[0])):  # the first shard is never shorter than another
+        slots = rounds.next_slots(flat.dtype, numel * world_size)
+        for peer, pieces in enumerate(shards):
+            if peer != rank and index < len(pieces):
+                slots[rank][peer * numel :][: pieces[index].numel()].copy_(pieces[index])
+        yield rounds.arrive()
+        if index < len(shards[rank]):
+            mine = shards[rank][index]
+            rows = [slot[rank * numel :][: mine.numel()] for slot in slots]
+            rows[rank].copy_(mine)  # nobody else reads this part of it
+            reduce_rows(rows, mine, op)
+
+
+def all_gather_through_slots(flat: Tensor, rounds: Rounds, _: object = None) -> Steps:
+    """Fill 1-D ``flat`` from the ranks' shards of it."""
+    world_size, rank = rounds.world_size, rounds.rank
+    numel = SLOT_BYTES // flat.element_size()
+    shards = [shard(flat, world_size, peer).split(numel) for peer in range(world_size)]
+    for index in range(len(shards[0])):
+        slots = rounds.next_slots(flat.dtype, numel)
+        if index < len(shards[rank]):
+            slots[rank][: shards[rank][index].numel()].copy_(shards[rank][index])
+        yield rounds.arrive()
+        for peer, pieces in enumerate(shards):
+            if peer != rank and index < len(pieces):
+                pieces[index].copy_(slots[peer][: pieces[index].numel()])
+
+
+def broadcast_through_slots(flat: Tensor, rounds: Rounds, src: int) -> Steps:
+    """Replace 1-D ``flat`` by rank ``src``'s."""
+    for piece in _slotfuls(flat):
+        slot = rounds.next_slots(flat.dtype, piece.numel())[src]
+        if rounds.rank == src:
+            slot.copy_(piece)
+        yield rounds.arrive()
+        if rounds.rank != src:
+            piece.copy_(slot)
+
+
+def exchange_rows(rows: Tensor, rounds: Rounds) -> Steps:
+    """Fill ``rows`` (world size × k, at most a slot each): this rank's row goes to all others, theirs come here."""
+    slots = rounds.next_slots(rows.dtype, rows.shape[1])
+    slots[rounds.rank].copy_(rows[rounds.rank])
+    yield rounds.arrive()
+    for row, slot in zip(rows, slots, strict=True):
+        row.copy_(slot)
+
+
+def all_to_all_through_slots(
+    inputs: Sequence[Tensor], outputs: Sequence[Tensor], rounds: Rounds, longest: int
+) -> Steps:
+    """Rank r gets ``inputs[r]``, ``outputs[r]`` becomes what it has for this rank: uint8, ``longest`` bytes at most."""
+    part = SLOT_BYTES // rounds.world_size
+    for start in range(0, longest, part):
+        slots = rounds.slots[(rounds.number + 1) & 1]
+        for peer, given in enumerate(inputs):
+            piece = given[start : start + part]
+            slots[rounds.rank][peer * part :][: piece.numel()].copy_(piece)
+        yield rounds.arrive()
+        for peer, wanted in enumerate(outputs):
+            piece = wanted[start : start + part]
+            piece.copy_(slots[peer][rounds.rank * part :][: piece.numel()])
+
+
+def gather_messages(message: Tensor, received: list[Tensor], rounds: Rounds) -> Steps:
+    """Append everybody's ``message`` (uint8, of any length) to ``received``. One round if all fit a slot."""
+    room = SLOT_BYTES - _SIZE_BYTES
+    start = 0
+    while True:
+        slots = rounds.slots[(rounds.number + 1) & 1]
+        piece = message[start : start + room]
+        slots[rounds.rank][:_SIZE_BYTES].view(torch.int64).fill_(message.numel())
+        slots[rounds.rank][_SIZE_BYTES:][: piece.numel()].copy_(piece)
+        yield rounds.arrive()
+        if start == 0:
+            sizes = [int(slot[:_SIZE_BYTES].view(torch.int64)) for slot in slots]
+            received += [torch.empty(size, dtype=torch.uint8) for size in sizes]
+        for target, slot in zip(received, slots, strict=True):
+            place = target[start : start + room]
+            place.copy_(slot[_SIZE_BYTES:][: place.numel()])
+        start += room
+        if start >= max(sizes):
+            return
+
+
+def meet(rounds: Rounds) -> Steps:
+    """A barrier."""
+    yield rounds.arrive()
+
+
+def _slotfuls(flat: Tensor) -> Sequence[Tensor]:
+    return (flat,) if flat.nbytes <= SLOT_BYTES else flat.split(SLOT_BYTES // flat.element_size())
+
+
+def _reduced_pieces(shards: Sequence[Tensor], rank: int, op: ReduceOp) -> Iterator[tuple[list[Tensor], Tensor]]:
+    """Every piece of ``shards`` (one a rank), reduced: between two ranks in this rank's own, else beside them."""
+    numel = PIECE_BYTES // shards[0].element_size()
+    scratch = shards[0].new_empty(min(numel, shards[0].numel())) if len(shards) > 2 else None
+    cut = [shards] if shards[0].numel() <= numel else zip(*(flat.split(numel) for flat in shards), strict=True)
+    for pieces in cut:
+        result = pieces[rank] if scratch is None else scratch[: pieces[0].numel()]
+        reduce_rows(pieces, result, op)
+        yield list(pieces), result

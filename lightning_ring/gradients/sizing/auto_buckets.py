@@ -1,0 +1,198 @@
+"""Bucket sizes from what was measured: when backward produces gradients, and what a message costs."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from lightning_ring.comm.communicator import Communicator
+from lightning_ring.comm.cost import DEFAULT_CAP_MB, FIRST_BUCKET_MB, CostModel, fit, number_by_size
+from lightning_ring.gradients.bucket import Bucket
+from lightning_ring.gradients.compression import Compressor
+from lightning_ring.gradients.sizing.merge import Seconds, last_arrival, merge
+
+PROBE_BYTES = (4 * 2**10, 64 * 2**10, 2**20, 4 * 2**20)
+PROBE_REPEATS = 5
+_MIB = 2**20
+
+Named = Sequence[tuple[str, Parameter]]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What was measured and decided: the same on every rank.
+
+    Attributes:
+        order: Names of the parameters, in the order of travel.
+        ends: For each kind of parameter (dtype and device, in the order of their first ones) where its buckets end.
+        seconds_exposed, seconds_exposed_fixed: How long after the last gradient the last bucket is predicted to arrive,
+            in these buckets and in those of ``default_cap_mb``.
+    """
+
+    order: list[str]
+    ends: list[list[int]]
+    cost: CostModel
+    seconds_exposed: float
+    seconds_exposed_fixed: float
+
+
+class AutoBuckets:
+    """Notes when gradients are there, and cuts buckets to it once. Rank 0 decides for all.
+
+    A gradient is ready when the slowest rank has it. Parameters of several dtypes are cut one dtype at a time, as if
+    each had the wire alone.
+
+    Args:
+        comm: Who takes part.
+        say: Called with what was chosen, in words.
+        default_cap_mb: Bucket size in MiB until then, and the one that the choice is compared with.
+        halves: A reduce-scatter travels during backward, which is timed and priced then; the all-gather of parameters
+            under the next forward is taken for its mirror image, and costs as much.
+        compressor: Who says how many bytes an element takes on the wire.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        say: Callable[[str], None],
+        *,
+        default_cap_mb: float = DEFAULT_CAP_MB,
+        halves: bool = False,
+        compressor: Compressor | None = None,
+    ) -> None:
+        self._comm = comm
+        self._say = say
+        self._default_cap_mb = default_cap_mb
+        self._halves = halves
+        self._compressor = compressor
+        self._began: float | torch.cuda.Event = 0.0
+        self._notes: dict[str, list[tuple[float | torch.cuda.Event, float | torch.cuda.Event]]] = defaultdict(list)
+
+    def begin_backward(self, device: torch.device) -> None:
+        """Now a backward begins."""
+        self._began = _now(device)
+
+    def note(self, name: str, device: torch.device) -> None:
+        """Now the gradient of ``name`` is there."""
+        self._notes[name].append((self._began, _now(device)))
+
+    def forget(self) -> None:
+        """Drop what was noted, of a first backward that warmed up."""
+        self._notes.clear()
+
+    def build(self, params: Named) -> list[Bucket]:
+        """Measure, choose, say so, and build the buckets. Collective."""
+        choice = self._comm.broadcast_object(self._choose(params))
+        by_name = dict(params)
+        buckets = build_buckets([(name, by_name[name]) for name in choice.order], choice.ends, self._comm)
+        self._say(self._in_words(choice, buckets))
+        return buckets
+
+    def _choose(self, params: Named) -> Choice:
+        own = {name: median(_seconds_between(*pair) for pair in pairs) for name, pairs in self._notes.items()}
+        everyones = self._comm.all_gather_object(own)
+        ready: dict[str, float] = defaultdict(float)
+        for times in everyones:
+            for name, seconds in times.items():
+                ready[name] = max(ready[name], seconds)
+        last = max(ready.values(), default=0.0)
+        dtype, device = params[0][1].dtype, params[0][1].device
+        cost = self._probe(dtype, device)
+        position = {name: index for index, (name, _) in enumerate(params)}
+        ordered = sorted(params, key=lambda pair: (ready.get(pair[0], last), position[pair[0]]))
+        ends, exposed, fixed = [], 0.0, 0.0
+        for members in _by_kind(ordered):
+            sizes = [param.numel() * self._wire_bytes(param.dtype) for _, param in members]
+            times = [ready.get(name, last) for name, _ in members]
+            chosen = merge(sizes, times, self._seconds(cost))
+            ends.append(chosen)
+            exposed = max(exposed, last_arrival(chosen, sizes, times, self._seconds(cost)) - last)
+            usual = _fixed_ends([param for _, param in members], self._default_cap_mb)
+            fixed = max(fixed, last_arrival(usual, sizes, times, self._seconds(cost)) - last)
+        return Choice([name for name, _ in ordered], ends, cost, exposed, fixed)
+
+    def _probe(self, dtype: torch.dtype, device: torch.device) -> CostModel:
+        """Time what travels during backward, in several sizes. On one rank nothing travels, and costs nothing."""
+        if self._comm.world_size == 1:
+            return CostModel(0.0, float("inf"))
+        sizes, times = [], []
+        for num_bytes in PROBE_BYTES:
+            flat = self._comm.empty(num_bytes // dtype.itemsize, dtype, device).zero_()
+            self._time(flat)  # opens what the first message of a size opens
+            for _ in range(PROBE_REPEATS):
+                sizes.append(flat.nbytes)
+                times.append(self._time(flat))
+        return fit(sizes, times, self._comm.world_size, collective="reduce_scatter" if self._halves else "all_reduce")
+
+    def _time(self, flat: Tensor) -> float:
+        self._comm.barrier()
+        began = _now(flat.device)
+        collective = self._comm.reduce_scatter_ if self._halves else self._comm.all_reduce_
+        collective(flat, name="probe of the bucket size").wait()
+        return _seconds_between(began, _now(flat.device))
+
+    def _seconds(self, cost: CostModel) -> Seconds:
+        collective = cost.reduce_scatter_seconds if self._halves else cost.all_reduce_seconds
+        return lambda num_bytes: collective(num_bytes, self._comm.world_size)
+
+    def _wire_bytes(self, dtype: torch.dtype) -> int:
+        compressed = self._compressor.wire_bytes(dtype) if self._compressor is not None else None
+        return dtype.itemsize if compressed is None else compressed
+
+    def _in_words(self, choice: Choice, buckets: Sequence[Bucket]) -> str:
+        sizes = ", ".join(f"{bucket.flat.nbytes / _MIB:.3g}" for bucket in buckets)
+        return (
+            f'bucket_cap_mb="auto" chose {len(buckets)} bucket(s) of {sizes} MiB. A message costs '
+            f"{choice.cost.alpha_seconds * 1e6:.0f} µs and moves {choice.cost.bandwidth / 1e6:.0f} MB/s; predicted: "
+            f"the last gradients arrive {choice.seconds_exposed * 1e3:.1f} ms after backward, "
+            f"{choice.seconds_exposed_fixed * 1e3:.1f} ms with buckets of {self._default_cap_mb:g} MiB."
+        )
+
+
+def build_buckets(params: Named, ends: Sequence[Sequence[int]], comm: Communicator) -> list[Bucket]:
+    """Buckets of ``params`` cut at ``ends``, kind by kind, in the order in which their last gradients come."""
+    position = {name: index for index, (name, _) in enumerate(params)}
+    groups = []
+    for members, stops in zip(_by_kind(params), ends, strict=True):
+        starts = [0, *stops[:-1]]
+        groups += [members[start:stop] for start, stop in zip(starts, stops, strict=True)]
+    groups.sort(key=lambda group: position[group[-1][0]])
+    return [
+        Bucket([name for name, _ in group], [param for _, param in group], comm.empty, comm.world_size)
+        for group in groups
+    ]
+
+
+def _by_kind(params: Named) -> list[list[tuple[str, Parameter]]]:
+    kinds: dict[tuple[torch.dtype, torch.device], list[tuple[str, Parameter]]] = {}
+    for name, param in params:
+        kinds.setdefault((param.dtype, param.device), []).append((name, param))
+    return list(kinds.values())
+
+
+def _fixed_ends(params: Sequence[Parameter], cap_mb: float) -> list[int]:
+    numbers = number_by_size([param.nbytes for param in params], cap_mb * _MIB, FIRST_BUCKET_MB * _MIB)
+    return [last + 1 for last in range(len(numbers)) if last + 1 == len(numbers) or numbers[last] < numbers[last + 1]]
+
+
+def _now(device: torch.device) -> float | torch.cuda.Event:
+    """On CUDA a mark in the stream: the host is far ahead of it."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _seconds_between(began: float | torch.cuda.Event, ended: float | torch.cuda.Event) -> float:
+    if isinstance(began, float) or isinstance(ended, float):
+        return ended - began  # type: ignore[operator]
+    ended.synchronize()
+    return began.elapsed_time(ended) / 1e3

@@ -1,0 +1,129 @@
+"""Several training loaders at once: what counts is how many batches the training takes of all of them together."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities._pytree import _tree_flatten
+from lightning.pytorch.utilities.data import sized_len
+
+from lightning_ring.comm.communicator import Communicator
+from lightning_ring.errors import UnevenBatchesError
+from lightning_ring.integrations.lightning.uneven import (
+    WHAT_TO_DO,
+    different_numbers,
+    is_stream,
+    limited,
+    ran_out,
+    several_cannot_join,
+)
+
+_OF_ALL: dict[str, Callable[[list[float]], float]] = {"min_size": min, "sequential": sum}  # the other modes: max
+
+
+class AgreedCombinedLoader(CombinedLoader):
+    """A `CombinedLoader` that ranks agree on: beforehand where lengths are known, else batch by batch, one small
+    message each. Loaders may differ in length between ranks, as long as the training takes equally many batches on all.
+
+    Raises:
+        UnevenBatchesError: On every rank; before the first step where lengths are known, else at the step for which
+            some rank has no batch.
+    """
+
+    def __init__(self, iterables: Any, mode: Any) -> None:
+        super().__init__(iterables, mode)
+        self._lengths: list[tuple[float, bool]] = []  # of the loaders seen so far: batches, and whether that is sure
+        self._comm: Communicator | None = None  # where batches are agreed on one by one
+        self._same_length = True
+        self._step = 0
+
+    def add(self, loader: Any, comm: Communicator, *, policy: str, limit: float, needed: float) -> None:
+        """Take note of the next of the loaders, as Lightning prepared it; at the last one ranks compare. Collective.
+
+        Args:
+            policy: ``RingStrategy(uneven=)``.
+            limit: ``Trainer(limit_train_batches=)``.
+            needed: Batches after which training ends anyway.
+        """
+        length = sized_len(loader)
+        bound = limited(math.inf if length is None else length, limit)
+        self._lengths.append((bound, length is not None and not is_stream(loader)))
+        if len(self._lengths) < len(self.flattened):
+            return
+        bounds, sure = zip(*self._lengths, strict=True)
+        self._lengths = []
+        everyones = comm.all_gather_object((_OF_ALL.get(self._mode, max)(list(bounds)), all(sure)))
+        numbers = [number for number, _ in everyones]
+        self._same_length = min(numbers) == max(numbers)
+        all_sure = all(is_sure for _, is_sure in everyones)
+        if all_sure and (self._same_length or min(numbers) >= needed):
+            return
+        if policy == "join":
+            raise several_cannot_join(len(self.flattened))
+        self._comm = comm
+        if all_sure:
+            raise UnevenBatchesError(f"{different_numbers([int(number) for number in numbers])} {WHAT_TO_DO}")
+
+    def __iter__(self) -> Any:
+        self._step = 0
+        return super().__iter__()
+
+    def __len__(self) -> int:
+        length = super().__len__()
+        if self._comm is not None and not self._same_length:
+            raise TypeError("ranks have different numbers of batches: they agree at each")
+        return length
+
+    def __next__(self) -> Any:
+        if self._comm is None:
+            return super().__next__()
+        try:
+            batch, has_data = super().__next__(), True
+        except StopIteration:
+            batch, has_data = None, False
+        having = [bool(flag) for flag in self._comm.all_gather_object(has_data)]
+        if not any(having):
+            raise StopIteration
+        if not all(having):
+            raise UnevenBatchesError(f"{ran_out(having, self._step)} {WHAT_TO_DO}")
+        self._step += 1
+        return batch
+
+
+class TrainingLoaders:
+    """Sees what Lightning takes for training loaders, before it prepares them one by one.
+
+    Attributes:
+        combined: The loaders of which the one at hand is one, `None` where it is the only one.
+    """
+
+    def __init__(self) -> None:
+        self.combined: AgreedCombinedLoader | None = None
+
+    def follow(self, trainer: Trainer) -> None:
+        """From now on, also when loaders are reloaded."""
+        source = trainer.fit_loop._data_source
+        source.dataloader = functools.partial(self._request, type(source).dataloader, source)  # type: ignore[method-assign]
+
+    def release(self, trainer: Trainer) -> None:
+        vars(trainer.fit_loop._data_source).pop("dataloader", None)
+        self.combined = None
+
+    def _request(self, dataloader: Callable[[Any], Any], source: Any) -> Any:
+        self.combined = None
+        loaders = dataloader(source)
+        if type(loaders) is CombinedLoader:
+            iterables, mode = loaders.iterables, loaders._mode
+        elif isinstance(loaders, CombinedLoader):
+            return loaders  # a class of the user's
+        else:
+            iterables, mode = loaders, "max_size_cycle"
+        if len(_tree_flatten(iterables)[0]) < 2:
+            return loaders
+        self.combined = AgreedCombinedLoader(iterables, mode)
+        return self.combined

@@ -1,0 +1,115 @@
+"""What the Trainer was asked for, which devices the ranks take, and who starts them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.accelerators import Accelerator, CPUAccelerator
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
+from lightning.pytorch.strategies.launchers.launcher import _Launcher
+from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
+
+from lightning_ring.errors import RankDiscoveryError
+from lightning_ring.integrations.lightning.environment import RingEnvironment
+from lightning_ring.integrations.lightning.launcher import RingLauncher
+from lightning_ring.options import RingOptions
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """``Trainer(devices=, num_nodes=)`` as written: ``"auto"`` and 1 where nothing was."""
+
+    devices: Any = "auto"
+    num_nodes: int = 1
+
+
+def asked_of_trainer() -> Asked:
+    """The arguments of the Trainer that is being built.
+
+    Lightning replaces ``devices="auto"`` by a number before a strategy sees it; whether the user asked for one device
+    or for none in particular can only be read from the connector's own arguments, which are still on the stack.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        if isinstance(frame.f_locals.get("self"), _AcceleratorConnector) and frame.f_code.co_name == "__init__":
+            return Asked(frame.f_locals["devices"], frame.f_locals["num_nodes"])
+        frame = frame.f_back  # type: ignore[assignment]
+    return Asked()
+
+
+def check_asked(asked: Asked, environment: RingEnvironment) -> None:
+    """Compare what the Trainer was asked for with what the launcher started; what was left open is taken from there.
+
+    Raises:
+        RankDiscoveryError: They disagree; states both.
+    """
+    num_devices = environment.local_size() if asked.devices == "auto" else _count(asked.devices)
+    # 1 is also what Lightning makes of a num_nodes that nobody wrote
+    if num_devices != environment.local_size() or asked.num_nodes not in (1, environment.num_nodes()):
+        environment.validate_settings(num_devices, asked.num_nodes)
+
+
+def _count(devices: Any) -> int:
+    """How many devices ``Trainer(devices=)`` names: a number, ``"2"``, ``-1``, a list, or ``"0,1"``."""
+    if isinstance(devices, (list, tuple)):
+        return len(devices)
+    if isinstance(devices, str) and "," in devices:
+        return len([part for part in devices.split(",") if part.strip()])
+    count = int(devices)
+    return torch.cuda.device_count() if count == -1 else count
+
+
+def devices_for(
+    accelerator: Accelerator | None, asked: list[torch.device] | None, local_size: int
+) -> list[torch.device]:
+    """One device for each of the ``local_size`` ranks that the launcher started on this node.
+
+    Raises:
+        RankDiscoveryError: More ranks than devices: two ranks would share one.
+    """
+    if accelerator is None or isinstance(accelerator, CPUAccelerator):
+        return [torch.device("cpu")] * local_size
+    if asked is not None and len(asked) == local_size:
+        return asked
+    there = accelerator.auto_device_count()
+    if (there == 1 and local_size > 1) or there < local_size:
+        raise RankDiscoveryError(
+            f"the launcher started {local_size} ranks on this node, which has {there} {type(accelerator).__name__} "
+            f"device(s): rank {there} and rank 0 would share one. Start at most {there} ranks on this node, or use "
+            "Trainer(accelerator='cpu')."
+        )
+    return accelerator.get_parallel_devices(accelerator.parse_devices(local_size))
+
+
+class StartedRank(_Launcher):
+    """Where a launcher started the process nothing is left to start; `comm.job.connect` fits threads to the node."""
+
+    @property
+    def is_interactive_compatible(self) -> bool:
+        return True
+
+    def launch(self, function: Callable, *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    def kill(self, signum: int) -> None:
+        pass
+
+
+def choose_launcher(
+    strategy: DDPStrategy, environment: RingEnvironment, options: RingOptions, num_nodes: int
+) -> _Launcher | None:
+    """Who makes the Trainer's function run on every rank; `None` where this process is the only one."""
+    if environment.creates_processes_externally:
+        return StartedRank()
+    if options.start_method != "popen":
+        return _MultiProcessingLauncher(strategy, start_method=options.start_method)
+    if strategy.num_processes * num_nodes == 1:
+        return None
+    use_mpi = options.backend in ("auto", "mpi")
+    return RingLauncher(environment, strategy.num_processes, num_nodes, use_mpi=use_mpi)

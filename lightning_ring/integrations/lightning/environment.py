@@ -1,0 +1,199 @@
+"""Tells Lightning who the ranks are."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import socket
+
+import torch.distributed as dist
+from lightning.fabric.plugins.environments import ClusterEnvironment
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+
+from lightning_ring.errors import RankDiscoveryError
+from lightning_ring.job.launchers import LaunchVariables, launcher_variables
+from lightning_ring.job.ranks import SINGLE, RankInfo, discover_ranks, info_from_variables
+
+log = logging.getLogger(__name__)
+
+
+class RingEnvironment(ClusterEnvironment):
+    """Rank and world size for Lightning, from one `RankInfo`.
+
+    Built without ``info`` it reads the launcher's variables, and where they are missing the process group that is open
+    already, and opens nothing; MPI starts at `discover`, or at the first question that only MPI can answer
+    (`node_rank`, with several nodes). A process that no launcher started, and without such a group, is one rank until
+    Lightning starts more (``start_method`` spawn and fork: `set_world_size`, `set_global_rank`).
+
+    Raises:
+        RankDiscoveryError: The launcher's variables are incomplete or contradict each other.
+    """
+
+    def __init__(self, info: RankInfo | None = None) -> None:
+        self._variables: LaunchVariables | None = None
+        self._info = info
+        self._main: tuple[str, int] | None = None
+        if info is None:
+            self._variables = _launcher_or_open_group()
+            if self._variables is None:
+                self._info = SINGLE
+            elif self._variables.source not in ("mpi", "group"):
+                self._info = info_from_variables(self._variables)
+        _set_rank_zero_only(self.global_rank())
+
+    @staticmethod
+    def detect() -> bool:
+        """Whether a launcher started this process."""
+        return launcher_variables(os.environ) is not None
+
+    def discover(self) -> RankInfo:
+        """This process's full `RankInfo`. Collective the first time where MPI started the ranks; starts MPI then."""
+        if self._info is None:
+            by_group = self._variables is not None and self._variables.source == "group"
+            self._info = _info_from_open_group() if by_group else discover_ranks()
+        return self._info
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        return self._variables is not None or self.discover().source not in ("single", "spawn")
+
+    @property
+    def main_address(self) -> str:
+        return self._main_place()[0]
+
+    @property
+    def main_port(self) -> int:
+        return self._main_place()[1]
+
+    def set_main_place(self, address: str, port: int) -> None:
+        """Where the ranks meet, as `open_store` found it."""
+        self._main = (address, port)
+
+    def _main_place(self) -> tuple[str, int]:
+        if self._main is None:
+            address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+            if address and port:
+                self._main = (address, int(port))
+            elif self.creates_processes_externally:
+                raise RankDiscoveryError(
+                    "The ranks have no meeting place yet: lightning_ring chooses it in Strategy.setup_environment. "
+                    "Ask for main_address and main_port after that, or set MASTER_ADDR and MASTER_PORT yourself."
+                )
+            else:  # asked by Lightning's launcher in the parent, before it spawns or forks the ranks
+                self._main = ("127.0.0.1", _free_port())
+        return self._main
+
+    def world_size(self) -> int:
+        return self._variables.world_size if self._info is None and self._variables else self.discover().world_size
+
+    def global_rank(self) -> int:
+        return self._variables.rank if self._info is None and self._variables else self.discover().rank
+
+    def local_rank(self) -> int:
+        if self._info is None and self._variables is not None and self._variables.local_rank is not None:
+            return self._variables.local_rank
+        if not self.creates_processes_externally:
+            if self._info == SINGLE and multiprocessing.parent_process() is None:
+                return 0  # a LOCAL_RANK that a cluster's prologue left
+            return int(os.environ.get("LOCAL_RANK", 0))  # Lightning sets it in each process that it spawns or forks
+        return self.discover().local_rank
+
+    def local_size(self) -> int:
+        """How many ranks live on this node."""
+        if self._info is None and self._variables is not None and self._variables.local_size is not None:
+            return self._variables.local_size
+        return self.discover().local_size
+
+    def num_nodes(self) -> int:
+        if self._info is None and self._variables is not None and self._variables.local_size == self.world_size():
+            return 1
+        return self.discover().num_nodes
+
+    def node_rank(self) -> int:
+        return 0 if self.num_nodes() == 1 else self.discover().node_rank
+
+    def set_world_size(self, size: int) -> None:
+        if self.creates_processes_externally:
+            self._refuse_other("world size", size, self.world_size())
+        elif size != self.world_size():
+            self._info = _spawned(self.global_rank(), size)
+
+    def set_global_rank(self, rank: int) -> None:
+        if self.creates_processes_externally:
+            self._refuse_other("rank", rank, self.global_rank())
+        elif rank != self.global_rank():
+            self._info = _spawned(rank, max(self.world_size(), rank + 1))
+        _set_rank_zero_only(self.global_rank())
+
+    def _refuse_other(self, what: str, wanted: int, started: int) -> None:
+        """Lightning computes ranks from node and local rank, which holds only for ranks placed in blocks."""
+        if wanted != started:
+            log.debug("Lightning computed %s %d; %s stays %d, as the launcher started it", what, wanted, what, started)
+
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+        """Refuse a Trainer whose ``devices`` and ``num_nodes`` are not what the launcher started.
+
+        Raises:
+            RankDiscoveryError: States both.
+        """
+        if not self.creates_processes_externally:
+            return
+        info = self.discover()
+        if (num_devices, num_nodes) == (info.local_size, info.num_nodes):
+            return
+        raise RankDiscoveryError(
+            f"Trainer(devices={num_devices}, num_nodes={num_nodes}) asks for {num_devices * num_nodes} ranks, but "
+            f"{self._launcher_name()} started {info.world_size}: {info.local_size} on this node, nodes: "
+            f"{info.num_nodes}. Leave devices and num_nodes out to take what was started, or set "
+            f"devices={info.local_size}, num_nodes={info.num_nodes}."
+        )
+
+    def _launcher_name(self) -> str:
+        return self._variables.launcher if self._variables is not None else self.discover().source
+
+
+def _launcher_or_open_group() -> LaunchVariables | None:
+    """What the launcher says. Lightning's DDP starts ranks with fewer variables, and takes one away after a fit; where
+    it, or the script, has initialised torch.distributed, that knows the rest."""
+    group = _variables_of_open_group()
+    try:
+        return launcher_variables(os.environ) or group
+    except RankDiscoveryError:
+        if group is None:
+            raise
+        return group
+
+
+def _variables_of_open_group() -> LaunchVariables | None:
+    """Rank and world size as torch.distributed has them, if it is initialised for several ranks."""
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    return LaunchVariables("group", "torch.distributed", dist.get_rank(), dist.get_world_size())
+
+
+def _info_from_open_group() -> RankInfo:
+    """This process's place in torch.distributed's default group. Collective over it."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    hosts: list[str] = [""] * world_size
+    dist.all_gather_object(hosts, socket.gethostname())
+    nodes = list(dict.fromkeys(hosts))
+    local = [other for other, host in enumerate(hosts) if host == hosts[rank]]
+    node_rank = nodes.index(hosts[rank])
+    return RankInfo(rank, world_size, local.index(rank), len(local), node_rank, len(nodes), source="group")
+
+
+def _set_rank_zero_only(rank: int) -> None:
+    """Messages and warnings come from rank 0 alone: until somebody says so, every MPI rank takes itself for it."""
+    rank_zero_only.rank = rank  # type: ignore[attr-defined]
+
+
+def _spawned(rank: int, world_size: int) -> RankInfo:
+    return RankInfo(rank, world_size, rank, world_size, node_rank=0, num_nodes=1, source="spawn")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

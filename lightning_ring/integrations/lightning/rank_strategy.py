@@ -1,0 +1,207 @@
+"""What a strategy knows of ranks, devices, collectives and failures, before it knows of gradients."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins import CheckpointIO, Precision
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch import Tensor
+
+from lightning_ring.comm.communicator import Communicator
+from lightning_ring.comm.recording import Listener, RecordedCommunicator
+from lightning_ring.integrations.lightning.devices import asked_of_trainer, check_asked, choose_launcher, devices_for
+from lightning_ring.integrations.lightning.environment import RingEnvironment
+from lightning_ring.integrations.lightning.join import Turns
+from lightning_ring.integrations.lightning.reduce import reduce_, reduce_op_of
+from lightning_ring.job.job import Job, connect, open_communicator
+from lightning_ring.job.rendezvous.interfaces import withdraw_interface
+from lightning_ring.monitor.step_timeline import StepTimeline
+from lightning_ring.monitor.terminal import widen_terminal
+from lightning_ring.options import RingOptions
+from lightning_ring.timeline.settings import timeline_settings
+
+T = TypeVar("T")
+
+
+class RankedStrategy(DDPStrategy):
+    """A strategy whose ranks are those that the launcher started, and whose collectives are bounded and named.
+
+    A subclass of `DDPStrategy` because Lightning decides by class who is distributed, gets a sampler, may be compiled;
+    nothing of DistributedDataParallel is left in it.
+
+    Attributes:
+        listeners: Called with a `CollectiveRecord` of each collective that carries gradients or sharded parameters, and
+            of `reduce` (``self.log(..., sync_dist=True)``).
+        timeline: Records the fit in a trace; ``timeline.start(path)`` and ``timeline.stop()`` on all ranks.
+    """
+
+    def __init__(
+        self,
+        options: RingOptions,
+        *,
+        accelerator: Accelerator | None,
+        parallel_devices: list[torch.device] | None,
+        checkpoint_io: CheckpointIO | None,
+        precision_plugin: Precision | None,
+    ) -> None:
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=RingEnvironment(),
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            timeout=options.timeout,
+            start_method=options.start_method,
+        )
+        self.options = options
+        self.listeners: list[Listener] = []
+        self.timeline = StepTimeline(timeline_settings(options.timeline, os.environ), self.listeners)
+        self._recorded: RecordedCommunicator | None = None
+        self._job: Job | None = None
+        self._turns = Turns()
+
+    # -- ranks and devices
+
+    @property
+    def ring_environment(self) -> RingEnvironment:
+        assert isinstance(self.cluster_environment, RingEnvironment)
+        return self.cluster_environment
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    def set_world_ranks(self) -> None:
+        if not self.ring_environment.creates_processes_externally:
+            super().set_world_ranks()  # ranks that Lightning spawns or forks
+        rank_zero_only.rank = fabric_rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+
+    def _configure_launcher(self) -> None:
+        asked = asked_of_trainer()
+        environment = self.ring_environment
+        if environment.creates_processes_externally:
+            check_asked(asked, environment)
+            self.parallel_devices = devices_for(self.accelerator, self.parallel_devices, environment.local_size())
+        self._launcher = choose_launcher(self, environment, self.options, asked.num_nodes)
+
+    def setup_environment(self) -> None:
+        assert self.accelerator is not None
+        self.set_world_ranks()
+        if self.ring_environment.discover().source == "spawn":
+            os.environ.setdefault("MASTER_ADDR", "127.0.0.1")  # Lightning hands the port alone to what it spawns
+        self.accelerator.setup_device(self.root_device)
+        self.setup_distributed()
+
+    def setup_distributed(self) -> None:
+        reset_seed()
+        widen_terminal()  # mpirun's have no width: a progress bar would draw nothing
+        self._job = connect(self.ring_environment.discover(), self.root_device, self.options.timeout)
+        if self.world_size > 1 or self.options.force_communication:
+            options = self.options
+            open_communicator(
+                self._job,
+                options.backend,
+                self.root_device,
+                options.timeout,
+                stall_warning=options.stall_warning,
+                topology=options.topology,
+            )
+            if self._job.stalls is not None:
+                self._job.stalls.tell_progress(self._progress)
+        self._process_group_backend = torch.distributed.get_backend()
+
+    def teardown(self) -> None:
+        super().teardown()
+        withdraw_interface()
+
+    # -- collectives that Lightning and the user call
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        if self._comm is not None and not self._alone:
+            self._comm.barrier()
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        if self._comm is None or self._alone:
+            return obj
+        return self._comm.broadcast_object(obj, src=src)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        if self._comm is None or not isinstance(tensor, Tensor):
+            return tensor
+        op = reduce_op_of(reduce_op)
+        if group is not None or op is None or tensor.device.type != self.root_device.type:
+            return super().reduce(tensor, group, reduce_op)
+        comm = RecordedCommunicator(self._comm, self.listeners) if self.listeners else self._comm
+        return reduce_(tensor, comm, op, self._turns.during_step)
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        if self._comm is None and group is None:
+            return tensor.unsqueeze(0)
+        return super().all_gather(tensor, group, sync_grads)
+
+    # -- failures
+
+    def on_exception(self, exception: BaseException) -> None:
+        self._report(exception)
+
+    @property
+    def communicator(self) -> Communicator | None:
+        """What all ranks exchange tensors through, in one order of calls; `None` in a single process."""
+        return self._comm
+
+    @property
+    def has_data(self) -> bool:
+        """Whether this rank's batch counts; not where it ran out of data and repeats one (``uneven="join"``)."""
+        return self._turns.has_data
+
+    @property
+    def _comm(self) -> Communicator | None:
+        """`None` in a single process, and before `setup_environment`."""
+        if self._job is None or (self.world_size == 1 and not self.options.force_communication):
+            return None
+        return self._job.communicator
+
+    @property
+    def _trainer(self) -> pl.Trainer | None:
+        return self.lightning_module._trainer if self.lightning_module is not None else None
+
+    @property
+    def _alone(self) -> bool:
+        """After an exception ranks run different code: what they do on their way out must not wait for others."""
+        return self._trainer is not None and self._trainer.state.status == TrainerStatus.INTERRUPTED
+
+    def _progress(self) -> str:
+        """How far this rank is, for the stall report, which asks from a thread of its own."""
+        trainer = self._trainer
+        if trainer is None or trainer.state.fn is None or trainer.state.stage is None:
+            return ""
+        if trainer.state.fn != TrainerFn.FITTING:
+            return f"in {trainer.state.fn.value}"
+        stage = "" if trainer.training else f" ({trainer.state.stage.value})"
+        return f"epoch {trainer.current_epoch}{stage}, after optimizer step {trainer.global_step}"
+
+    def _report(self, exception: BaseException) -> None:
+        if self._job is not None and self._job.watch is not None and not isinstance(exception, SystemExit):
+            self._job.watch.report(exception)
+
+    @contextmanager
+    def _reporting_failures(self) -> Iterator[None]:
+        # at once, before callbacks handle the exception: they may save checkpoints while the other ranks wait
+        try:
+            yield
+        except StopIteration:
+            raise  # no failure: a step that takes `dataloader_iter` ends its epoch so
+        except Exception as exception:
+            self._report(exception)
+            raise

@@ -1,0 +1,118 @@
+"""Registers the strategies when Lightning is imported, so that importing lightning_ring does not take its seconds.
+
+``ringrun``, data-loader workers, and scripts that use the optimizers or communicators alone need no Lightning.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from lightning_ring.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from lightning.fabric.plugins.environments import ClusterEnvironment
+
+STRATEGIES: dict[str, dict[str, Any]] = {"ring": {}, "ring_sharded": {"shard_optimizer": True}}
+
+
+def register_strategies() -> None:
+    """Make "ring" and "ring_sharded" known, now or as soon as ``lightning.pytorch`` has been imported."""
+    _after_import("lightning.pytorch", _register)
+    _after_import("pytorch_lightning", _register_with_the_other_package)
+
+
+def _register() -> None:
+    from lightning.pytorch.strategies import StrategyRegistry
+
+    for name, arguments in STRATEGIES.items():
+        if name not in StrategyRegistry:
+            StrategyRegistry.register(name, _ring, description="see lightning_ring.RingStrategy", **arguments)
+    _choose_our_environment()
+
+
+def _choose_our_environment() -> None:
+    """Have the Trainer take a `RingEnvironment` for a strategy named by a string, as it does for `RingStrategy()`.
+
+    Lightning chooses a cluster environment before it builds the strategy, and only then takes the strategy's own. By
+    then its `SLURMEnvironment` has refused ``srun -n 2`` (it wants ``--ntasks-per-node``), or its `MPIEnvironment` has
+    started MPI in a process that may be nobody's rank.
+    """
+    from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
+
+    choose = _AcceleratorConnector._choose_and_init_cluster_environment
+
+    @functools.wraps(choose)
+    def choose_ours_for_ours(connector: _AcceleratorConnector) -> ClusterEnvironment:
+        if not (isinstance(connector._strategy_flag, str) and connector._strategy_flag in STRATEGIES):
+            return choose(connector)
+        from lightning_ring.integrations.lightning.environment import RingEnvironment
+
+        if (given := connector._cluster_environment_flag) is not None:
+            raise ConfigurationError(
+                f"Trainer(strategy={connector._strategy_flag!r}, plugins=[{type(given).__name__}()]): the strategy "
+                "finds the ranks by itself and would ignore that cluster environment. Leave it out. (The requeueing "
+                "that SLURMEnvironment sets up is RingStrategy(requeue_signal=...) here.)"
+            )
+        return RingEnvironment()
+
+    _AcceleratorConnector._choose_and_init_cluster_environment = choose_ours_for_ours  # type: ignore[method-assign, assignment]
+
+
+def _ring(**arguments: Any) -> Any:
+    from lightning_ring.integrations.lightning.strategy import RingStrategy
+
+    return RingStrategy(**arguments)
+
+
+def _register_with_the_other_package() -> None:
+    from pytorch_lightning.strategies import StrategyRegistry
+
+    for name in STRATEGIES:
+        if name not in StrategyRegistry:
+            StrategyRegistry.register(name, _refuse)
+
+
+def _refuse(**_: Any) -> None:
+    from lightning_ring.integrations.lightning.pytorch_lightning import foreign_trainer_error
+
+    raise foreign_trainer_error()
+
+
+def _after_import(name: str, then: Callable[[], None]) -> None:
+    if name in sys.modules:
+        then()
+    else:
+        sys.meta_path.insert(0, _Finder(name, then))
+
+
+class _Finder(MetaPathFinder):
+    """Finds one module as the others would, and calls ``then`` once it has been executed."""
+
+    def __init__(self, name: str, then: Callable[[], None]) -> None:
+        self._name = name
+        self._then = then
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def execute_and_register(module: ModuleType) -> None:
+            execute(module)
+            self._then()
+
+        spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
+        return spec

@@ -1,0 +1,223 @@
+"""Training loaders of different length on different ranks: found before anybody waits for a batch that never comes."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator, Sized
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
+from lightning.pytorch.utilities.data import sized_len
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch.utils.data import DistributedSampler, IterableDataset
+
+from lightning_ring.comm.communicator import Communicator
+from lightning_ring.errors import ConfigurationError, UnevenBatchesError
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One batch of the training loader: how many ranks had data for it, and whether this one did."""
+
+    active_ranks: int
+    has_data: bool
+
+
+class AgreedLoader:
+    """A training loader whose every batch is agreed upon by all ranks, one small message a batch.
+
+    It stands in where lengths are unknown (iterable data sets), or where ``uneven="join"`` lets ranks run out at
+    different steps: it then goes on, on every rank, until the last one has no data. A rank that ran out repeats its own
+    last batch (`lightning_ring.integrations.lightning.join.Turns.step`).
+
+    Raises:
+        UnevenBatchesError: With ``policy="error"``, on every rank, at the step for which some rank has no batch.
+    """
+
+    def __init__(self, loader: Any, comm: Communicator, policy: Literal["error", "join"], length: int | None) -> None:
+        self._loader = loader
+        self._comm = comm
+        self._policy = policy
+        self._length = length
+        # Lightning fetches ahead: a turn is taken when its batch is trained on. With "error" nobody needs to take any:
+        # all ranks have data whenever one has.
+        self._turns: deque[Turn] = deque()
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_loader":  # being unpickled: nothing to delegate to yet
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+    def __len__(self) -> int:
+        if self._length is None:
+            raise TypeError(f"{type(self._loader).__name__} has no length on some rank")
+        return self._length
+
+    def __iter__(self) -> Iterator[Any]:
+        self._turns.clear()
+        batches = iter(self._loader)
+        last: Any = None
+        step = 0
+        while True:
+            try:
+                batch, has_data = next(batches), True
+            except StopIteration:
+                batch, has_data = last, False
+            having = [bool(flag) for flag in self._comm.all_gather_object(has_data)]
+            if not any(having):
+                return
+            if not all(having):
+                self._allow(having, step)
+            if self.joins:
+                self._turns.append(Turn(sum(having), has_data))
+            yield batch
+            last, step = batch, step + 1
+
+    @property
+    def unwrapped(self) -> Any:
+        return self._loader
+
+    @property
+    def joins(self) -> bool:
+        return self._policy == "join"
+
+    def take_turn(self) -> Turn:
+        return self._turns.popleft()
+
+    def _allow(self, having: list[bool], step: int) -> None:
+        if self._policy == "error":
+            raise UnevenBatchesError(f"{ran_out(having, step)} {WHAT_TO_DO}")
+        if step == 0:
+            without = _listed([rank for rank, has in enumerate(having) if not has])
+            raise UnevenBatchesError(
+                f"rank {without} has no training batch at all, so it cannot join in. Give every rank at "
+                "least one batch."
+            )
+
+
+WHAT_TO_DO = (
+    "Give every rank the same number of batches (a DistributedSampler, which Lightning puts in unless "
+    "use_distributed_sampler=False, or limit_train_batches), or let the others finish with RingStrategy(uneven='join')."
+)
+
+
+def agree_on_batches(
+    loader: Any, comm: Communicator, policy: Literal["error", "join"], *, limit: float, needed: float
+) -> Any:
+    """``loader`` itself where all ranks have equally many batches, else what ``policy`` says. Collective.
+
+    Args:
+        loader: This rank's training loader.
+        policy: ``"error"`` or ``"join"``.
+        limit: ``Trainer(limit_train_batches=)``: a number of batches if an int, a fraction if a float.
+        needed: Batches after which training ends anyway (from ``max_steps``); ``inf`` if open.
+
+    Raises:
+        UnevenBatchesError: With ``policy="error"``, where the lengths are known and differ, before the first step.
+    """
+    if isinstance(loader, AgreedLoader):  # of a fit before: Lightning left it in the script's `CombinedLoader`
+        loader = loader.unwrapped
+    described: list[tuple[int | None, bool]] = comm.all_gather_object((sized_len(loader), is_stream(loader)))
+    lengths = [length for length, _ in described]
+    if any(length is None for length in lengths):
+        return AgreedLoader(loader, comm, policy, None)
+    used = [int(limited(length, limit)) for length in lengths if length is not None]
+    streams = any(is_stream for _, is_stream in described)
+    if min(used) == max(used) or min(used) >= needed:
+        return AgreedLoader(loader, comm, policy, max(filter(None, lengths), default=0)) if streams else loader
+    if policy == "error":
+        raise UnevenBatchesError(f"{different_numbers(used)} {WHAT_TO_DO}")
+    return AgreedLoader(loader, comm, policy, max(length for length in lengths if length is not None))
+
+
+def different_numbers(used: list[int]) -> str:
+    """``used``: each rank's number of batches."""
+    fewest, most = used.index(min(used)), used.index(max(used))
+    return (
+        f"ranks have different numbers of training batches: rank {fewest} has {used[fewest]}, rank {most} has "
+        f"{used[most]}. At step {used[fewest]} of the epoch (counted from 0) rank {fewest} would have none."
+    )
+
+
+def ran_out(having: list[bool], step: int) -> str:
+    """``having``: which ranks have a batch."""
+    return (
+        f"rank {_listed([rank for rank, has in enumerate(having) if not has])} ran out of training batches at step "
+        f"{step} of the epoch (counted from 0), while rank {_listed([rank for rank, has in enumerate(having) if has])} "
+        "still had some."
+    )
+
+
+def is_stream(loader: Any) -> bool:
+    """Whether the loader's length is a promise only: an iterable data set may have one, and end before it."""
+    return isinstance(getattr(loader, "dataset", None), IterableDataset)
+
+
+def check_join_allowed(num_loaders: int, module: LightningModule) -> None:
+    """``uneven="join"`` needs one training loader, batches that Lightning fetches, and automatic optimization: else the
+    ranks' collectives differ.
+
+    Raises:
+        ConfigurationError: One of them is missing.
+    """
+    if not module.automatic_optimization:
+        raise ConfigurationError(
+            "RingStrategy(uneven='join') was given a module with manual optimization, in which a finished rank cannot "
+            "know how many backward passes the others run. Use automatic optimization, or uneven='error'."
+        )
+    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+        raise ConfigurationError(
+            "RingStrategy(uneven='join') was given a training_step(dataloader_iter), which fetches batches by itself, "
+            "so that nobody can tell whose batch counts. Let it take (batch, batch_idx), or use uneven='error'."
+        )
+    if num_loaders > 1:
+        raise several_cannot_join(num_loaders)
+
+
+def several_cannot_join(num_loaders: int) -> ConfigurationError:
+    return ConfigurationError(
+        f"RingStrategy(uneven='join') was given {num_loaders} training loaders, expected one. Combine them into one "
+        "data set, or use uneven='error'."
+    )
+
+
+def limited(length: float, limit: float) -> float:
+    """Batches of a loader of this ``length`` under ``limit_train_batches``; infinite stays so under a fraction."""
+    if isinstance(limit, int):
+        return min(length, limit)
+    return length if math.isinf(length) else int(length * limit)
+
+
+def _listed(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8]))
+    return shown if len(ranks) <= 8 else f"{shown} and {len(ranks) - 8} more"
+
+
+def batches_until_the_end(trainer: Trainer) -> float:
+    """Training batches after which ``max_steps`` ends training; infinity where it does not, or nobody can tell."""
+    if trainer.max_steps == -1 or not trainer.lightning_module.automatic_optimization:
+        return math.inf
+    return (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches
+
+
+def say_what_is_padded(dataloader: object, world_size: int) -> None:
+    """Warn on rank 0 where the loader's sampler repeats samples to give all ranks equally many."""
+    sampler = getattr(dataloader, "sampler", None)
+    if not isinstance(sampler, DistributedSampler) or isinstance(sampler, UnrepeatedDistributedSampler):
+        return
+    num_samples = len(cast(Sized, sampler.dataset))
+    num_padded = sampler.total_size - num_samples
+    if sampler.drop_last and num_padded < 0:
+        rank_zero_warn(
+            f"lightning_ring: {num_samples} samples do not divide by {world_size} ranks: "
+            f"{type(sampler).__name__} drops {-num_padded} of them each epoch."
+        )
+    elif num_padded > 0:
+        rank_zero_warn(
+            f"lightning_ring: {num_samples} samples do not divide by {world_size} ranks: "
+            f"{type(sampler).__name__} repeats {num_padded} of them each epoch, so that all ranks have equally many."
+        )

@@ -1,0 +1,130 @@
+"""An error on one rank ends the job: an uncaught exception, or an exit code that is not 0, anywhere in the script."""
+
+from __future__ import annotations
+
+import atexit
+import io
+import os
+import sys
+import time
+from types import TracebackType
+from typing import Any, NoReturn
+
+from lightning_ring.errors import PeerFailedError
+from lightning_ring.job.exit import end_process, say
+from lightning_ring.job.ranks import RankInfo
+from lightning_ring.job.watch.peers import comes_from_a_peer
+from lightning_ring.job.watch.watch import JobWatch
+
+_FIRST_ERROR_SECONDS = 5.0  # how long a rank whose peer failed lets that one print its error and end
+
+
+class _Installed:
+    """What the hooks of this process act for; at most one."""
+
+    info: RankInfo | None = None
+    watch: JobWatch | None = None
+    pid = 0
+    exit_code = 0
+
+
+def install_excepthook(info: RankInfo, watch: JobWatch | None = None) -> None:
+    """Let an uncaught exception, or a ``sys.exit`` with an error, on this rank end the whole job.
+
+    Call it as soon as ``info`` is known and again once there is a ``watch``; later calls replace what the hooks act
+    for. The traceback is printed first, except that of a `PeerFailedError`: the error of the other rank is the one to
+    be shown. With one rank nothing is installed. At a normal end the rank takes its leave (`JobWatch.leave`).
+    """
+    if info.world_size == 1:
+        return
+    first = _Installed.info is None or _Installed.pid != os.getpid()
+    _Installed.info, _Installed.watch, _Installed.pid = info, watch or _Installed.watch, os.getpid()
+    if not first:
+        return
+    previous = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(sys.stderr, io.StringIO) and sys.__stderr__ is not None:
+            # torch.distributed wraps this hook in one that collects its output, to be printed when it returns
+            sys.stderr = sys.__stderr__
+        if os.getpid() != _Installed.pid:  # a forked child
+            previous(kind, error, trace)
+            return
+        cause = _cause(error)
+        if not isinstance(cause, PeerFailedError):
+            previous(kind, error, trace)
+        _end_after(cause)
+
+    sys.excepthook = hook
+    sys.exit = _exit
+    # before MPI_Finalize: mpi4py calls that after Python's own exit handlers
+    atexit.register(_goodbye)
+
+
+def _cause(error: BaseException) -> BaseException:
+    """The `PeerFailedError` behind an error of a transport, if the watch knows of one; else ``error``."""
+    watch = _Installed.watch
+    if watch is not None and comes_from_a_peer(error) and not isinstance(error, PeerFailedError):
+        try:
+            watch.blame(error)
+        except PeerFailedError as peer:
+            return peer
+    return error
+
+
+def _end_after(error: BaseException) -> NoReturn:
+    info, watch = _Installed.info, _Installed.watch
+    assert info is not None
+    if isinstance(error, PeerFailedError):
+        say(f"rank {info.rank} ends: {error}")
+        if watch is not None and (failure := watch.failure()) is not None:
+            watch.report(error)
+            watch.free_launcher(failure)
+            watch.wait_until_gone(failure.rank, _FIRST_ERROR_SECONDS)
+            time.sleep(0.2)  # the launcher takes the first that ends for the culprit
+        end_process(1)
+    say(f"rank {info.rank} (host {os.uname().nodename}, pid {os.getpid()}) failed and ends the job: {_summary(error)}")
+    if watch is not None:
+        watch.report(error)
+    end_process(130 if isinstance(error, KeyboardInterrupt) else 1)
+
+
+def _summary(error: BaseException) -> str:
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
+
+
+class _Exit(SystemExit):
+    """A `SystemExit` that knows whether it ended the script: the interpreter then reads ``code``, with no Python frame
+    left above; there is no other way to learn the exit code in an exit handler."""
+
+    def __init__(self, code: Any = None) -> None:
+        super().__init__(code)
+        self._code = code
+
+    @property
+    def code(self) -> Any:  # type: ignore[override]
+        if sys._getframe().f_back is None:
+            _Installed.exit_code = self._code if isinstance(self._code, int) else int(self._code is not None)
+        return self._code
+
+
+_Exit.__name__ = _Exit.__qualname__ = "SystemExit"
+
+
+def _exit(status: Any = None, /) -> NoReturn:
+    """Exit the interpreter by raising SystemExit(status); `sys.exit`, which tells the other ranks."""
+    raise _Exit(status)
+
+
+def _goodbye() -> None:
+    info, watch, code = _Installed.info, _Installed.watch, _Installed.exit_code
+    if info is None or os.getpid() != _Installed.pid:
+        return
+    if code:
+        say(f"rank {info.rank} (host {os.uname().nodename}, pid {os.getpid()}) exits with code {code} and ends the job")
+        if watch is not None:
+            watch.report(SystemExit(code))
+        end_process(code)
+    if watch is not None:
+        watch.leave()

@@ -1,0 +1,225 @@
+"""Where the ranks of a job meet: the key-value store that torch.distributed and the job watch start from."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore
+
+from lightning_ring.errors import RankDiscoveryError
+from lightning_ring.job.launchers import first_host
+from lightning_ring.job.ranks import RankInfo, import_mpi
+from lightning_ring.job.rendezvous.greeting import ANSWER_SECONDS, Greeter, greet, listen
+from lightning_ring.job.rendezvous.interfaces import prefer_interface, reachable_candidates
+
+LOOPBACK = "127.0.0.1"
+_PROBE_SECONDS = 5.0  # for one of rank 0's addresses; most are reached, or refused, in milliseconds
+
+
+def open_store(info: RankInfo, timeout: timedelta) -> Store:
+    """Open the job's store. Collective: every rank calls it; ``timeout`` bounds each wait for another rank.
+
+    With MPI, rank 0 takes a port that the system gives it, on the interface that the others reach, and hands it out
+    over MPI: no MASTER_ADDR, no race for a port. Where torch.distributed is initialised already, by the script or by
+    another strategy, its store is used. Sets GLOO_SOCKET_IFNAME to the interface that leads to rank 0, unless it is set
+    (`interfaces.offer_interface`).
+
+    Raises:
+        RankDiscoveryError: A port is taken, or rank 0 cannot be reached.
+    """
+    if info.world_size == 1:
+        return HashStore()
+    if (opened := _store_of_open_group(info)) is not None:
+        return opened
+    if info.source == "mpi":
+        return _open_over_mpi(info, timeout)
+    if info.source == "torchrun" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        address, port = _variable("MASTER_ADDR"), int(_variable("MASTER_PORT"))
+        prefer_interface(LOOPBACK if info.num_nodes == 1 else _own_address_towards(address))
+        return _connect(address, port, info.rank, timeout)
+    address, port, token = _known_place(info)
+    return _open_at(address, port, token, info, timeout)
+
+
+def _store_of_open_group(info: RankInfo) -> Store | None:
+    """That of torch.distributed's default group, whose ranks have met; it may hold the port in MASTER_PORT."""
+    if not dist.is_initialized():
+        return None
+    if (dist.get_rank(), dist.get_world_size()) != (info.rank, info.world_size):
+        raise RankDiscoveryError(
+            f"torch.distributed was initialised as rank {dist.get_rank()} of {dist.get_world_size()}, but this process "
+            f"is rank {info.rank} of {info.world_size} ({info.source}). Initialise it with the launcher's ranks, or "
+            "leave it to the strategy."
+        )
+    store = dist.distributed_c10d._get_default_store()
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    if not isinstance(store, TCPStore):
+        if info.num_nodes > 1:
+            return None  # a file, say: it does not tell where rank 0 is
+        prefer_interface(LOOPBACK)
+        return PrefixStore("lightning_ring", store)
+    prefer_interface(LOOPBACK if info.num_nodes == 1 else _own_address_towards(store.host))
+    return PrefixStore("lightning_ring", store)
+
+
+def _known_place(info: RankInfo) -> tuple[str, int, str]:
+    """Address and port that every rank knows beforehand, and what names the job there."""
+    if info.source == "ringrun":
+        address, _, number = _variable("RING_STORE").rpartition(":")
+        return address, int(number), os.environ.get("RING_JOB", "ringrun")
+    if info.source == "slurm":
+        job, step = int(os.environ.get("SLURM_JOB_ID", 0)), int(os.environ.get("SLURM_STEP_ID", 0))
+        host = first_host(os.environ.get("SLURM_STEP_NODELIST", "")) if info.num_nodes > 1 else LOOPBACK
+        # below the range that systems give out by themselves, and another one for each job and step
+        port = 15000 + (job * 31 + step) % 16000
+        return os.environ.get("MASTER_ADDR", host), int(os.environ.get("MASTER_PORT", port)), f"{job}.{step}"
+    job_name = os.environ.get("TORCHELASTIC_RUN_ID", "") + os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
+    return _variable("MASTER_ADDR"), int(_variable("MASTER_PORT")), job_name or info.source
+
+
+def _variable(name: str) -> str:
+    value = os.environ.get(name, "")
+    if not value or (name == "MASTER_PORT" and not value.isdigit()):
+        raise RankDiscoveryError(
+            f"{name} is {value!r}, and without it the ranks cannot find rank 0. Set MASTER_ADDR to rank 0's host and "
+            "MASTER_PORT to a free port there, or start the ranks with mpirun, torchrun or ringrun, which do it."
+        )
+    return value
+
+
+def _open_at(address: str, port: int, token: str, info: RankInfo, timeout: timedelta) -> Store:
+    """Rank 0 greets at ``address``:``port`` and serves the store beside it, on a port of the system's choice."""
+    if info.rank == 0:
+        door = _inherited_listener() or listen("" if info.num_nodes > 1 else address, port)
+        store = _serve("" if info.num_nodes > 1 else address, timeout)
+        Greeter(door, token, info.world_size - 1).start(str(store.port))
+        prefer_interface(LOOPBACK if info.num_nodes == 1 else _own_address_towards(address))
+        return store
+    seconds = timeout.total_seconds()
+    # our launcher's socket listens before rank 0 has imported torch; anybody else's silence means a stranger
+    answer_seconds = seconds if info.source == "ringrun" else ANSWER_SECONDS
+    store_port, own_address = greet(address, port, token, info.rank, seconds, answer_seconds=answer_seconds)
+    prefer_interface(own_address)
+    return _connect(address, int(store_port), info.rank, timeout)
+
+
+def _inherited_listener() -> socket.socket | None:
+    """The socket that our launcher opened for rank 0, so that nobody can take its port in between."""
+    number = os.environ.pop("RING_STORE_FD", None)
+    if number is None:
+        return None
+    try:
+        listener = socket.socket(fileno=int(number))
+        if listener.getsockname()[1] == int(os.environ["RING_STORE"].rsplit(":", 1)[1]):
+            listener.set_inheritable(False)
+            return listener
+        listener.detach()
+    except OSError:
+        pass  # a wrapper between the launcher and Python closed it
+    return None
+
+
+def _serve(address: str, timeout: timedelta) -> TCPStore:
+    listener = listen(address)
+    port = listener.getsockname()[1]
+    own_address = address or LOOPBACK
+    settings: dict[str, Any] = {"is_master": True, "timeout": timeout, "wait_for_workers": False}
+    settings["master_listen_fd"] = listener.detach()
+    try:
+        return TCPStore(own_address, port, **settings)
+    except NotImplementedError:  # torch 2.6: its newer server cannot take a socket that listens already
+        return TCPStore(own_address, port, use_libuv=False, **settings)
+
+
+def _connect(address: str, port: int, rank: int, timeout: timedelta) -> TCPStore:
+    try:
+        return TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False)
+    except RuntimeError as error:  # DistNetworkError and DistStoreError are RuntimeErrors with a C++ stack
+        raise RankDiscoveryError(
+            f"Rank {rank} could not reach the job's store at {address}:{port} within {timeout.total_seconds():.0f} s: "
+            f"{str(error).splitlines()[0]}"
+        ) from error
+
+
+def _open_over_mpi(info: RankInfo, timeout: timedelta) -> Store:
+    world = import_mpi().COMM_WORLD
+    address = LOOPBACK if info.num_nodes == 1 else _agree_on_address(world, info)
+    store: TCPStore | None = None
+    place: tuple[str, int] | RankDiscoveryError | None = None
+    if info.rank == 0:
+        try:
+            store = _serve(address, timeout)
+            place = (address, store.port)
+        except RankDiscoveryError as error:
+            place = error
+    place = world.bcast(place)
+    if not isinstance(place, tuple):
+        raise place if place is not None else RankDiscoveryError("rank 0 handed out no store")
+    if store is not None:
+        prefer_interface(address)
+        return store
+    if info.num_nodes == 1:
+        prefer_interface(LOOPBACK)
+    return _connect(*place, info.rank, timeout)
+
+
+def _agree_on_address(world: Any, info: RankInfo) -> str:
+    """The first of rank 0's addresses that every rank reaches. Collective over MPI."""
+    if info.rank == 0:
+        door = listen("")
+        candidates = reachable_candidates(os.environ)
+        token = secrets.token_hex(8)
+        world.bcast((candidates, door.getsockname()[1], token))
+        greeter = Greeter(door, token, info.world_size)  # one more than will ever call: it answers until it is closed
+        greeter.start("here")
+        reached: dict[str, str] = dict.fromkeys(candidates, "")
+    else:
+        candidates, port, token = world.bcast(None)
+        reached = _reached(
+            candidates, lambda address: greet(address, port, token, info.rank, _PROBE_SECONDS, listening=True)[1]
+        )
+    by_all = set(candidates).intersection(*world.allgather(set(reached)))
+    if info.rank == 0:
+        greeter.close()
+    chosen = next((address for address in candidates if address in by_all), None)
+    if chosen is None:
+        raise RankDiscoveryError(
+            f"No address of rank 0's host is reachable from every rank; tried {', '.join(candidates) or 'none'}. "
+            "Open the hosts' firewalls to each other, or name the network that joins them in GLOO_SOCKET_IFNAME."
+        )
+    if info.rank != 0:
+        prefer_interface(reached[chosen])
+    return chosen
+
+
+def _reached(candidates: list[str], ask: Callable[[str], str]) -> dict[str, str]:
+    """Candidates that answer, each with this host's own address on the way to it."""
+
+    def attempt(address: str) -> str | None:
+        try:
+            return ask(address)
+        except RankDiscoveryError:
+            return None
+
+    with ThreadPoolExecutor(max_workers=max(1, len(candidates))) as pool:
+        answers = list(pool.map(attempt, candidates))
+    return {address: own for address, own in zip(candidates, answers, strict=True) if own is not None}
+
+
+def _own_address_towards(host: str) -> str:
+    """This host's address on the way to ``host``; nothing is sent."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, 9))
+            address: str = probe.getsockname()[0]
+            return address
+    except OSError:
+        return host

@@ -1,0 +1,94 @@
+"""What became of the other ranks, as the job watch heard it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from lightning_ring.errors import PeerFailedError
+from lightning_ring.job.watch.messages import Message
+
+_TRANSPORT_WORDS = ("gloo/transport", "connection closed by peer", "connection reset by peer", "nccl error", "tcpstore")
+
+
+def comes_from_a_peer(error: BaseException) -> bool:
+    """Whether ``error`` says that another rank is to blame, rather than this one's own code.
+
+    Gloo and NCCL know that somebody closed a connection, not who or why.
+    """
+    if isinstance(error, PeerFailedError):
+        return True
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(word in text for word in _TRANSPORT_WORDS)
+
+
+@dataclass(frozen=True, slots=True)
+class PeerEvent:
+    """``kind``: ``"failed"`` (it raised), ``"dead"`` (it vanished) or ``"left"`` (its script ended).
+
+    ``echo``: it failed only because another one had. ``fit`` counts its fits, so that an old failure does not end
+    a new fit. ``time`` is this process's monotonic clock when the news came.
+    """
+
+    kind: str
+    rank: int
+    host: str
+    pid: int
+    text: str
+    echo: bool
+    fit: int
+    time: float
+
+    @property
+    def lost(self) -> bool:
+        """Whether it is the host or the way to it that has gone, rather than the process."""
+        return self.kind == "dead" and self.text != "closed"
+
+    def __str__(self) -> str:
+        who = f"rank {self.rank} (host {self.host}, pid {self.pid})"
+        if self.kind == "failed":
+            return f"{who} failed: {self.text}"
+        if self.kind == "left":
+            return f"{who} has left the job: its script ended while other ranks were waiting for it"
+        if self.lost:
+            return f"{who} was lost: {self.text} (its host is down, or the link to it is cut)"
+        return f"{who} died: its process ended without a word (killed, out of memory, or crashed in C code)"
+
+
+class PeerLedger:
+    """Keeps the news of all other ranks. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self.events: list[PeerEvent] = []
+        self.left: dict[int, PeerEvent] = {}
+        self.gone: set[int] = set()
+
+    def take(self, message: Message, fit: int) -> None:
+        """Enter a message of another rank; ``fit`` stands in where it names none."""
+        kind, rank = message["kind"], message["rank"]
+        if kind in ("dead", "gone"):
+            self.gone.add(rank)
+        if kind in ("failed", "dead", "left"):
+            text = str(message.get("text") or message.get("why") or "")
+            event = PeerEvent(
+                kind,
+                rank,
+                str(message.get("host", "?")),
+                int(message.get("pid", 0)),
+                text,
+                bool(message.get("echo")),
+                int(message.get("fit", fit)),
+                time.monotonic(),
+            )
+            if kind == "left":
+                self.left[rank] = event
+            else:
+                self.events.append(event)
+
+    def failure(self, fit: int) -> PeerEvent | None:
+        """The failure of ``fit`` to blame: the first that is no echo. A dead rank counts in every fit."""
+        current = [event for event in self.events if event.kind == "dead" or event.fit == fit]
+        return min(current, key=lambda event: (event.echo, event.time), default=None)
+
+    def first_left(self) -> PeerEvent | None:
+        return min(self.left.values(), key=lambda event: event.time, default=None)

@@ -1,0 +1,161 @@
+"""The job watch's server: a thread of rank 0 that passes every rank's messages to all, and says who vanished."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import selectors
+import socket
+import threading
+
+from torch.distributed import PrefixStore, Store, TCPStore
+
+from lightning_ring.errors import RankDiscoveryError
+from lightning_ring.job.ranks import RankInfo
+from lightning_ring.job.rendezvous.greeting import listen
+from lightning_ring.job.watch.messages import LineConnection, Message
+
+
+def join_relay(info: RankInfo, store: Store) -> tuple[Relay | None, LineConnection, Message]:
+    """Start the relay in rank 0, which hands out its place through ``store``, and connect this rank to it. Collective.
+
+    Returns the relay (in rank 0), this rank's connection, and rank 0's ``host`` and ``pid``.
+
+    Raises:
+        RankDiscoveryError: The relay could not be reached.
+    """
+    address = host_of(store)
+    store = PrefixStore("lightning_ring/watch", store)
+    home = {"host": os.uname().nodename, "pid": os.getpid()}
+    relay: Relay | None = None
+    if info.rank == 0:
+        listener = listen("127.0.0.1" if info.num_nodes == 1 else "")
+        token = secrets.token_hex(16)
+        relay = Relay(listener, token)
+        relay.start()
+        store.set("place", json.dumps([listener.getsockname()[1], token, home]))
+    try:
+        port, token, rank_0 = json.loads(store.get("place"))
+        connection = LineConnection(socket.create_connection((address, port), timeout=30))
+    except (OSError, RuntimeError) as error:  # RuntimeError: the store's timeout
+        raise RankDiscoveryError(
+            f"Rank {info.rank} could not reach the job watch in rank 0, on {address}: {str(error).splitlines()[0]}. "
+            "Rank 0 may have failed to start; otherwise open the hosts' firewalls to each other: ranks talk over ports "
+            "that the system chooses."
+        ) from error
+    connection.send({"kind": "hello", "token": token, "rank": info.rank} | home)
+    return relay, connection, rank_0
+
+
+def host_of(store: Store) -> str:
+    """The host of rank 0, by the name or address under which this rank reached it."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store.host if isinstance(store, TCPStore) else "127.0.0.1"
+
+
+class Relay:
+    """Accepts the ranks that know ``token`` on ``listener`` and sends every message of one to all, its sender included.
+
+    A message with a rank under ``"to"`` goes to that one and to its sender only.
+    A connection that ends without a ``failed`` or ``left`` message of its rank becomes a ``dead`` message; otherwise a
+    ``gone`` one. All ranks get all messages in the same order. A rank that connects late gets what was said before.
+    """
+
+    def __init__(self, listener: socket.socket, token: str) -> None:
+        self._listener = listener
+        self._token = token
+        self._selector = selectors.DefaultSelector()
+        self._ranks: dict[LineConnection, Message] = {}  # its hello, once it has said it
+        self._by_rank: dict[int, LineConnection] = {}
+        self._excused: set[int] = set()  # ranks that said failed or left
+        self._history: list[Message] = []
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._serve, name="ring-watch-relay", daemon=True)
+
+    def start(self) -> None:
+        self._listener.setblocking(False)
+        self._selector.register(self._listener, selectors.EVENT_READ, None)
+        os.register_at_fork(after_in_child=self._forget)
+        self._thread.start()
+
+    def hellos(self) -> dict[int, Message]:
+        """``host`` and ``pid`` of the ranks that are connected, from any thread."""
+        return {hello["rank"]: hello for hello in list(self._ranks.values()) if hello}
+
+    def close(self) -> None:
+        """End the thread. What was said before has been handed to the kernel."""
+        self._closing.set()
+        self._thread.join(timeout=2)
+
+    def _forget(self) -> None:
+        """A forked child (a data-loader worker) must not hold the connections open when its parent is killed."""
+        with contextlib.suppress(OSError):
+            self._listener.close()
+            for connection in self._ranks:
+                connection.close()
+
+    def _serve(self) -> None:
+        while not self._closing.is_set():
+            for key, _ in self._selector.select(timeout=0.5):
+                connection: LineConnection | None = key.data
+                if connection is None:
+                    self._accept()
+                else:
+                    self._read(connection)
+            for connection in list(self._ranks):
+                self._flush(connection)
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            accepted, _ = self._listener.accept()
+            connection = LineConnection(accepted)
+            self._ranks[connection] = {}
+            self._selector.register(accepted, selectors.EVENT_READ, connection)
+
+    def _read(self, connection: LineConnection) -> None:
+        messages, over = connection.receive()
+        for message in messages:
+            if not self._ranks[connection]:
+                over = over or self._welcome(connection, message)
+                continue
+            message |= {name: self._ranks[connection][name] for name in ("rank", "host", "pid")}
+            if message["kind"] in ("failed", "left"):
+                self._excused.add(message["rank"])
+            elif message["kind"] == "fit":  # its error was caught, and a new fit begins
+                self._excused.discard(message["rank"])
+            self._broadcast(message)
+        if over is not None:
+            self._drop(connection, over)
+
+    def _welcome(self, connection: LineConnection, hello: Message) -> str | None:
+        if hello["kind"] != "hello" or hello.get("token") != self._token:
+            return "a stranger"
+        self._ranks[connection] = hello
+        self._by_rank[hello["rank"]] = connection
+        for message in self._history:
+            connection.send(message)
+        return None
+
+    def _drop(self, connection: LineConnection, why: str) -> None:
+        self._selector.unregister(connection.socket)
+        hello = self._ranks.pop(connection)
+        connection.close()
+        if hello:
+            self._by_rank.pop(hello["rank"], None)
+            kind = "gone" if hello["rank"] in self._excused else "dead"
+            self._broadcast({"kind": kind, "why": why} | {name: hello[name] for name in ("rank", "host", "pid")})
+
+    def _broadcast(self, message: Message) -> None:
+        if message["kind"] in ("failed", "left", "dead"):
+            self._history.append(message)
+        receivers = self._by_rank.keys() if "to" not in message else {message["to"], message["rank"]}
+        for rank in receivers & self._by_rank.keys():
+            self._by_rank[rank].send(message)
+
+    def _flush(self, connection: LineConnection) -> None:
+        connection.flush()
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.unsent else 0)
+        self._selector.modify(connection.socket, events, connection)

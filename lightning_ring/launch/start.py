@@ -1,0 +1,50 @@
+"""Starts the ranks of a job, through mpirun or as plain processes of this host, and supervises them."""
+
+from __future__ import annotations
+
+import secrets
+import shlex
+import signal
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+
+from lightning_ring.launch.hosts import Host
+from lightning_ring.launch.mpirun import Mpirun, mpirun_line, rank_environment
+from lightning_ring.launch.supervisor import STOP_SIGNAL, Child, Supervisor, stop_grace
+
+
+def mpirun_job(
+    mpirun: Mpirun, ranks: int, command: Sequence[str], hosts: Sequence[Host], environ: Mapping[str, str]
+) -> Supervisor:
+    """A job of one mpirun, not yet started; its line goes to standard error."""
+    # Hydra passes SIGTERM on to the ranks, as often as it comes, and SIGUSR2 ends it
+    passes_usr2 = mpirun.family == "openmpi"
+    stop_signal = STOP_SIGNAL if passes_usr2 else signal.SIGTERM
+    dies_with_parent = signal.SIGTERM if passes_usr2 else signal.SIGKILL
+    rank_environ = rank_environment(ranks, hosts, environ, stop_signal)
+    line = mpirun_line(mpirun, ranks, command, hosts, rank_environ)
+    print(f"lightning_ring: {shlex.join(line)}", file=sys.stderr, flush=True)
+    child = Child("mpirun", line, rank_environ, dies_with_parent=dies_with_parent)
+    return Supervisor([child], grace=stop_grace(environ), stop_signal=stop_signal)
+
+
+def plain_job(ranks: int, command: Sequence[str], environ: Mapping[str, str]) -> Supervisor:
+    """A job of ``ranks`` plain processes on this host, not yet started.
+
+    Rank 0 inherits the socket at which the others find it, already listening: no other program can take its port.
+    """
+    door = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    door.bind(("127.0.0.1", 0))
+    door.listen(1024)
+    common = rank_environment(ranks, [], environ, STOP_SIGNAL) | {
+        "RING_WORLD_SIZE": str(ranks),
+        "RING_STORE": f"127.0.0.1:{door.getsockname()[1]}",
+        "RING_JOB": secrets.token_hex(8),
+    }
+    children = [Child(f"rank {rank}", command, common | {"RING_RANK": str(rank)}) for rank in range(ranks)]
+    fd = door.detach()
+    children[0].environ = common | {"RING_RANK": "0", "RING_STORE_FD": str(fd)}
+    children[0].pass_fds = (fd,)
+    print(f"lightning_ring: {ranks} processes of: {shlex.join(command)}", file=sys.stderr, flush=True)
+    return Supervisor(children, grace=stop_grace(environ))

@@ -1,0 +1,103 @@
+"""Which way to run a step."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from lightning_ring.optim.engine.compiler import require_compiler
+from lightning_ring.optim.engine.fused_cpu import FusedCpuRunner
+from lightning_ring.optim.engine.fused_cuda import FusedCudaRunner, triton_is_here
+from lightning_ring.optim.engine.multi_tensor import MultiTensorRunner
+from lightning_ring.optim.engine.numbers import StepNumbers
+from lightning_ring.optim.engine.parameter_list import Kind, Part
+from lightning_ring.optim.engine.plain import PlainRunner
+from lightning_ring.optim.engine.rule import Rule
+from lightning_ring.optim.engine.validation import require
+
+
+class Runner(Protocol):
+    """One way to run a `Rule` over the parameters of a `Part`."""
+
+    def waves(self, part: Part) -> list[Part]:
+        """``part``, cut up if it is better to measure and move a few parameters after another than all at once."""
+        ...
+
+    def grad_square_sum(self, part: Part) -> Tensor:
+        """Sum of squares of all gradients, 0-d, on the part's device."""
+        ...
+
+    def measure(self, part: Part, numbers: StepNumbers, deferred: bool) -> Tensor:
+        """Accumulate state, and return sums over each parameter, shape [3, parameters].
+
+        Rows: squares of the weights; squares of the direction; if ``deferred``, 0 where the gradient is finite and NaN
+        elsewhere. With ``deferred`` nothing is written: `move` accumulates again.
+        """
+        ...
+
+    def move(self, part: Part, numbers: StepNumbers, deferred: bool, keep: Tensor | None) -> None:
+        """Write the new weights and state; where the 0-d bool tensor ``keep`` is given and False, write nothing."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """How to run the step; unlike hyper-parameters the same for all groups, and not part of a checkpoint."""
+
+    foreach: bool | None = None
+    fused: bool | None = None
+    capturable: bool = False
+    skip_nonfinite: bool = False
+    master_weights: bool = False
+    max_grad_norm: float | None = None
+
+
+def check_options(options: RunOptions, params: Iterable[Tensor]) -> None:
+    """Refuse what cannot work before the first step does.
+
+    Raises:
+        ValueError: Both ``foreach`` and ``fused``, or ``fused=True`` on a device that has no kernel.
+        RuntimeError: ``fused=True`` on the CPU without a C++ compiler, or on CUDA without Triton.
+    """
+    require(not (options.foreach and options.fused), "foreach=True and fused=True: choose one of them")
+    if options.fused:
+        for device in {param.device for param in params}:
+            require(
+                device.type in ("cpu", "cuda"),
+                f"fused=True has kernels for cpu and cuda, found a parameter on {device}; leave fused=None",
+            )
+            if device.type == "cuda" or interpreting_triton():
+                if not triton_is_here():
+                    raise RuntimeError("fused=True on CUDA needs Triton: install triton, or leave fused=None")
+            else:
+                require_compiler()
+
+
+def interpreting_triton() -> bool:
+    """Whether the fused way means Triton on the CPU too: under Triton's interpreter, for checking its kernels."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def way_to_run(options: RunOptions, kind: Kind) -> str:
+    """``"plain"``, ``"foreach"`` or ``"fused"``."""
+    if not kind.flat:
+        return "plain"
+    if options.fused:
+        return "fused"
+    if options.foreach:
+        return "foreach"
+    if options.foreach is None and options.fused is None:
+        return "fused" if kind.device.type == "cuda" and triton_is_here() else "foreach"
+    return "plain"
+
+
+def make_runner(way: str, device_type: str, rule: Rule) -> Runner:
+    if way == "foreach":
+        return MultiTensorRunner(rule)
+    if way == "fused":
+        return FusedCudaRunner(rule) if device_type == "cuda" or interpreting_triton() else FusedCpuRunner(rule)
+    return PlainRunner(rule)

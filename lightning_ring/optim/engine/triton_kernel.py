@@ -1,0 +1,140 @@
+"""The source of the CUDA kernels: a rule's arithmetic in Triton programs over many tensors."""
+
+from __future__ import annotations
+
+import linecache
+from typing import Any
+
+import torch
+
+from lightning_ring.optim.engine.rule import Rule
+from lightning_ring.optim.engine.trace import Body, measure_body, move_body
+
+CHUNK = 1 << 14  # elements of one program
+BLOCK = 2048  # elements it works on at a time
+
+TRITON_TYPES = {
+    torch.float64: "tl.float64",
+    torch.float32: "tl.float32",
+    torch.bfloat16: "tl.bfloat16",
+    torch.float16: "tl.float16",
+}
+
+PRELUDE = """
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def add_up(first_chunk, sums, by_row, num_rows, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    begin = tl.load(first_chunk + row)
+    end = tl.load(first_chunk + row + 1)
+    for column in tl.static_range(3):
+        total = tl.zeros([BLOCK], tl.float64)
+        for i in range(begin, end, BLOCK):
+            chunk = i + tl.arange(0, BLOCK)
+            total += tl.load(sums + 3 * chunk + column, mask=chunk < end, other=0.0)
+        tl.store(by_row + column * num_rows + row, tl.sum(total))
+"""
+
+# Chunks are whole but for the last of each tensor: those need no mask, so that their loads can be 16 bytes wide. The
+# size is an int32, as the other branch's CHUNK is: Triton wants both loops' variable to be of one type.
+FUNCTION = """
+
+@triton.jit
+def {name}(chunks, pointers, scalars, {output}, ALIGNED: tl.constexpr, {flag}CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+    chunk = tl.program_id(0)
+    row = tl.load(chunks + 3 * chunk)
+    start = tl.load(chunks + 3 * chunk + 1)
+    size = tl.load(chunks + 3 * chunk + 2).to(tl.int32)
+{setup}
+    if size == CHUNK:
+        for i in range(0, CHUNK, BLOCK):
+            offsets = i + tl.arange(0, BLOCK)
+{whole}
+    else:
+        for i in range(0, size, BLOCK):
+            offsets = i + tl.arange(0, BLOCK)
+            mask = offsets < size
+{masked}
+{after}
+"""
+
+
+def compile_module(
+    rule: Rule, weight: torch.dtype, grad: torch.dtype, compute: torch.dtype, mirror: torch.dtype | None, deferred: bool
+) -> dict[str, Any]:
+    """The Triton functions ``measure``, ``add_up`` and ``move`` (see `fused_cuda`)."""
+    text = source(rule, weight, grad, compute, mirror, deferred)
+    filename = f"<lightning_ring {rule.__name__} {weight} {grad} {mirror} {deferred}>"  # type: ignore[attr-defined]
+    linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)  # Triton reads it there
+    module: dict[str, Any] = {"__name__": f"{__name__}.generated"}
+    exec(compile(text, filename, "exec"), module)
+    return module
+
+
+def source(
+    rule: Rule, weight: torch.dtype, grad: torch.dtype, compute: torch.dtype, mirror: torch.dtype | None, deferred: bool
+) -> str:
+    """``pointers`` has a row for each tensor: weight, gradient, states, mirror."""
+    types = {"w": TRITON_TYPES[weight], "g": TRITON_TYPES[grad]}
+    types |= {f"s{i}": TRITON_TYPES[compute] for i in range(len(rule.state_names))}
+    if mirror is not None:
+        types["mirror"] = TRITON_TYPES[mirror]
+    measure = _function("measure", measure_body(rule, deferred), types, TRITON_TYPES[compute], deferred)
+    return PRELUDE + measure + _function("move", move_body(rule, deferred), types, TRITON_TYPES[compute], deferred)
+
+
+def _function(name: str, body: Body, types: dict[str, str], compute: str, deferred: bool) -> str:
+    stored = dict(body.stores)
+    if name == "move" and "mirror" in types:
+        stored["mirror"] = stored["w"]
+    setup = []
+    for column, (element, kind) in enumerate(types.items()):
+        if element in body.loads or element in stored:
+            address = f"tl.load(pointers + row * {len(types)} + {column})"
+            setup.append(f"p_{element} = {address}.to(tl.pointer_type({kind})) + start")
+            setup.append(f"if ALIGNED:\n        p_{element} = tl.multiple_of(p_{element}, 16)")
+    width = max(len(body.scalars), 1)
+    setup += [
+        f"h_{scalar} = tl.load(scalars + row * {width} + {i}).to({compute})" for i, scalar in enumerate(body.scalars)
+    ]
+    sums = ("w_squares", "x_squares", *(["probe"] if deferred else [])) if name == "measure" else ()
+    setup += [f"{sum_} = tl.zeros([BLOCK], tl.float64)" for sum_ in sums]
+    if name == "move":
+        setup.append(
+            "if CONDITIONAL:\n        size = size * tl.load(keep).to(tl.int32)  # 0 elements: nothing is written"
+        )
+    after = [f"tl.store(sums + 3 * chunk + {i}, tl.sum({sum_}))" for i, sum_ in enumerate(sums)]
+    return FUNCTION.format(
+        name=name,
+        output="sums" if name == "measure" else "keep",
+        flag="" if name == "measure" else "CONDITIONAL: tl.constexpr, ",
+        setup=_indent(setup, 4),
+        whole=_indent(_loop(body, stored, types, compute, sums, masked=False), 12),
+        masked=_indent(_loop(body, stored, types, compute, sums, masked=True), 12),
+        after=_indent(after, 4),
+    )
+
+
+def _loop(
+    body: Body, stored: dict[str, str], types: dict[str, str], compute: str, sums: tuple[str, ...], masked: bool
+) -> list[str]:
+    mask = ", mask=mask, other=0.0" if masked else ""
+    lines = [f"{element} = tl.load(p_{element} + offsets{mask}).to({compute})" for element in body.loads]
+    lines += [f"{name} = {expression.replace('sqrt(', 'tl.sqrt(')}" for name, expression in body.statements]
+    terms = {"w_squares": "w", "x_squares": body.result, "probe": "g"}
+    for sum_ in sums:
+        term = f"tl.where(mask, {terms[sum_]}, 0.0)" if masked else terms[sum_]
+        wide = f"{term}.to(tl.float64)"
+        # A gradient that is not finite makes the probe NaN.
+        lines.append(f"{sum_} += {wide} * 0.0" if sum_ == "probe" else f"{sum_} += {wide} * {wide}")
+    for element, value in stored.items():
+        condition = ", mask=mask" if masked else ""
+        lines.append(f"tl.store(p_{element} + offsets, {value}.to({types[element]}){condition})")
+    return lines
+
+
+def _indent(lines: list[str], spaces: int) -> str:
+    return "\n".join(" " * spaces + line for line in lines) if lines else " " * spaces + "pass"

@@ -1,0 +1,260 @@
+"""The step that layer-wise optimizers share: measure norms, sum them over ranks, move the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
+
+from lightning_ring.optim.engine.loading import load_precisely
+from lightning_ring.optim.engine.parameter_list import (
+    LOW_PRECISION,
+    Kind,
+    Part,
+    Roster,
+    compute_dtype,
+    lie_alike,
+    parameter_names,
+)
+from lightning_ring.optim.engine.rule import Rule, Scalars
+from lightning_ring.optim.engine.runners import Runner, RunOptions, check_options, make_runner, way_to_run
+from lightning_ring.optim.engine.tensor_list import Tensors
+from lightning_ring.optim.engine.update import NormAllReduce, Run, update
+from lightning_ring.optim.engine.validation import require
+
+GROUP_KEYS = frozenset({"params", "param_names", "initial_lr", "name"})
+
+
+class TrustRatioOptimizer(Optimizer):
+    """What LARS and LAMB have in common; a subclass adds a `Rule` (as static methods), defaults and their checks.
+
+    Args:
+        foreach: True updates many tensors a call, in pieces that fit the cache; False goes parameter by parameter.
+        fused: True runs one compiled kernel over all parameters: Triton on CUDA, C++ on the CPU (compiled at the first
+            step by this machine's C++ compiler and kept for the next run). With both None: fused on CUDA where Triton
+            is there, else foreach. False for one and None for the other: parameter by parameter, as in torch.
+        capturable: Keep step counts and learning rate on the device, so that the step can be captured in a CUDA graph
+            (give ``lr`` as a tensor on the device to change it between replays).
+        skip_nonfinite: Where a gradient has a NaN or an infinity, leave all parameters and all state untouched, on all
+            ranks alike, and count it in `skipped_steps`.
+        master_weights: Keep a float32 copy of bfloat16 and float16 parameters, made at their first step, and update
+            that. (State is float32 for them in any case.)
+        norm_all_reduce: Where every parameter is this rank's slice (1-D, possibly empty) of a tensor that is spread
+            over ranks: a function that sums a 1-D tensor over those ranks, in place (returning None) or returning the
+            sum. Each step calls it once, with 2 * parameters + 1 elements (float64; float32 on devices without), and
+            once before that, with 1 element, where ``max_grad_norm`` is set; also on a rank where no parameter has a
+            gradient. Ranks hold slices of the same tensors in the same order. It may be set later as an attribute; it
+            is not part of ``state_dict()`` and of pickles.
+
+    Gradients are read and never written. ``state_dict()`` can be loaded at any dtype and device: state goes to the
+    parameter's device, in float32 for bfloat16 and float16 parameters.
+    """
+
+    state_names: tuple[str, ...]
+    counts_steps: bool
+    _roster: Roster | None
+    _runners: dict[tuple[str, str], Runner]
+    accumulate: Callable[..., Any]
+    direction: Callable[..., Any]
+    move: Callable[..., Any]
+    scalars: Callable[..., Scalars]
+    trust_ratio: Callable[..., Tensor]
+    rates: Callable[..., Scalars]
+
+    def __init__(
+        self,
+        params: ParamsT,
+        defaults: dict[str, Any],
+        options: RunOptions,
+        norm_all_reduce: NormAllReduce | None = None,
+    ) -> None:
+        self.options = options
+        self.norm_all_reduce = norm_all_reduce
+        self._forget_caches()
+        self._skipped: Tensor | int = 0
+        super().__init__(params, defaults)
+        all_params = [p for group in self.param_groups for p in group["params"]]
+        require(bool(all_params), "no parameters to optimize: every group is empty")
+        check_options(options, all_params)
+
+    @staticmethod
+    def check_group(group: dict[str, Any]) -> None:
+        """Raise `ValueError` for the first hyper-parameter of ``group`` that is out of range."""
+        raise NotImplementedError
+
+    @staticmethod
+    def hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
+        """The numbers of ``group`` that `Rule.scalars` needs, with ``lr``, ``maximize`` and ``adapt`` among them."""
+        raise NotImplementedError
+
+    @staticmethod
+    def torch_directions(w: Tensors, g: Tensors, state: tuple[Tensors, ...], h: Scalars) -> Tensors | None:
+        return None
+
+    @staticmethod
+    def torch_move(w: Tensor, g: Tensor, x: Tensor | None, state: tuple[Tensor, ...], h: Scalars) -> bool:
+        return False
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        known = GROUP_KEYS | set(self.defaults)
+        unknown = sorted(set(param_group) - known)
+        require(not unknown, f"a parameter group has the unknown keys {unknown}; known are {sorted(known)}")
+        super().add_param_group(dict(param_group))  # torch fills in defaults: not in the caller's dict
+        try:
+            self._check_added(self.param_groups[-1])
+        except ValueError:
+            del self.param_groups[-1]
+            raise
+
+    def _check_added(self, group: dict[str, Any]) -> None:
+        self.check_group(group)
+        lr = group["lr"]
+        if isinstance(lr, Tensor) and lr.device.type != "cpu":
+            require(self.options.capturable, f"lr is a tensor on {lr.device}: pass capturable=True, or lr as a float")
+        for name, param in zip(parameter_names([group]), group["params"], strict=True):
+            require(param.is_floating_point(), f"{name} is {param.dtype}; {type(self).__name__} needs real floats")
+
+    # -- what can be read between steps
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps `skip_nonfinite` left out (waits for the device)."""
+        return int(self._skipped)
+
+    @property
+    def trust_ratios(self) -> Tensor:
+        """Last trust ratio of each parameter, in the order of the groups: 1-D, on the device, without waiting for it.
+
+        1 where the parameter does not adapt or a norm was 0; NaN where no step was taken.
+        """
+        roster = self._roster  # of parts, where a strategy has the parts of these parameters stepped
+        if roster is None or roster.sizes != [len(group["params"]) for group in self.param_groups]:
+            roster = self._current_roster()
+        return roster.ratios.clone()
+
+    def named_trust_ratios(self) -> dict[str, float]:
+        """Last trust ratio by parameter name (or place); waits for the device, once."""
+        return dict(zip(parameter_names(self.param_groups), self.trust_ratios.tolist(), strict=True))
+
+    # -- the step
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters that have a gradient.
+
+        Args:
+            closure: Re-evaluates the model and returns the loss; it runs with gradients enabled.
+
+        Raises:
+            RuntimeError: A gradient is sparse or complex; the message names the parameter.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        roster, runs, hyperparameters = self._prepare(torch.compiler.is_compiling())
+        if runs or self.norm_all_reduce is not None:
+            taken = update(cast(Rule, type(self)), hyperparameters, roster, runs, self.options, self.norm_all_reduce)
+            if taken is not True:
+                self._count_skipped(taken)
+        return loss
+
+    def _count_skipped(self, taken: Tensor | bool) -> None:
+        if not isinstance(taken, Tensor):
+            self._skipped += 1
+            return
+        if not isinstance(self._skipped, Tensor):
+            self._skipped = torch.full((), self._skipped, dtype=torch.int64, device=taken.device)
+        self._skipped.add_(~taken)  # in place: a CUDA graph that is replayed counts too
+
+    @torch.compiler.disable  # lists and dicts only; what follows is traced with the tensors as plain inputs
+    def _prepare(self, compiling: bool) -> tuple[Roster, list[Run], list[dict[str, Any]]]:
+        roster = self._current_roster()
+        runs = [(self._runner(part.kind, compiling), part) for part in self._collect(roster)]
+        return roster, runs, [self.hyperparameters(group) for group in self.param_groups]
+
+    def _current_roster(self) -> Roster:
+        if self._roster is None or not self._roster.fits(self.param_groups):
+            self._roster = Roster(self.param_groups, self.counts_steps, self.options.capturable)
+        return self._roster
+
+    def _collect(self, roster: Roster) -> list[Part]:
+        """The parameters that have a gradient, by what one launch can update."""
+        parts: dict[tuple[Any, ...], Part] = {}  # by what makes a `Kind`: cheaper to hash, once for every parameter
+        for position, param in enumerate(roster.params):
+            grad = param.grad
+            if grad is None:
+                continue
+            if grad.layout is not torch.strided:
+                self._refuse_gradient(position, grad)
+            states = self._states_of(roster, position, param)
+            weight = self.state[param]["master"] if self._has_master(param) else param
+            key = (param.device, param.dtype, weight.dtype, grad.dtype, lie_alike((param, grad, weight, *states)))
+            part = parts.get(key)
+            if part is None:
+                if grad.is_complex():
+                    self._refuse_gradient(position, grad)
+                mirror = None if weight is param else param.dtype
+                kind = Kind(param.device, compute_dtype(param), weight.dtype, grad.dtype, mirror, key[-1])
+                part = parts[key] = Part(kind)
+            part.positions.append(position)
+            part.weights.append(weight)
+            part.grads.append(grad)
+            part.states.append(states)
+            if weight is not param:
+                part.mirrors.append(param)
+        return list(parts.values())
+
+    def _states_of(self, roster: Roster, position: int, param: Tensor) -> tuple[Tensor, ...]:
+        """This parameter's state, made of zeros at its first step; ``step`` becomes a view of ``roster.steps``."""
+        state = self.state[param]
+        for name in self.state_names:
+            if name not in state:
+                state[name] = torch.zeros_like(param, dtype=compute_dtype(param), memory_format=torch.preserve_format)
+        if self._has_master(param) and "master" not in state:
+            state["master"] = param.detach().to(torch.float32, memory_format=torch.preserve_format, copy=True)
+        if self.counts_steps and state.get("step") is not (view := roster.step_views[position]):
+            if "step" in state:
+                view.copy_(torch.as_tensor(state["step"]))
+            state["step"] = view
+        return tuple([state[name] for name in self.state_names])
+
+    def _has_master(self, param: Tensor) -> bool:
+        return self.options.master_weights and param.dtype in LOW_PRECISION
+
+    def _refuse_gradient(self, position: int, grad: Tensor) -> None:
+        name = list(parameter_names(self.param_groups))[position]
+        found = "complex" if grad.is_complex() else f"sparse ({grad.layout})"
+        advice = "pass real parameters" if grad.is_complex() else "make it dense: sparse=False in nn.Embedding"
+        raise RuntimeError(f"{type(self).__name__}: the gradient of {name} is {found}, expected dense floats; {advice}")
+
+    def _runner(self, kind: Kind, compiling: bool) -> Runner:
+        way = "plain" if compiling else way_to_run(self.options, kind)
+        key = (way, kind.device.type)
+        if key not in self._runners:
+            self._runners[key] = make_runner(*key, rule=cast(Rule, type(self)))
+        return self._runners[key]
+
+    # -- saving and loading
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        load_precisely(self, state_dict, super().load_state_dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"options": self.options, "_skipped": self._skipped}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.__dict__.setdefault("norm_all_reduce", None)
+        self._forget_caches()
+        for group in self.param_groups:
+            for name, default in self.defaults.items():
+                group.setdefault(name, default)
+
+    def _forget_caches(self) -> None:
+        self._roster = None
+        self._runners = {}

@@ -1,0 +1,162 @@
+"""One step over all parameters: measure, sum over ranks, move."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_ring.optim.engine.numbers import StepNumbers, known_on_host
+from lightning_ring.optim.engine.parameter_list import Part, Roster, send
+from lightning_ring.optim.engine.rule import Rule, Scalars
+from lightning_ring.optim.engine.runners import Runner, RunOptions
+
+NormAllReduce = Callable[[Tensor], Tensor | None]
+Run = tuple[Runner, Part]
+
+
+def update(
+    rule: Rule,
+    hyperparameters: list[dict[str, Any]],
+    roster: Roster,
+    runs: list[Run],
+    options: RunOptions,
+    norm_all_reduce: NormAllReduce | None,
+) -> Tensor | bool:
+    """Take one step; returns whether it was taken, as a 0-d bool tensor where only the device knows.
+
+    ``hyperparameters`` are one dict for each group.
+    """
+    clip = _clip_divisor(roster, runs, options.max_grad_norm, norm_all_reduce)
+    active = _active(roster, runs)
+    step = None if roster.steps is None else roster.steps + (1.0 if active is None else active)
+    h = _per_parameter(hyperparameters, roster, on_device=clip is not None or options.capturable)
+    numbers = _numbers(rule, h, step, clip, roster.device)
+
+    sums = torch.zeros(3, len(roster.params), dtype=roster.ratios.dtype, device=roster.device)
+    adapt = numbers.on_device["adapt"] != 0
+    if norm_all_reduce is None and not options.skip_nonfinite:
+        for wave in [[(runner, wave)] for runner, part in runs for wave in runner.waves(part)]:
+            _measure(roster, wave, numbers, False, sums)
+            ratio = _move(rule, wave, numbers, sums, adapt, False, None)
+        _commit(roster, ratio, step, active, None)
+        return True
+
+    deferred = options.skip_nonfinite
+    _measure(roster, runs, numbers, deferred, sums)
+    if norm_all_reduce is not None:
+        sums = _sum_over_ranks(sums, norm_all_reduce)
+    finite = _as_host_bool(sums[2].sum() == 0) if deferred else True
+    if finite is False:
+        return False
+    keep = finite if isinstance(finite, Tensor) else None
+    ratio = _move(rule, runs, numbers, sums, adapt, deferred, keep)
+    _commit(roster, ratio, step, active, keep)
+    return finite
+
+
+def _move(
+    rule: Rule,
+    runs: list[Run],
+    numbers: StepNumbers,
+    sums: Tensor,
+    adapt: Tensor,
+    deferred: bool,
+    keep: Tensor | None,
+) -> Tensor:
+    """Move the parameters of ``runs`` by the trust ratios that follow from ``sums``; returns all ratios."""
+    w_norm, norm = sums[0].sqrt(), sums[1].sqrt()
+    known = Scalars(**numbers.on_device)
+    ratio = torch.where((w_norm > 0) & (norm > 0) & adapt, rule.trust_ratio(w_norm, norm, known), 1.0)
+    numbers = numbers.extended(rule.rates(ratio, known))
+    for runner, part in runs:
+        runner.move(part, numbers, deferred, keep)
+    return ratio
+
+
+def _as_host_bool(flag: Tensor) -> Tensor | bool:
+    """``flag``'s value where reading it does not wait for a device."""
+    return bool(flag) if flag.device.type == "cpu" and not torch.compiler.is_compiling() else flag
+
+
+def _active(roster: Roster, runs: list[Run]) -> Tensor | None:
+    """1 for each parameter that has a gradient and 0 elsewhere, like ``roster.steps``; None if all have one."""
+    positions = [position for _, part in runs for position in part.positions]
+    if len(positions) == len(roster.params):
+        return None
+    active = torch.zeros(len(roster.params))
+    active[positions] = 1
+    return active if roster.steps is None else send(active, roster.steps.device)
+
+
+def _per_parameter(hyperparameters: list[dict[str, Any]], roster: Roster, on_device: bool) -> Scalars:
+    """Each hyper-parameter as a float64 vector over the parameters."""
+    device = roster.device if on_device else torch.device("cpu")
+    names = list(hyperparameters[0])
+    tensors = {name: [group[name] for group in hyperparameters] for name in names}
+    plain = [name for name in names if not any(isinstance(value, Tensor) for value in tensors[name])]
+    table = roster.table([[float(v) for v in tensors[name]] for name in plain], device)
+    expanded = dict(zip(plain, roster.expand(table, device).unbind(), strict=True))
+    for name in names:
+        if name not in expanded:
+            values = [torch.as_tensor(v, dtype=torch.float64).reshape(()).to(device) for v in tensors[name]]
+            expanded[name] = roster.expand(torch.stack(values), device)
+    return Scalars(**expanded)
+
+
+def _numbers(rule: Rule, h: Scalars, step: Tensor | None, clip: Tensor | None, device: torch.device) -> StepNumbers:
+    grad_scale = 1 - 2 * h.maximize
+    if clip is not None:
+        grad_scale = grad_scale / clip
+    if step is not None:
+        step = send(step.double(), h.lr.device)
+    scalars = rule.scalars(h, step, grad_scale)
+    scalars.adapt = h.adapt
+    if h.lr.device.type == "cpu" and not torch.compiler.is_compiling():
+        return known_on_host(scalars, device)
+    return StepNumbers(vars(scalars), {})
+
+
+def _clip_divisor(
+    roster: Roster, runs: list[Run], max_grad_norm: float | None, norm_all_reduce: NormAllReduce | None
+) -> Tensor | None:
+    """What all gradients are divided by, 0-d: ``max(norm / max_grad_norm, 1)``."""
+    if max_grad_norm is None:
+        return None
+    squares = torch.zeros(1, dtype=roster.ratios.dtype, device=roster.device)
+    for runner, part in runs:
+        squares += runner.grad_square_sum(part).to(roster.device)
+    squares = _reduce(squares, norm_all_reduce)
+    return (squares[0].sqrt() / max_grad_norm).clamp(min=1)
+
+
+def _measure(roster: Roster, runs: list[Run], numbers: StepNumbers, deferred: bool, sums: Tensor) -> None:
+    """Fill in ``sums`` over each parameter, shape [3, parameters]; see `Runner.measure`."""
+    for runner, part in runs:
+        part_sums = runner.measure(part, numbers, deferred)
+        sums.index_copy_(1, roster.index(part.positions), part_sums.to(roster.device, sums.dtype))
+
+
+def _sum_over_ranks(sums: Tensor, norm_all_reduce: NormAllReduce) -> Tensor:
+    """The same sums over all ranks' slices. Only whether all is finite travels of the last row: one element."""
+    count = sums.shape[1]
+    vector = _reduce(torch.cat([sums[0], sums[1], sums[2].sum().reshape(1)]), norm_all_reduce)
+    return torch.stack([vector[:count], vector[count:-1], vector[-1:].expand(count)])
+
+
+def _reduce(vector: Tensor, norm_all_reduce: NormAllReduce | None) -> Tensor:
+    if norm_all_reduce is None:
+        return vector
+    returned = norm_all_reduce(vector)
+    return vector if returned is None else returned
+
+
+def _commit(roster: Roster, ratio: Tensor, step: Tensor | None, active: Tensor | None, keep: Tensor | None) -> None:
+    """Write step counts and ratios, as far as parameters were active and the step was taken."""
+    if step is not None and roster.steps is not None:
+        roster.steps.copy_(step if keep is None else torch.where(keep.to(step.device), step, roster.steps))
+    if active is not None:
+        ratio = torch.where(send(active, ratio.device) != 0, ratio, roster.ratios)
+    roster.ratios.copy_(ratio if keep is None else torch.where(keep, ratio, roster.ratios))

@@ -1,5 +1,0 @@
-"""Each rank steps its shard of the parameters, and holds its shard of the optimizer's state."""
-
-from lightning_ring.sharded.sharding import Sharding
-
-__all__ = ["Sharding"]

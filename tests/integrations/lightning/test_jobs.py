@@ -1,0 +1,150 @@
+"""Whole jobs through the Trainer: started in every way, failing in every way, and always ending."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.processes import ROOT, clean_env, default_signals, end_session, mpirun_command, run
+
+SCRIPT = str(ROOT / "tests" / "integrations" / "lightning" / "trainer_script.py")
+WAYS = {
+    "python": [sys.executable, SCRIPT],
+    "mpirun": mpirun_command(2, sys.executable, SCRIPT),
+    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", SCRIPT],
+    "ringrun": [sys.executable, "-m", "lightning_ring.cli.ringrun", "-n", "2", SCRIPT],
+}
+pytestmark = pytest.mark.timeout(150)
+
+
+@contextmanager
+def job(way: str, action: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [*WAYS[way], action, str(folder)],
+        env=clean_env(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        preexec_fn=default_signals,
+    )
+    try:
+        yield process
+    finally:
+        end_session(process)
+        process.wait(timeout=10)
+
+
+def ranks_in_step_3(process: subprocess.Popen[str], folder: Path) -> list[int]:
+    """The ranks' pids, once both are training."""
+    files = [folder / f"step3.{rank}" for rank in range(2)]
+    deadline = time.monotonic() + 90
+    while not all(file.exists() and file.read_text() for file in files):
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, "the ranks did not come as far as step 3"
+        time.sleep(0.05)
+    return [int(file.read_text()) for file in files]
+
+
+def assert_gone(pids: list[int], within: float = 5.0) -> None:
+    deadline = time.monotonic() + within
+    while alive := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
+        assert time.monotonic() < deadline, f"still running: {alive}"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("way", "action"),
+    [("python", "plain"), ("python", "spawn"), ("python", "fork"), ("torchrun", "plain")],
+)
+def test_both_ranks_train_however_they_were_started(way: str, action: str, tmp_path: Path) -> None:
+    result = run([*WAYS[way], action, str(tmp_path)], timeout=120)
+    assert result.returncode == 0, result.stdout
+    spawned = action in ("spawn", "fork")  # there the script goes on in the parent alone
+    results = [(tmp_path / f"done.{rank}").read_text() for rank in range(1 if spawned else 2)]
+    assert results[0].startswith("2 ")
+    assert len(set(results)) == 1
+    assert (tmp_path / "step3.1").exists()
+
+
+# raising under torchrun, and being killed under mpirun: `tests/job/test_jobs.py`
+def test_a_rank_that_raises_ends_the_job_and_its_error_is_shown(tmp_path: Path) -> None:
+    with job("python", "raise", tmp_path) as process:
+        pids = ranks_in_step_3(process, tmp_path)
+        output, _ = process.communicate(timeout=30)
+        assert process.returncode != 0
+        assert_gone(pids)
+    assert "ValueError: no such photo" in output
+    assert "rank 1" in output
+    assert output.count("Traceback (most recent call last)") <= 1, output
+
+
+def test_a_rank_that_raises_after_fit_ends_the_job(tmp_path: Path) -> None:
+    result = run([*WAYS["mpirun"], "raise-after", str(tmp_path)], timeout=90)
+    assert result.returncode == 1, result.stdout
+    assert "ValueError: no such photo" in result.stdout
+    assert not list(tmp_path.glob("done.*"))
+
+
+def test_a_rank_killed_is_named(tmp_path: Path) -> None:
+    with job("torchrun", "kill", tmp_path) as process:
+        pids = ranks_in_step_3(process, tmp_path)
+        output, _ = process.communicate(timeout=30)
+        assert process.returncode != 0
+        assert_gone(pids)
+    assert "rank 1" in output or "rank      : 1" in output, output
+
+
+def test_a_rank_that_stalls_is_shown_and_ends_the_job_after_the_timeout(tmp_path: Path) -> None:
+    with job("python", "sleep", tmp_path) as process:
+        ranks_in_step_3(process, tmp_path)
+        output, _ = process.communicate(timeout=40)
+        assert process.returncode != 0
+    assert "CollectiveError" in output
+    assert "bucket 0 (layer." in output
+    assert "waiting for rank 1" in output, output
+    report = re.search(
+        r"^all_reduce \"backward 4 \(step 3\): bucket 0 .* has waited 1 s; it fails after 4 s\.\n((?:  .*\n)+)",
+        output,
+        re.M,
+    )
+    assert report, output
+    for lines in (report[1], output[output.index("CollectiveError: ") :]):
+        assert re.search(r"^  rank 1 \(host \S+, pid \d+\) is not in it, epoch 0, after optimizer step 3 ", lines, re.M)
+        assert re.search(r"^      \S*trainer_script\.py:\d+ _go_wrong: time\.sleep\(600\)$", lines, re.M), lines
+        assert "\n  rank 0 waits in it, epoch 0, after optimizer step 3 and backward 3.\n" in lines
+
+
+@pytest.mark.parametrize(("way", "signum"), [("python", signal.SIGTERM), ("ringrun", signal.SIGINT)])
+def test_a_signal_stops_all_ranks_with_a_checkpoint(way: str, signum: signal.Signals, tmp_path: Path) -> None:
+    with job(way, "slow", tmp_path) as process:
+        pids = ranks_in_step_3(process, tmp_path)
+        process.send_signal(signum)
+        output, _ = process.communicate(timeout=30)
+        assert process.returncode == 128 + signum, output
+        assert_gone(pids)
+    assert (tmp_path / "stopped.ckpt").exists(), output
+    assert not list(tmp_path.glob("done.*"))
+
+
+def test_ranks_end_when_mpirun_is_killed(tmp_path: Path) -> None:
+    with job("mpirun", "slow", tmp_path) as process:
+        pids = ranks_in_step_3(process, tmp_path)
+        os.kill(process.pid, signal.SIGKILL)
+        assert_gone(pids, within=30)
+
+
+def test_mpirun_inside_a_slurm_batch_job_is_taken_for_mpirun(tmp_path: Path) -> None:
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_JOB_NAME": "x"}
+    result = run([*WAYS["mpirun"], "plain", str(tmp_path)], timeout=90, **slurm)
+    assert result.returncode == 0, result.stdout
+    assert [(tmp_path / f"done.{rank}").read_text()[:2] for rank in range(2)] == ["2 ", "2 "]

@@ -1,0 +1,77 @@
+"""Plain ``python script.py``: the launcher makes ranks of it. (Through a Trainer: with the strategy's tests.)"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_ring.errors import ConfigurationError, RankDiscoveryError
+from lightning_ring.integrations.lightning.environment import RingEnvironment
+from lightning_ring.integrations.lightning.launcher import RingLauncher
+from tests.processes import ROOT, mpirun_path, run
+
+HERE = ROOT / "tests" / "integrations" / "lightning"
+
+
+def test_ranks_run_the_script_and_the_parent_returns_their_code(tmp_path):
+    if mpirun_path() is None:
+        pytest.skip("no mpirun beside this Python")
+    result = run([sys.executable, str(HERE / "launched_script.py"), str(tmp_path)], timeout=120)
+    assert result.returncode == 7, result.stdout  # rank 1's
+    for rank in range(2):
+        assert (tmp_path / f"rank.{rank}").read_text() == "2 mpi"
+    assert len(list(tmp_path.glob("after.*"))) == 2, "what follows the launch runs in the ranks, not in the parent"
+
+
+def test_a_slurm_job_of_one_task_starts_its_ranks_without_mpirun_which_would_find_one_slot(tmp_path):
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1", "SLURM_TASKS_PER_NODE": "1", "SLURM_PROCID": "0"}
+    result = run([sys.executable, str(HERE / "launched_script.py"), str(tmp_path)], timeout=120, **slurm)
+    assert result.returncode == 7, result.stdout
+    assert [(tmp_path / f"rank.{rank}").read_text() for rank in range(2)] == ["2 ringrun"] * 2
+
+
+def test_hydra_sweep_one_job_after_the_other_each_in_one_folder(tmp_path):
+    pytest.importorskip("hydra")
+    command = [
+        sys.executable,
+        "-m",
+        "tests.integrations.lightning.hydra_script",
+        "-m",
+        "+lr=1,2",
+        f"+folder={tmp_path}",
+    ]
+    command += ["+begun=${now:%H:%M:%S.%f}", f"hydra.sweep.dir={tmp_path}/out"]
+    result = run(command, timeout=100)
+    assert result.returncode == 0, result.stdout
+    for job, lr in enumerate((1, 2)):
+        texts = {(tmp_path / f"{lr}.{rank}").read_text() for rank in range(2)}
+        assert len(texts) == 1, f"ranks were configured differently: {texts}"
+        output, begun, _ = texts.pop().split()
+        assert output == (tmp_path / f"parent.{lr}").read_text() == str(tmp_path / "out" / str(job))
+        assert begun.count(":") == 2
+    assert len([path for path in Path(tmp_path, "out").iterdir() if path.is_dir()]) == 2
+    assert "UserWarning" not in result.stdout
+
+
+def test_one_process_runs_in_place():
+    assert RingLauncher(RingEnvironment(), 1, 1, use_mpi=True).launch(lambda x: x + 1, 41) == 42
+
+
+def test_several_nodes_need_a_launcher():
+    with pytest.raises(ConfigurationError, match=r"num_nodes=2.*ringrun -n 4 -H host1:2"):
+        RingLauncher(RingEnvironment(), 2, 2, use_mpi=True).launch(print)
+
+
+def test_a_rank_whose_variables_are_gone_does_not_start_ranks_again(monkeypatch):
+    monkeypatch.setenv("RING_LAUNCHER_PID", "4711")
+    with pytest.raises(RankDiscoveryError, match="started as a rank"):
+        RingLauncher(RingEnvironment(), 2, 1, use_mpi=False).launch(print)
+
+
+def test_no_script_no_ranks():
+    program = "from lightning_ring.launch.rerun import own_command\nwith own_command() as command: print(command)"
+    result = run([sys.executable, "-c", program], timeout=60)
+    assert result.returncode == 1
+    assert "Write a script, use RingStrategy(start_method='fork')" in result.stdout

@@ -1,0 +1,80 @@
+"""Several fits in one process: a process group that is open already is used, and a fit leaves the process as it was."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.processes import ROOT, clean_env, end_session, mpirun_command, run
+
+SCRIPT = str(ROOT / "tests" / "integrations" / "lightning" / "session_script.py")
+pytestmark = pytest.mark.timeout(150)
+
+# They serve the next fit, and what the script does between: docs/architecture.md, "What stays after a fit"
+STAYS = {"threads", "excepthook", "exit", "exit handlers", "rank", "group", "files"}
+
+
+def results(folder: Path, command: list[str]) -> list[dict[str, Any]]:
+    done = run(command, timeout=120)
+    assert done.returncode == 0, done.stdout[-4000:]
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+def assert_all_sums_equal(found: list[dict[str, Any]]) -> None:
+    first = found[0]["sums"][0]
+    assert all(value == pytest.approx(first, rel=1e-6) for each in found for value in each["sums"]), found
+
+
+def test_ddp_first_in_ranks_that_lightning_started(tmp_path: Path) -> None:
+    found = results(tmp_path, [sys.executable, SCRIPT, str(tmp_path), "ddp", "ring", "ring_sharded"])
+    assert_all_sums_equal(found)
+    assert len(found[0]["sums"]) == 3
+
+
+def test_fit_leaves_the_process_as_it_was_and_its_group_to_ddp(tmp_path: Path) -> None:
+    phases = ["ring", "ring", "ddp", "ring"]
+    found = results(tmp_path, mpirun_command(2, sys.executable, SCRIPT, str(tmp_path), *phases))
+    assert_all_sums_equal(found)
+    for each in found:
+        assert "GLOO_SOCKET_IFNAME" not in each["environment"]
+        assert set(each["left"][0]) <= STAYS, each["left"][0]
+        assert "ring-watch" in each["left"][0]["threads"][1]
+        assert set(each["left"][1]) <= {"files"}, each["left"][1]
+
+
+def test_group_of_the_script_in_ranks_with_exported_variables(tmp_path: Path) -> None:
+    """The store that the script opened holds MASTER_PORT: there is none left to listen on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        number = str(probe.getsockname()[1])
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, SCRIPT, str(tmp_path), "init", "ring", "ddp"],
+            env=clean_env(
+                RANK=str(rank),
+                LOCAL_RANK=str(rank),
+                WORLD_SIZE="2",
+                LOCAL_WORLD_SIZE="2",
+                MASTER_ADDR="127.0.0.1",
+                MASTER_PORT=number,
+            ),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=120)[0] for process in ranks]
+    finally:
+        for process in ranks:
+            end_session(process)
+    assert [process.returncode for process in ranks] == [0, 0], "\n".join(output[-3000:] for output in outputs)
+    assert_all_sums_equal([json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)])

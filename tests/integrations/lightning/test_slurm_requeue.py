@@ -1,0 +1,84 @@
+"""What a Slurm job asks of `scontrol`, and data-loader workers that a scheduler's signal reaches too."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+from pathlib import Path
+
+import pytest
+from torch.utils.data import DataLoader
+
+from lightning_ring.integrations.lightning.slurm_requeue import job_name, requeue
+from lightning_ring.integrations.lightning.worker_signals import ignore_in_workers
+
+
+def test_a_job_of_an_array_is_named_within_it() -> None:
+    assert job_name({"SLURM_JOB_ID": "7"}) == "7"
+    assert job_name({"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "2"}) == "5_2"
+
+
+@pytest.mark.parametrize(
+    ("script", "answer"),
+    [('test "$1 $2" = "requeue 7"', ""), ("echo Invalid job id >&2; exit 1", "scontrol requeue 7: Invalid job id")],
+)
+def test_what_scontrol_says_is_kept(script: str, answer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "scontrol"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert requeue("7") == answer
+
+
+def test_without_scontrol_the_reason_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "No such file" in requeue("7")
+
+
+def first_item(worker_id: int) -> None:
+    os.environ["WORKER"] = str(worker_id)
+
+
+class Where:
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> tuple[str, int]:
+        return os.environ.get("WORKER", "none"), os.getpid()
+
+
+def test_workers_outlive_a_scheduler_s_signals_and_end_with_their_rank() -> None:
+    loader = DataLoader(Where(), num_workers=1, collate_fn=list, worker_init_fn=first_item)
+    for _ in range(2):  # a loader of an earlier fit
+        ignore_in_workers(loader, [signal.SIGTERM, signal.SIGUSR1], rank=0)
+    batches = iter(loader)
+    name, pid = next(batches)[0]
+    assert (name, pid != os.getpid()) == ("0", True)  # the user's own worker_init_fn has run
+    if os.fork() == 0:  # a signal that the rank itself did not send
+        os.kill(pid, signal.SIGUSR1)
+        os.kill(pid, signal.SIGTERM)
+        os._exit(0)
+    os.wait()
+    assert len(list(batches)) == 39
+    batches = iter(loader)
+    worker = batches._workers[0]
+    next(batches)
+    worker.terminate()
+    worker.join(timeout=20)
+    assert worker.exitcode == 0
+
+
+def test_only_loaders_with_workers_are_touched() -> None:
+    plain = DataLoader(Where(), num_workers=0)
+    ignore_in_workers(plain, [signal.SIGTERM], rank=0)
+    ignore_in_workers([1, 2], [signal.SIGTERM], rank=0)
+    assert plain.worker_init_fn is None
+
+
+def test_seeds_that_lightning_gives_to_workers_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PL_SEED_WORKERS", "1")
+    loader = DataLoader(Where(), num_workers=1)
+    ignore_in_workers(loader, [signal.SIGTERM], rank=1)
+    _, seeds, *_ = loader.worker_init_fn.args  # type: ignore[union-attr]
+    assert seeds.keywords == {"rank": 1}

@@ -1,0 +1,91 @@
+"""What a rank of the process tests does: joins the job, then behaves as ``argv[1]`` says at rank 1.
+
+Rank 0 meanwhile waits as a communicator does, calling `JobWatch.check`, or with ``deaf`` in a way that nothing can
+interrupt. ``argv[2]`` is a folder: each rank writes its pid there, and what it lived to see.
+"""
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed
+
+from lightning_ring.job.excepthook import install_excepthook
+from lightning_ring.job.ranks import discover_ranks
+from lightning_ring.job.rendezvous.store import open_store
+from lightning_ring.job.watch.watch import JobWatch
+
+action, folder = sys.argv[1], Path(sys.argv[2])
+info = discover_ranks()
+install_excepthook(info)
+store = open_store(info, timedelta(seconds=30))
+watch = JobWatch(info, store)
+install_excepthook(info, watch)
+# as in a real job; torch wraps sys.excepthook here
+torch.distributed.init_process_group("gloo", store=store, rank=info.rank, world_size=info.world_size)
+stopped = []
+if number := os.environ.get("RING_STOP_SIGNAL"):
+    signal.signal(int(number), lambda *_: stopped.append(True))
+(folder / f"pid.{info.rank}").write_text(str(os.getpid()))
+print(f"rank {info.rank} of {info.world_size} is up, {info.source}", flush=True)
+
+
+def wait_for_the_others(seconds: float = 60) -> None:
+    begin = time.monotonic()
+    while (waited := time.monotonic() - begin) < seconds:
+        watch.check(waited)
+        time.sleep(0.01)
+
+
+def wait_deaf(seconds: float = 60) -> None:
+    begin = time.monotonic()
+    while time.monotonic() - begin < seconds:
+        time.sleep(0.01)
+
+
+def joined() -> None:
+    store.set(f"joined{info.rank}", "1")
+    store.wait([f"joined{rank}" for rank in range(info.world_size)])
+
+
+joined()
+if action == "finish":
+    time.sleep(0.3 * info.rank)  # rank 0 ends first
+elif action == "raise-all-caught":
+    try:
+        raise ValueError(f"rank {info.rank} raises")
+    except ValueError as error:
+        watch.report(error)
+    time.sleep(1.0)
+    watch.reset()
+    time.sleep(0.5)
+    watch.check()  # the next fit starts clean
+elif action == "stop":  # what the strategy does: stop at the next step, save, end normally
+    begin = time.monotonic()
+    while not stopped and time.monotonic() - begin < 60:
+        time.sleep(0.01)
+    (folder / f"saved.{info.rank}").write_text("checkpoint")
+elif action == "gloo" and info.rank != 1:  # it sees a closed connection, not why
+    torch.distributed.all_reduce(torch.ones(1))
+elif action in ("sleep", "wait") or info.rank != 1:
+    with watch.blocking("a test"):
+        wait_deaf() if action in ("deaf", "sleep") else wait_for_the_others()
+elif action in ("raise", "gloo"):
+    raise ValueError("no such photo")
+elif action == "exit-3":
+    sys.exit(3)
+elif action in ("leave", "deaf"):
+    pass  # the script of rank 1 ends; the other waits for it
+elif action == "caught-exit":
+    with contextlib.suppress(SystemExit):
+        sys.exit(5)
+    raise KeyError("after a caught exit")
+elif action == "kill":
+    os.kill(os.getpid(), signal.SIGKILL)
+else:
+    raise NotImplementedError(action)
+(folder / f"end.{info.rank}").write_text("reached")

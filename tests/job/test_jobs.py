@@ -1,0 +1,259 @@
+"""Real ranks that fail, die, exit and are stopped, under every way to start them (`rank_script.py` is the rank)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.processes import ROOT, clean_env, default_signals, end_session, mpi_family, mpirun_command, mpirun_path
+
+SCRIPT = str(ROOT / "tests" / "job" / "rank_script.py")
+RINGRUN = [sys.executable, "-m", "lightning_ring.cli.ringrun"]
+needs_mpirun = pytest.mark.skipif(mpirun_path() is None, reason="no mpirun beside this Python")
+pytestmark = pytest.mark.timeout(120)
+
+
+def started_by(launcher: str, action: str, folder: Path) -> list[str]:
+    script = [SCRIPT, action, str(folder)]
+    if launcher == "mpirun":
+        return mpirun_command(2, sys.executable, *script)
+    if launcher == "torchrun":
+        return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", *script]
+    return [*RINGRUN, "-n", "2", *(["--no-mpi"] if launcher == "plain" else []), *script]
+
+
+class Job:
+    def __init__(self, process: subprocess.Popen[str], folder: Path) -> None:
+        self.process = process
+        self._folder = folder
+
+    def rank_pids(self) -> list[int]:
+        """Pids of both ranks, once they are up."""
+        files = [self._folder / f"pid.{rank}" for rank in range(2)]
+        deadline = time.monotonic() + 60
+        while not all(file.exists() and file.read_text() for file in files):
+            assert time.monotonic() < deadline, "the ranks did not come up"
+            assert self.process.poll() is None, self.process.communicate()[0]
+            time.sleep(0.05)
+        return [int(file.read_text()) for file in files]
+
+    def finish(self, within: float) -> tuple[int, str]:
+        """Exit code and output; fails if the job takes longer than ``within`` seconds."""
+        output, _ = self.process.communicate(timeout=within)
+        return self.process.returncode, output
+
+
+@contextlib.contextmanager
+def job(launcher: str, action: str, folder: Path, **env: str) -> Iterator[Job]:
+    process = subprocess.Popen(
+        started_by(launcher, action, folder),
+        env=clean_env(**env),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        preexec_fn=default_signals,
+    )
+    begun = Job(process, folder)
+    try:
+        yield begun
+    finally:
+        end_session(process)
+        for file in folder.glob("pid.*"):  # ranks that ringrun started live in sessions of their own
+            with contextlib.suppress(ProcessLookupError, ValueError):
+                os.kill(int(file.read_text()), signal.SIGKILL)
+        process.communicate(timeout=20)
+
+
+def all_gone(pids: list[int], within: float) -> bool:
+    deadline = time.monotonic() + within
+    while alive := [pid for pid in pids if is_alive(pid)]:
+        if time.monotonic() > deadline:
+            print(f"still alive: {alive}")
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+LAUNCHERS = [pytest.param("mpirun", marks=needs_mpirun), "plain"]
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_normal_end(launcher, tmp_path):
+    with job(launcher, "finish", tmp_path) as ranks:
+        code, output = ranks.finish(within=60)
+    assert code == 0, output
+    assert "rank 0 of 2 is up" in output
+    assert "rank 1 of 2 is up" in output
+    assert (tmp_path / "end.0").exists()
+    assert (tmp_path / "end.1").exists()
+
+
+@pytest.mark.parametrize("launcher", [*LAUNCHERS, "torchrun"])
+def test_a_rank_that_raises_outside_fit(launcher, tmp_path):
+    with job(launcher, "raise", tmp_path) as ranks:
+        pids = ranks.rank_pids()
+        code, output = ranks.finish(within=30)
+        assert all_gone(pids, within=2)
+    assert code == 1, output
+    assert "ValueError: no such photo" in output
+    assert f"rank 1 (host {os.uname().nodename}, pid {pids[1]}) failed and ends the job" in output
+    assert output.count("Traceback") == (1 if launcher != "torchrun" else output.count("Traceback"))
+    assert not list(tmp_path.glob("end.*"))
+
+
+def test_the_first_error_is_shown_not_what_it_does_to_the_other_ranks(tmp_path):
+    with job("plain", "gloo", tmp_path) as ranks:
+        pids = ranks.rank_pids()
+        code, output = ranks.finish(within=30)
+    assert code == 1, output
+    assert output.count("Traceback") == 1, output
+    assert "ValueError: no such photo" in output
+    assert "rank 0 ends: rank 1" in output
+    assert f"rank 1 (pid {pids[1]}) ended with exit code 1; the job ends" in output
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_rank_killed_with_kill_9_is_named(launcher, tmp_path):
+    with job(launcher, "kill", tmp_path) as ranks:
+        pids = ranks.rank_pids()
+        code, output = ranks.finish(within=30)
+        assert all_gone(pids, within=2)
+    family = mpi_family() if launcher == "mpirun" else ""
+    assert code == (9 if family in ("mpich", "intelmpi") else 137), output
+    assert "rank 1" in output.lower() or family == "mpich", "MPICH names the process only"
+    assert str(pids[1]) in output
+    assert "Traceback" not in output
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_sys_exit_on_one_rank_ends_the_job_with_its_code(launcher, tmp_path):
+    with job(launcher, "exit-3", tmp_path) as ranks:
+        pids = ranks.rank_pids()
+        code, output = ranks.finish(within=30)
+        assert all_gone(pids, within=2)
+    assert code == 3, output
+    assert "exits with code 3 and ends the job" in output
+
+
+@needs_mpirun
+def test_a_script_that_ends_on_one_rank_while_the_other_waits(tmp_path):
+    """MPI_Finalize would block the one for ever, and the other waits for it in a way that cannot be interrupted."""
+    with job("mpirun", "deaf", tmp_path) as ranks:
+        code, output = ranks.finish(within=60)
+    assert code == 1, output
+    assert "rank 0 ends, waiting in a test: rank 1" in output
+    assert "has left the job" in output
+
+
+@needs_mpirun
+def test_all_ranks_may_raise_and_go_on(tmp_path):
+    with job("mpirun", "raise-all-caught", tmp_path) as ranks:
+        code, output = ranks.finish(within=60)
+    assert code == 0, output
+    assert (tmp_path / "end.0").exists()
+
+
+def test_an_exit_that_the_script_catches_is_none(tmp_path):
+    with job("plain", "caught-exit", tmp_path) as ranks:
+        code, output = ranks.finish(within=30)
+    assert code == 1, output  # not 5
+    assert "KeyError: 'after a caught exit'" in output
+
+
+@needs_mpirun
+def test_mpirun_killed_takes_the_ranks_along(tmp_path):
+    before = set(Path("/dev/shm").iterdir())
+    with job("mpirun", "sleep", tmp_path) as ranks:
+        pids = ranks.rank_pids()
+        segments = {path for pid in pids for path in mapped_segments(pid)}
+        ranks.process.kill()
+        assert all_gone(pids, within=10)
+    if mpi_family() != "mpich":  # it kills the ranks before they can remove its file of 2 MiB
+        assert not [path for path in segments - before if path.exists()]
+
+
+def mapped_segments(pid: int) -> set[Path]:
+    maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return {Path(line[line.index("/") :]) for line in maps if "/dev/shm/" in line}
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+@pytest.mark.parametrize("launcher", [pytest.param("ringrun", marks=needs_mpirun), "plain"])
+def test_the_launcher_killed_takes_the_ranks_along(launcher, tmp_path):
+    with job(launcher, "sleep", tmp_path) as ranks:
+        pids = ranks.rank_pids()
+        ranks.process.kill()
+        assert all_gone(pids, within=10)
+
+
+@needs_mpirun
+def test_mpirun_killed_under_ringrun(tmp_path):
+    with job("ringrun", "sleep", tmp_path) as ranks:
+        pids = ranks.rank_pids()
+        mpirun = parent_of(pids[0])
+        if mpi_family() != "openmpi":  # a proxy of each host stands between
+            mpirun = parent_of(mpirun)
+        os.kill(mpirun, signal.SIGKILL)
+        code, output = ranks.finish(within=30)
+        assert all_gone(pids, within=1)
+    assert code == 137, output
+    assert f"mpirun (pid {mpirun}) was killed by signal 9 (SIGKILL)" in output
+
+
+@pytest.mark.parametrize(
+    ("launcher", "signum", "expected"),
+    [
+        pytest.param("ringrun", signal.SIGTERM, 143, marks=needs_mpirun),
+        ("plain", signal.SIGINT, 130),
+    ],
+)
+def test_told_to_stop_the_ranks_save_and_end(launcher, signum, expected, tmp_path):
+    with job(launcher, "stop", tmp_path) as ranks:
+        pids = ranks.rank_pids()
+        ranks.process.send_signal(signum)
+        code, output = ranks.finish(within=30)
+        assert all_gone(pids, within=1)
+    assert code == expected, output
+    assert (tmp_path / "saved.0").exists()
+    assert (tmp_path / "saved.1").exists()
+    assert "asking the ranks to stop" in output
+
+
+@pytest.mark.parametrize("launcher", [pytest.param("ringrun", marks=needs_mpirun), "plain"])
+def test_ranks_that_do_not_stop_are_ended_after_the_grace(launcher, tmp_path):
+    with job(launcher, "sleep", tmp_path, RING_STOP_GRACE="1") as ranks:
+        pids = ranks.rank_pids()
+        ranks.process.terminate()
+        code, output = ranks.finish(within=20)
+        assert all_gone(pids, within=1)
+    assert code == 143, output
+
+
+def test_a_second_ctrl_c_ends_the_grace(tmp_path):
+    with job("plain", "sleep", tmp_path, RING_STOP_GRACE="100") as ranks:
+        pids = ranks.rank_pids()
+        ranks.process.send_signal(signal.SIGINT)
+        time.sleep(1)
+        ranks.process.send_signal(signal.SIGINT)
+        code, output = ranks.finish(within=20)
+        assert all_gone(pids, within=1)
+    assert code == 130, output

@@ -1,0 +1,169 @@
+from __future__ import annotations
+
+import pytest
+
+from lightning_ring.errors import RankDiscoveryError
+from lightning_ring.job.launchers import LaunchVariables, first_host, launcher_variables, tasks_per_node
+
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
+TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "none",
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "GROUP_RANK": "1",
+    "GROUP_WORLD_SIZE": "2",
+}
+BY_HAND = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+BATCH_SHELL = {  # as sbatch sets it for the script: not a step
+    "SLURM_JOB_ID": "17",
+    "SLURM_NTASKS": "4",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+    "SLURM_JOB_NUM_NODES": "2",
+}
+SRUN_STEP = BATCH_SHELL | {
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "3",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "2,1",
+    "SLURM_PROCID": "2",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "1",
+}
+RINGRUN = {"RING_RANK": "1", "RING_WORLD_SIZE": "2"}
+
+
+def place(found: LaunchVariables | None) -> tuple[object, ...]:
+    assert found is not None
+    return found.rank, found.world_size, found.local_rank, found.local_size, found.node_rank, found.num_nodes
+
+
+@pytest.mark.parametrize(
+    ("environ", "source", "expected"),
+    [
+        (OPEN_MPI, "mpi", (1, 4, 1, 2, None, None)),
+        (
+            {"MV2_COMM_WORLD_RANK": "0", "MV2_COMM_WORLD_SIZE": "2", "MV2_COMM_WORLD_LOCAL_RANK": "0"},
+            "mpi",
+            (0, 2, 0, None, None, None),
+        ),
+        (
+            {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"},
+            "mpi",
+            (1, 2, 1, 2, None, None),
+        ),
+        (SRUN_STEP | {"PMIX_RANK": "2", "PMIX_NAMESPACE": "slurm.pmix.17.0"}, "mpi", (2, 3, 0, 1, 1, 2)),
+        (RINGRUN, "ringrun", (1, 2, 1, 2, 0, 1)),
+        (TORCHRUN, "torchrun", (3, 4, 1, 2, 1, 2)),
+        (
+            {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
+            "torchrun",
+            (3, 4, 1, 2, 1, 2),
+        ),
+        (SRUN_STEP, "slurm", (2, 3, 0, 1, 1, 2)),
+        # a cluster's prologue, or a job script for another program, sets some of torchrun's variables
+        (SRUN_STEP | {"LOCAL_RANK": "1"}, "slurm", (2, 3, 0, 1, 1, 2)),
+        (SRUN_STEP | {"RANK": "0", "WORLD_SIZE": "8"}, "slurm", (2, 3, 0, 1, 1, 2)),
+        (SRUN_STEP | {"WORLD_SIZE": "8", "MASTER_ADDR": "here", "MASTER_PORT": "1"}, "slurm", (2, 3, 0, 1, 1, 2)),
+    ],
+)
+def test_every_launcher_is_read(environ, source, expected):
+    found = launcher_variables(environ)
+    assert found is not None
+    assert found.source == source
+    assert place(found) == expected
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        BATCH_SHELL,
+        BATCH_SHELL | {"LOCAL_RANK": "0"},
+        BATCH_SHELL | {"RANK": "0", "WORLD_SIZE": "2"},
+        SRUN_STEP | {"SLURM_STEP_NUM_TASKS": "1", "LOCAL_RANK": "3"},
+        SRUN_STEP | {"SLURM_STEP_NUM_TASKS": "1"},
+        SRUN_STEP | {"SLURM_STEP_ID": "4294967290"},  # salloc's interactive step
+        {"PMIX_RANK": "0", "PMIX_NAMESPACE": "somebody"},  # a PMIx server that is no MPI launcher
+    ],
+)
+def test_one_process_is_no_rank_of_a_launcher(environ):
+    assert launcher_variables(environ) is None
+
+
+@pytest.mark.parametrize(
+    ("environ", "source"),
+    [
+        (BATCH_SHELL | OPEN_MPI, "mpi"),  # mpirun inside sbatch: Lightning's own choice is Slurm, and rank 0 twice
+        (SRUN_STEP | OPEN_MPI, "mpi"),  # mpirun starts its daemons through srun
+        (OPEN_MPI | TORCHRUN, "torchrun"),  # mpirun, one torchrun a node
+        (SRUN_STEP | TORCHRUN, "torchrun"),
+        (BATCH_SHELL | RINGRUN, "ringrun"),
+        (SRUN_STEP | {name: TORCHRUN[name] for name in BY_HAND}, "torchrun"),  # all four: each task starts several
+        (BATCH_SHELL | OPEN_MPI | {"LOCAL_RANK": "0"}, "mpi"),
+        (OPEN_MPI | {"RANK": "0", "WORLD_SIZE": "9"}, "mpi"),  # exported by a job script for another purpose
+    ],
+)
+def test_the_nearest_launcher_counts(environ, source):
+    found = launcher_variables(environ)
+    assert found is not None
+    assert found.source == source
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        ({"OMPI_COMM_WORLD_RANK": "0"}, ["OMPI_COMM_WORLD_SIZE is not set", "OMPI_COMM_WORLD_RANK=0"]),
+        (OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "4"}, ["rank 4", "world size is 4", "Open MPI"]),
+        (OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "four"}, ["OMPI_COMM_WORLD_SIZE='four'"]),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, ["LOCAL_RANK is not set", "RANK=0", "WORLD_SIZE=2"]),
+        ({"LOCAL_RANK": "0", "WORLD_SIZE": "2", "NODE_RANK": "0"}, ["RANK is not set"]),
+        (
+            {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"},
+            ["WORLD_SIZE=3", "LOCAL_WORLD_SIZE=2", "GROUP_RANK"],
+        ),
+        (TORCHRUN | {"LOCAL_RANK": "2"}, ["local rank 2", "torchrun"]),
+        (SRUN_STEP | {"SLURM_STEP_TASKS_PER_NODE": "2"}, ["SLURM_STEP_TASKS_PER_NODE='2'", "SLURM_STEP_NUM_TASKS=3"]),
+        ({"RING_RANK": "0"}, ["RING_WORLD_SIZE is not set"]),
+        (SRUN_STEP | {"PMIX_RANK": "1", "PMIX_NAMESPACE": "x"}, ["PMIX_RANK=1", "SLURM_PROCID=2"]),
+    ],
+)
+def test_what_does_not_add_up_is_named(environ, words):
+    with pytest.raises(RankDiscoveryError) as error:
+        launcher_variables(environ)
+    for word in words:
+        assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "counts"), [("4", [4]), ("2(x3),1", [2, 2, 2, 1]), ("", []), ("2,x", []), ("8(x2)", [8, 8])]
+)
+def test_tasks_per_node(text, counts):
+    assert tasks_per_node(text) == counts
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "host"),
+    [
+        ("gpu1", "gpu1"),
+        ("gpu1,gpu2", "gpu1"),
+        ("gpu[03-05,9],login", "gpu03"),
+        ("rack-a-n[7]", "rack-a-n7"),
+        ("n[1-2]-ib,m", "n1-ib"),
+    ],
+)
+def test_first_host(nodelist, host):
+    assert first_host(nodelist) == host
+
+
+def test_first_host_of_nothing():
+    with pytest.raises(RankDiscoveryError, match="MASTER_ADDR"):
+        first_host("")

@@ -1,0 +1,89 @@
+"""The link between two hosts is cut: two hosts, each a network namespace."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks.hosts import open_hosts, why_not
+from tests.processes import ROOT, clean_env, end_session
+
+SCRIPT = str(ROOT / "tests" / "job" / "rank_script.py")
+
+
+NESTED = """
+import sys
+from datetime import timedelta
+from pathlib import Path
+import torch
+from lightning_ring.job.job import connect, open_communicator
+from lightning_ring.job.ranks import discover_ranks
+minute = timedelta(minutes=1)
+info = discover_ranks()
+job = connect(info, torch.device("cpu"), minute)
+open_communicator(job, "auto", torch.device("cpu"), minute, minute, "hierarchical")
+while True:
+    job.communicator.all_reduce_(torch.ones(1_000_000), name="bucket 3").wait()
+    Path(sys.argv[1], f"nested.{info.rank}").touch()
+"""
+
+
+@pytest.mark.netns
+@pytest.mark.timeout(180)
+def test_both_sides_end_when_the_link_is_cut(tmp_path):
+    """Two jobs: plain processes, rank 0 waiting in a loop that checks, rank 1 in one that nothing can interrupt; and
+    under mpirun two ranks on each host that reduce in the node, then across."""
+    if (reason := why_not()) is not None:
+        pytest.skip(reason)
+    with open_hosts(2, rate=None) as hosts, contextlib.ExitStack() as cleanup:
+
+        def start(command: list[str], **place: str) -> subprocess.Popen[str]:
+            process = subprocess.Popen(
+                command,
+                env=clean_env(**place),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            )
+            cleanup.callback(process.communicate, timeout=20)
+            cleanup.callback(end_session, process)
+            return process
+
+        master = {"MASTER_ADDR": hosts.address(hosts.names[0]), "MASTER_PORT": "29400"}
+        ranks = [
+            start(
+                hosts.on(host, sys.executable, SCRIPT, action, str(tmp_path)),
+                **{"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
+                **master,
+            )
+            for rank, (host, action) in enumerate(zip(hosts.names, ("wait", "sleep"), strict=True))
+        ]
+        nested = start(hosts.mpirun(4, sys.executable, "-c", NESTED, str(tmp_path)), OMPI_MCA_mpi_yield_when_idle="1")
+        up = [Path(tmp_path, f"pid.{rank}") for rank in range(2)] + [Path(tmp_path, f"nested.{r}") for r in range(4)]
+        deadline = time.monotonic() + 90
+        while not all(file.exists() for file in up):
+            assert time.monotonic() < deadline, "the ranks did not come up"
+            time.sleep(0.1)
+        time.sleep(1)
+        hosts.cut(hosts.names[1])
+        outputs = [process.communicate(timeout=45)[0] for process in ranks]
+        output = nested.communicate(timeout=30)[0]
+        deadline = time.monotonic() + 20  # a shell that was to end mpirun sleeps for some seconds
+        while left := [name for host in hosts.names for name in hosts.running(host)]:
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.2)
+    for rank in range(2):
+        assert ranks[rank].returncode == 1, outputs[rank]
+        assert f"rank {1 - rank} (host" in outputs[rank]
+        assert "the link to it is cut" in outputs[rank]
+    assert nested.returncode not in (0, None), output
+    assert f"(host {hosts.names[1]}" in output
+    assert "the link to it is cut" in output
+    assert not left, f"{left}\n{output}"

@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from datetime import timedelta
+
+import pytest
+from torch.distributed import HashStore, TCPStore
+
+from lightning_ring.errors import RankDiscoveryError
+from lightning_ring.job.ranks import SINGLE, RankInfo
+from lightning_ring.job.rendezvous import store as rendezvous
+from lightning_ring.job.rendezvous.greeting import Greeter, greet, listen
+from lightning_ring.job.rendezvous.interfaces import ipv4_addresses, reachable_candidates
+from lightning_ring.job.rendezvous.store import open_store
+
+LOOPBACK = "127.0.0.1"
+
+
+def ranks(world_size: int, source: str) -> list[RankInfo]:
+    return [RankInfo(rank, world_size, rank, world_size, 0, 1, source) for rank in range(world_size)]
+
+
+@pytest.fixture
+def free_port():
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK, 0))
+        return probe.getsockname()[1]
+
+
+def test_one_rank_opens_nothing():
+    before = threading.active_count()
+    assert isinstance(open_store(SINGLE, timedelta(seconds=1)), HashStore)
+    assert threading.active_count() == before
+
+
+def test_a_torch_whose_newer_store_takes_no_listening_socket(monkeypatch):
+    """torch 2.6."""
+
+    def of_torch_2_6(*args, use_libuv=True, master_listen_fd=None, **settings):
+        if use_libuv and master_listen_fd is not None:
+            raise NotImplementedError("The libuv TCPStore backend does not support initialization with an listen fd.")
+        return TCPStore(*args, use_libuv=use_libuv, master_listen_fd=master_listen_fd, **settings)
+
+    monkeypatch.setattr(rendezvous, "TCPStore", of_torch_2_6)
+    store = rendezvous._serve("", timedelta(seconds=10))
+    store.set("key", "value")
+    assert store.get("key") == b"value"
+
+
+def test_ranks_meet_at_a_known_port(monkeypatch, free_port):
+    monkeypatch.setenv("MASTER_ADDR", LOOPBACK)
+    monkeypatch.setenv("MASTER_PORT", str(free_port))
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    stores = []  # rank 0's serves the others: it has to outlive them
+    with ThreadPoolExecutor(3) as pool:
+
+        def meet(info: RankInfo) -> bytes:
+            time.sleep(0.5 if info.rank == 0 else 0)  # the others come first, and wait
+            store = open_store(info, timedelta(seconds=20))
+            stores.append(store)
+            store.set(str(info.rank), f"hello from {info.rank}")
+            return store.get(str((info.rank + 1) % 3))
+
+        assert list(pool.map(meet, ranks(3, "torchrun"))) == [b"hello from 1", b"hello from 2", b"hello from 0"]
+
+
+def test_slurm_ranks_derive_the_same_port(monkeypatch):
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    monkeypatch.setenv("SLURM_STEP_ID", "0")
+    with ThreadPoolExecutor(2) as pool:
+        stores = list(pool.map(lambda info: open_store(info, timedelta(seconds=20)), ranks(2, "slurm")))
+    stores[0].set("key", "value")
+    assert stores[1].get("key") == b"value"
+
+
+def test_a_port_that_is_taken_is_named_by_rank_0(monkeypatch):
+    with socket.socket() as other:
+        other.bind((LOOPBACK, 0))
+        other.listen()
+        port = other.getsockname()[1]
+        monkeypatch.setenv("MASTER_ADDR", LOOPBACK)
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        with pytest.raises(RankDiscoveryError, match=f"port {port} of 127.0.0.1.*in use.*MASTER_PORT"):
+            open_store(ranks(2, "torchrun")[0], timedelta(seconds=5))
+
+
+@pytest.mark.parametrize("answer", [b"HTTP/1.0 400 Bad Request\r\n\r\n", b"lightning_ring other-job 1234\n", None])
+def test_another_program_on_the_port_is_named_by_the_others(monkeypatch, answer):
+    """torch's own store client waits for ever for a server that says nothing (``None``)."""
+    monkeypatch.setattr("lightning_ring.job.rendezvous.store.ANSWER_SECONDS", 0.5)
+    with socket.socket() as other:
+        other.bind((LOOPBACK, 0))
+        other.listen()
+        port = other.getsockname()[1]
+
+        def serve() -> None:
+            connection, _ = other.accept()
+            if answer is not None:
+                connection.sendall(answer)
+            connections.append(connection)
+
+        connections: list[socket.socket] = []
+        threading.Thread(target=serve, daemon=True).start()
+        monkeypatch.setenv("MASTER_ADDR", LOOPBACK)
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        with pytest.raises(RankDiscoveryError, match=f"Rank 1 asked 127.0.0.1:{port} .* the port is taken"):
+            open_store(ranks(2, "torchrun")[1], timedelta(seconds=30))
+        for connection in connections:
+            connection.close()
+
+
+def test_nobody_there(free_port):
+    with pytest.raises(RankDiscoveryError, match=f"could not reach rank 0 at 127.0.0.1:{free_port} within 1 s"):
+        greet(LOOPBACK, free_port, "job", rank=1, timeout=1)
+
+
+def test_missing_variables_are_named(monkeypatch):
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with pytest.raises(RankDiscoveryError, match="MASTER_ADDR is ''"):
+        open_store(ranks(2, "torchrun")[1], timedelta(seconds=1))
+    monkeypatch.setenv("MASTER_ADDR", LOOPBACK)
+    monkeypatch.setenv("MASTER_PORT", "many")
+    with pytest.raises(RankDiscoveryError, match="MASTER_PORT is 'many'"):
+        open_store(ranks(2, "torchrun")[1], timedelta(seconds=1))
+
+
+def test_greeter_ends_when_all_have_called():
+    door = listen(LOOPBACK)
+    port = door.getsockname()[1]
+    greeter = Greeter(door, "job", count=2)
+    greeter.start("4711")
+    for rank in (1, 1, 2):  # a rank that calls twice is one rank
+        assert greet(LOOPBACK, port, "job", rank, timeout=5) == ("4711", LOOPBACK)
+    with pytest.raises(RankDiscoveryError):
+        greet(LOOPBACK, port, "job", rank=2, timeout=0.5)
+
+
+def test_interfaces():
+    addresses = dict(ipv4_addresses())
+    assert LOOPBACK in addresses.values()
+    assert not any(address.startswith("127.") for address in reachable_candidates({}))
+    for name, address in ipv4_addresses():
+        if not address.startswith("127."):
+            assert reachable_candidates({"NCCL_SOCKET_IFNAME": name})[0] == address
+
+
+def test_ranks_of_several_nodes_listen_to_other_hosts(monkeypatch, free_port):
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", str(free_port))
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "mine")
+    zero, one = (replace(info, num_nodes=2, node_rank=info.rank) for info in ranks(2, "torchrun"))
+    with ThreadPoolExecutor(2) as pool:
+        stores = list(pool.map(lambda info: open_store(info, timedelta(seconds=20)), (zero, one)))
+    stores[0].set("key", "value")
+    assert stores[1].get("key") == b"value"

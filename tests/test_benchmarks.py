@@ -1,0 +1,122 @@
+"""The benchmarks run end to end, and jobs that take turns do not overlap. What they measure is not asserted."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import hosts, step
+from benchmarks.turns import Conductor
+from tests.processes import run
+
+JOB = """
+import os, sys, time
+from benchmarks.turns import Turns
+job = sys.argv[2]
+turns = Turns(job)
+with open(sys.argv[1], "a", buffering=1) as log:
+    while turns.wait():
+        log.write(f"{job} {os.getpid()}\\n")
+        time.sleep(0.002)
+turns.leave({"pid": os.getpid()})
+"""
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.setenv("PYTHONPATH", str(step.ROOT))
+    (tmp_path / "job.py").write_text(JOB)
+    return [sys.executable, str(tmp_path / "job.py"), str(tmp_path / "log")]
+
+
+def test_jobs_take_turns_and_only_timed_steps_count(job: list[str], tmp_path: Path) -> None:
+    with Conductor(tmp_path) as conductor:
+        conductor.start([[*job, "a"], [*job, "b"]], "ab", num_ranks=1)
+        times = [conductor.turn(name, 3) for name in "abba"]
+        facts = conductor.finish()
+    assert [len(turn) for turn in times] == [3, 3, 3, 3]
+    assert all(0.002 <= seconds < 5 for turn in times for seconds in turn)
+    lines = [line.split() for line in (tmp_path / "log").read_text().splitlines()]
+    assert [name for name, _ in lines] == ["a"] * 4 + ["b"] * 8 + ["a"] * 4, "3 timed steps a turn, and one before"
+    assert {(name, int(pid)) for name, pid in lines} == {(name, facts[name][0]["pid"]) for name in "ab"}
+
+
+def test_a_job_that_fails_is_an_error_with_its_output_and_ends_the_others(job: list[str], tmp_path: Path) -> None:
+    fails = [sys.executable, "-c", "raise ValueError('no such photo')"]
+    said = r"(?s)a job ended with exit code 1:.*no such photo"
+    with pytest.raises(SystemExit, match=said), Conductor(tmp_path) as conductor:
+        conductor.start([[*job, "a"], fails], "ab", num_ranks=1)
+    until = time.monotonic() + 5
+    while any(str(tmp_path) in cmdline for cmdline in command_lines()):
+        assert time.monotonic() < until, "job a still runs"
+        time.sleep(0.05)
+
+
+def command_lines() -> list[str]:
+    found = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            found.append(file.read_text())
+        except OSError:
+            continue  # it ended meanwhile
+    return found
+
+
+def test_ddp_and_the_ring_are_timed_side_by_side(tmp_path: Path) -> None:
+    words = [
+        "one_node",
+        "--model",
+        "tiny",
+        "--contenders",
+        "ddp",
+        "ring:bucket_cap_mb=4",
+        "--steps",
+        "2",
+        "--rounds",
+        "2",
+    ]
+    result = run([sys.executable, "-m", "benchmarks.step", *words, "--json", str(tmp_path / "out")], timeout=150)
+    assert result.returncode == 0, result.stdout
+    found = json.loads((tmp_path / "out").read_text())
+    assert {name: len(times) for name, times in found["seconds"].items()} == {"ddp": 4, "ring:bucket_cap_mb=4": 4}
+    strategies = {name: {fact["strategy"] for fact in facts} for name, facts in found["facts"].items()}
+    assert strategies == {"ddp": {"DDPStrategy"}, "ring:bucket_cap_mb=4": {"RingStrategy"}}
+    elements = 3 * 8 * 9 + 8 + 288 * 10 + 10
+    assert all(fact["state_bytes"] == 4 * elements for facts in found["facts"].values() for fact in facts)
+    assert "of the time of ddp" in result.stdout
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_the_gpu_benchmark_says_so_in_one_line() -> None:
+    result = run([sys.executable, "-m", "benchmarks.gpu"], timeout=60)
+    assert result.returncode == 77
+    assert result.stdout.splitlines() == ["no NVIDIA GPU that torch can use on this machine: nothing was measured"]
+
+
+@pytest.mark.timeout(200)
+def test_the_gpu_benchmark_walks_its_whole_way_on_the_cpu() -> None:
+    pytest.importorskip("timm")
+    result = run([sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--tiny"], timeout=180)
+    assert result.returncode == 0, result.stdout
+    tests = "passed" if torch.cuda.is_available() else "skipped"
+    for said in ("| ring:force_communication=True,monitor=False |", "at world size 1:", "LAMB", tests):
+        assert said in result.stdout, result.stdout
+
+
+def test_rows_with_hosts_say_what_is_missing() -> None:
+    if hosts.why_not() is None:
+        pytest.skip("there can be hosts")
+    result = run([sys.executable, "-m", "benchmarks.step", "two_hosts"], timeout=60)
+    assert result.returncode == 77
+    assert "no hosts: " in result.stdout
+
+
+def test_turns_are_compared_by_their_means() -> None:
+    peer = [1.0, 1.0, 2.0, 2.0, 4.0, 4.0]
+    middle, low, high = step.ratio_of_turns([1.1, 1.1, 1.0, 3.2, 4.8, 4.8], peer, steps=2)
+    assert (middle, low, high) == pytest.approx((1.1, 1.05, 1.2))

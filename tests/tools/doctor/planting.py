@@ -1,0 +1,123 @@
+"""Plants faults for the doctor to find, and runs it as a user would: as a command, whose JSON is read."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.processes import clean_env, end_session
+
+FAST = ("versions", "launcher", "mpi", "threads", "memory", "network")  # none of them imports torch
+
+
+@dataclass(frozen=True)
+class Report:
+    code: int
+    read: dict[str, Any]
+    errors: str
+
+    def find(self, name: str, host: int = 0) -> dict[str, str] | None:
+        """The finding of that name on a host, by its place in the report."""
+        return next((entry for entry in self.read["hosts"][host]["findings"] if entry["name"] == name), None)
+
+    def between(self, name: str) -> dict[str, str]:
+        found = [entry for entry in self.read["between_hosts"] if entry["name"] == name]
+        assert len(found) == 1, self.read["between_hosts"]
+        return found[0]
+
+
+def doctor(
+    *arguments: str,
+    only: Sequence[str] = FAST,
+    python: str | Path = sys.executable,
+    within: Sequence[str] = (),
+    cwd: Path | None = None,
+    seconds: float = 60,
+    **env: str,
+) -> Report:
+    """``lightning-ring doctor --json``, run by ``python`` through the command ``within``."""
+    command = [*within, str(python), "-m", "lightning_ring.cli.main", "doctor", "--json", *arguments, "--only", *only]
+    process = subprocess.Popen(
+        command,
+        env=clean_env(**env),
+        cwd=cwd,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, errors = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        end_session(process)
+        raise AssertionError(f"{command} did not end within {seconds} s: {process.communicate(timeout=10)}") from None
+    assert process.returncode in (0, 1), errors
+    report = Report(process.returncode, json.loads(output), errors)
+    assert report.code == (report.read["state"] == "broken"), output
+    return report
+
+
+def program(folder: Path, name: str, script: str) -> Path:
+    """A shell script that can be run by its name."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / name
+    file.write_text(f"#!/bin/sh\n{script}\n")
+    file.chmod(0o755)
+    return file
+
+
+def first_on_path(folder: Path) -> str:
+    return f"{folder}{os.pathsep}{os.environ['PATH']}"
+
+
+def own_environment(folder: Path) -> Path:
+    """A virtual environment that has all that this one has, through links: what is in it can be changed by itself."""
+    real = Path(sysconfig.get_paths()["purelib"])
+    packages = folder / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
+    packages.mkdir(parents=True)
+    for entry in real.iterdir():
+        (packages / entry.name).symlink_to(entry)
+    (folder / "bin").mkdir()
+    base = Path(getattr(sys, "_base_executable", sys.executable))
+    (folder / "bin" / "python").symlink_to(base.resolve())
+    (folder / "pyvenv.cfg").write_text(f"home = {base.resolve().parent}\ninclude-system-site-packages = false\n")
+    return folder
+
+
+def packages_of(environment: Path) -> Path:
+    return next((environment / "lib").glob("python*/site-packages"))
+
+
+def change_metadata(environment: Path, package: str, pattern: str, new: str) -> Path:
+    """Replace what ``pattern`` finds by ``new`` in what pip wrote about ``package``; returns the changed folder."""
+    link = next(packages_of(environment).glob(f"{package}-*.dist-info"))
+    real = link.resolve()
+    link.unlink()
+    shutil.copytree(real, link)
+    text, count = re.subn(pattern, new, (link / "METADATA").read_text(), count=1, flags=re.MULTILINE)
+    assert count == 1, f"{package} has no {pattern!r}"
+    (link / "METADATA").write_text(text)
+    return link
+
+
+def with_mounts(*commands: str) -> list[str] | None:
+    """What runs a command after ``commands`` of mount, in a view of the file system that nobody else has; `None` where
+    that is not allowed."""
+    for unshare in (["unshare", "--mount", "--uts"], ["unshare", "--user", "--map-root-user", "--mount", "--uts"]):
+        within = [*unshare, "sh", "-c", " && ".join([*commands, 'exec "$0" "$@"'])]
+        if (
+            shutil.which("unshare")
+            and not subprocess.run([*within, "true"], capture_output=True, timeout=20).returncode
+        ):
+            return within
+    return None

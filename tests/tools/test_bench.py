@@ -1,0 +1,200 @@
+"""`lightning-ring bench`: what it refuses, what it measures, and that it notices wrong sums."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_ring.cli import bench
+from lightning_ring.comm.backends.thread import run_ranks
+from lightning_ring.comm.communicator import Communicator, shard
+from lightning_ring.errors import CollectiveError, ConfigurationError
+from lightning_ring.tools.bench import report
+from lightning_ring.tools.bench.measure import Timing, measure
+from lightning_ring.tools.bench.names import BACKENDS, COLLECTIVES, COPY
+from tests.processes import clean_env, mpirun_command, run
+
+CPU = torch.device("cpu")
+COMMAND = [sys.executable, "-m", "lightning_ring.cli.main", "bench"]
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = clean_env()
+    for name in set(bench.os.environ) - set(kept):
+        monkeypatch.delenv(name)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("1024", 1024),
+        ("4K", 4096),
+        ("25M", 25 << 20),
+        ("25MiB", 25 << 20),
+        ("25MB", 25_000_000),
+        ("1.5k", 1536),
+        ("8B", 8),
+    ],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert bench.parse_size(text, "--sizes") == size
+
+
+def test_sizes_from_min_to_max_grow_four_times_each() -> None:
+    default = bench.chosen_sizes(None, None, None)
+    assert default == [1024 * 4**power for power in range(10)]
+    assert default[-1] == 256 << 20
+    assert bench.chosen_sizes(None, "5K", "79K") == [5120, 20480]
+    assert bench.chosen_sizes("8,4K", None, None) == [8, 4096]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--sizes", "big"], "'big' is not a size"),
+        (["--sizes", "4K,,"], "'' is not a size"),
+        (["--min", "-1"], "--min"),
+        (["--max", "3"], "less than the 4 bytes"),
+        (["--min", "2M", "--max", "1M"], "nothing lies between"),
+        (["--sizes", "1K", "--max", "1M"], "one or the other"),
+        (["--seconds", "0"], "--seconds"),
+        (["--seconds", "nan"], "--seconds"),
+        (["--compare", "mpi", "--backends", "gloo"], "--compare mpi"),
+        (["--json", "/nowhere/at/all.json"], "--json /nowhere/at/all.json: cannot be written"),
+        (["--json", "/tmp"], "--json /tmp: cannot be written"),
+        (["--plot", "bandwidth.txt"], ".png"),
+        (["-n", "1"], "1 rank(s) exchange nothing"),
+        (["-n", "0"], "0 rank(s) exchange nothing"),
+        (["-n", "3", "-H", "localhost:2"], "more ranks than the 2 slots"),
+        (["-H", "localhost:x"], "-H"),
+    ],
+)
+def test_bad_input_is_said_before_anything_starts(words: list[str], said: str) -> None:
+    with pytest.raises((ConfigurationError, SystemExit)) as error:
+        bench.main(words)
+    if isinstance(error.value, ConfigurationError):  # argparse takes -1 for an option and ends by itself
+        assert said in str(error.value)
+
+
+def test_a_plot_without_matplotlib_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigurationError, match="pip install matplotlib"):
+        bench.main(["--plot", "bandwidth.png"])
+
+
+@pytest.mark.parametrize(
+    ("words", "size", "said"),
+    [
+        (["-n", "4"], "2", "-n 4, but Open MPI started 2 ranks"),
+        (["-H", "localhost:2"], "2", "Leave them out here"),
+        ([], "1", "exchange nothing"),
+    ],
+)
+def test_what_contradicts_the_launcher_is_refused(
+    words: list[str], size: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", size)
+    with pytest.raises(ConfigurationError, match=said):
+        bench.main(words)
+
+
+class Broken:
+    """A communicator of which one rank's result of one collective is off by one in one element."""
+
+    def __init__(self, comm: Communicator, collective: str) -> None:
+        self._comm = comm
+        self._broken = f"{collective}_"
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._comm, name)
+        return self._wrong(method) if name == self._broken else method
+
+    def _wrong(self, method: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+        def run(flat: Tensor) -> Any:
+            work = method(flat)
+            work.wait()
+            if self._comm.rank == 1:
+                shard(flat, self._comm.world_size, self._comm.shard_index)[-1] += 1
+            return work
+
+        return run
+
+
+def measured(comm: Communicator, contender: Any, collective: str, sizes: list[int]) -> list[list[Timing]]:
+    return list(measure({"this": contender}, comm, CPU, collective, sizes, seconds=1e-3))
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_right_results_pass_and_a_wrong_element_does_not(world_size: int, collective: str) -> None:
+    sizes = [4, 1000, 300_000]  # from one element a rank to more than one period of the numbers
+    for found in run_ranks(world_size, lambda comm: measured(comm, comm, collective, sizes)):
+        assert [[t.backend for t in timings] for timings in found] == [[COPY, "this"]] * len(sizes)
+        assert all(0 < t.least <= t.median <= t.p95 and t.num_calls >= 5 for timings in found for t in timings)
+        assert all(abs(row[0].num_bytes - size) < 4 * world_size for row, size in zip(found, sizes, strict=True))
+    with pytest.raises(CollectiveError, match=rf"this: {collective} .* left 1 of \d+ elements wrong on rank"):
+        run_ranks(world_size, lambda comm: measured(comm, Broken(comm, collective), collective, sizes[1:2]))
+
+
+def test_bandwidths_are_those_of_nccl_tests() -> None:
+    for collective, bus in (("all_reduce", 1.5), ("reduce_scatter", 0.75), ("all_gather", 0.75)):
+        timing = Timing(collective, "mpi", 10**9, median=1.0, least=0.5, p95=2.0, num_calls=5)
+        assert timing.algorithm_bandwidth == 1e9
+        assert timing.bus_bandwidth(4) == bus * 1e9
+    assert Timing("all_reduce", COPY, 10**9, 1.0, 1.0, 1.0, 5).bus_bandwidth(4) == 1e9
+
+
+def test_ratios_are_the_peers_median_over_each_median() -> None:
+    timings = [Timing("all_reduce", name, 1024, s, s, s, 5) for name, s in ((COPY, 1.0), ("a", 2.0), ("b", 8.0))]
+    lines = list(report.lines(timings, world_size=2, peer="b"))
+    assert [line.split()[2] for line in lines] == ["a", "b"]
+    assert [float(line.split()[-1]) for line in lines] == [4.0, 1.0]
+
+
+def test_it_starts_ranks_measures_every_backend_and_writes_what_it_found(tmp_path: Path) -> None:
+    files = ["--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png")]
+    asked = ["-n", "2", "--device", "cpu", "--sizes", "1K,10001,300K", "--seconds", "0.01", "--compare", "torch-gloo"]
+    result = run([*COMMAND, *asked, *files], timeout=90)
+    assert result.returncode == 0, result.stdout
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found["world"] == {"world_size": 2, "num_nodes": 1, "device": "cpu"}
+    backends = set(BACKENDS) - set(found["missing"])
+    assert {"mpi", "gloo", "torch-gloo"} <= backends
+    rows = found["timings"]
+    assert {(r["collective"], r["backend"], r["bytes"]) for r in rows} == {
+        (collective, backend, size)
+        for collective in COLLECTIVES
+        for backend in {*backends, COPY}
+        for size in (1024, 10000, 307200)
+    }
+    for row in rows:
+        assert row["algorithm_bandwidth"] == pytest.approx(row["bytes"] / row["median_seconds"])
+    assert {(m["collective"], m["backend"]) for m in found["models"]} == {(c, b) for c in COLLECTIVES for b in backends}
+    table = [line.split() for line in result.stdout.splitlines() if line.endswith(" 1.00")]
+    assert {tuple(words[:3]) for words in table} >= {("1", "KiB", "torch-gloo"), ("300", "KiB", "torch-gloo")}
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_backend_that_the_launcher_rules_out_is_an_error_that_says_so() -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "lightning_ring.cli.main"]
+    result = run([*launcher, "bench", "--backends", "mpi", "--sizes", "1K"], timeout=90)
+    assert result.returncode != 0
+    assert "mpi cannot be measured here: torchrun started the ranks, not MPI. There are: auto, gloo" in result.stdout
+
+
+def test_under_mpirun_it_uses_those_ranks() -> None:
+    words = ["--backends", "mpi", "--collectives", "all_gather", "--sizes", "4K", "--seconds", "0.01"]
+    result = run(mpirun_command(3, *COMMAND, *words), timeout=90)
+    assert result.returncode == 0, result.stdout
+    assert result.stdout.count("3 ranks on 1 node(s), cpu") == 1
+    assert result.stdout.count(" KiB  mpi") == 1
