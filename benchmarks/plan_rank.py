@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lightning_ring.algorithms.sharded import Sharding
+from lightning_ring.algorithms.sharded.sharding import Sharding
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.cost import default_cap_mb
 from lightning_ring.gradients import Reducer, ShardReducer

@@ -13,7 +13,8 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from lightning_ring.comm.cost import default_cap_mb
+from lightning_ring.algorithms import ALGORITHMS, algorithm_class
+from lightning_ring.algorithms.algorithm import Algorithm
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.gradients.compression import COMPRESSORS, Compressor
 from lightning_ring.timeline.paths import checked_path
@@ -40,6 +41,7 @@ class RingOptions:
     topology: Topology = "auto"
     compression: Compression | Compressor | None = None
     shard_optimizer: bool = False
+    algorithm: str | Algorithm | None = None
     broadcast_buffers: BroadcastBuffers = "epoch"
     uneven: Uneven = "error"
     start_method: StartMethod = "popen"
@@ -57,6 +59,7 @@ class RingOptions:
         if not isinstance(self.compression, Compressor):
             _one_of("compression", self.compression, (None, *get_args(Compression)), "or a Compressor")
         _one_of("shard_optimizer", self.shard_optimizer, (False, True))
+        self._check_algorithm()
         _one_of("broadcast_buffers", self.broadcast_buffers, get_args(BroadcastBuffers))
         _one_of("uneven", self.uneven, get_args(Uneven))
         _one_of("start_method", self.start_method, get_args(StartMethod))
@@ -83,9 +86,35 @@ class RingOptions:
                 "rank its shard of a sum. Use 'fp16', 'bf16' or None, or shard_optimizer=False (strategy='ring')."
             )
 
-    def bucket_cap_on(self, device: torch.device, world_size: int) -> float | Literal["auto"]:
-        """``bucket_cap_mb``, or the default for so many ranks whose gradients live on ``device``."""
-        return default_cap_mb(device.type, world_size) if self.bucket_cap_mb is None else self.bucket_cap_mb
+    def _check_algorithm(self) -> None:
+        chosen = self.algorithm
+        if not isinstance(chosen, Algorithm):
+            _one_of("algorithm", chosen, (None, *ALGORITHMS), "or an Algorithm")
+            name = chosen or ("ring_sharded" if self.shard_optimizer else "ring")
+            if self.shard_optimizer and not algorithm_class(name).sharded:
+                raise ConfigurationError(
+                    f"RingStrategy got shard_optimizer=True with algorithm={name!r}, which keeps whole optimizers on "
+                    "every rank. Leave one of the two out."
+                )
+            object.__setattr__(self, "algorithm", name)
+            object.__setattr__(self, "shard_optimizer", algorithm_class(name).sharded)
+            return
+        given = {"shard_optimizer": False, "bucket_cap_mb": None, "compression": None}
+        if also := [name for name, default in given.items() if getattr(self, name) != default]:
+            raise ConfigurationError(
+                f"RingStrategy got {', '.join(also)} beside algorithm={type(chosen).__name__}(...), which has settings "
+                f"of its own. Give them to {type(chosen).__name__}, or name the algorithm by a string."
+            )
+        object.__setattr__(self, "shard_optimizer", chosen.sharded)
+
+    def new_algorithm(self) -> Algorithm:
+        """One for a new fit, without a past."""
+        if isinstance(self.algorithm, Algorithm):
+            return copy.deepcopy(self.algorithm)
+        made: Algorithm = algorithm_class(str(self.algorithm))(
+            bucket_cap_mb=self.bucket_cap_mb, compression=self.compression
+        )
+        return made
 
     def new_compressor(self) -> Compressor | None:
         """One without a past: what a fit leaves out of its last step is no part of the next fit."""

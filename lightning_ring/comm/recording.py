@@ -144,6 +144,11 @@ class RecordedCommunicator:
         return _RecordedWork(work, record, self._listeners)
 
 
+def unrecorded(comm: Communicator) -> Communicator:
+    """The communicator whose collectives no listener is told of: for collectives that are no part of a step."""
+    return comm._comm if isinstance(comm, RecordedCommunicator) else comm
+
+
 class _RecordedWork:
     __slots__ = ("_listeners", "_record", "_work")
 

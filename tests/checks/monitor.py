@@ -75,7 +75,7 @@ class Buckets(L.Callback):
     """Sizes of the buckets, which are gone when a fit is."""
 
     def on_train_end(self, run: L.Trainer, module: L.LightningModule) -> None:
-        buckets = run.strategy._reducer.buckets
+        buckets = run.strategy.algorithm.reducer.buckets
         self.nbytes = sum(bucket.flat.nbytes for bucket in buckets)
         self.flags = sum(len(bucket.params) + 1 for bucket in buckets)
 

@@ -107,7 +107,7 @@ class PricesWhatIsSent(L.Callback):
 
     def on_train_start(self, run: L.Trainer, module: L.LightningModule) -> None:
         strategy: Any = run.strategy
-        auto = strategy._reducer._layout._auto
+        auto = strategy.algorithm.reducer._layout._auto
         assert auto is None or auto._halves == strategy.options.shard_optimizer
 
 

@@ -67,7 +67,6 @@ class RankedStrategy(DDPStrategy):
         self.options = options
         self.listeners: list[Listener] = []
         self.timeline = StepTimeline(timeline_settings(options.timeline, os.environ), self.listeners)
-        self._recorded: RecordedCommunicator | None = None
         self._job: Job | None = None
         self._turns = Turns()
 

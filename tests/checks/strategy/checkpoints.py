@@ -87,7 +87,7 @@ def check_powersgd_resumes_where_it_stopped_and_says_where_it_cannot(tmp_path: P
     assert not torch.equal(parameters(run(4, None, "exact", 1000)), parameters(whole))  # it did compress
     if RANK == 0:  # as another number of ranks would have left it
         checkpoint = torch.load(half, weights_only=True)
-        checkpoint["lightning_ring_compression"]["state"]["errors"].append({})
+        checkpoint["lightning_ring_algorithm"]["state"]["errors"].append({})
         torch.save(checkpoint, tmp_path / "other.ckpt")
     WORLD.Barrier()
     with warnings.catch_warnings(record=True) as caught:
