@@ -33,11 +33,10 @@ def _told_to_end() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _no_open_group() -> Iterator[None]:
-    """Ranks that meet look for torch.distributed's default group first: one that stays open fails a later test."""
+    """A fit leaves torch.distributed's default group to the process, and ranks that meet look for one first."""
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
-        pytest.fail("this test left torch.distributed's default group open")
 
 
 @pytest.fixture(scope="session")
