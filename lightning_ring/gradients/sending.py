@@ -13,10 +13,10 @@ def average_(flat: Tensor, comm: Communicator, active_ranks: int | None, name: s
     """Start to average ``flat`` in place over all ranks; or its sum is divided by ``active_ranks`` of them."""
     if active_ranks is None:
         return comm.all_reduce_(flat, op=ReduceOp.AVG, name=name)
-    return FollowedWork(comm.all_reduce_(flat, op=ReduceOp.SUM, name=name), lambda: flat.div_(active_ranks))
+    return ChainedWork(comm.all_reduce_(flat, op=ReduceOp.SUM, name=name), lambda: flat.div_(active_ranks))
 
 
-class FollowedWork:
+class ChainedWork:
     """A `Work` with something left to do once it is over: ``then`` runs once, in the thread that waits first."""
 
     __slots__ = ("_then", "_work")

@@ -16,7 +16,7 @@ from lightning_ring.comm.communicator import ReduceOp, Work, shard_bounds
 from lightning_ring.errors import RingError
 from lightning_ring.gradients.bucket import Bucket, same_memory
 from lightning_ring.gradients.reducer import Reducer
-from lightning_ring.gradients.sending import FollowedWork
+from lightning_ring.gradients.sending import ChainedWork
 
 
 class ShardReducer(Reducer):
@@ -98,7 +98,7 @@ class ShardReducer(Reducer):
             return self._compressor.reduce_scatter(bucket, comm, divisor=ranks or comm.world_size, name=name)
         if ranks is None:
             return comm.reduce_scatter_(flat, op=ReduceOp.AVG, name=name)
-        return FollowedWork(comm.reduce_scatter_(flat, op=ReduceOp.SUM, name=name), lambda: flat.div_(ranks))
+        return ChainedWork(comm.reduce_scatter_(flat, op=ReduceOp.SUM, name=name), lambda: flat.div_(ranks))
 
     def _launch(self) -> None:
         bucket = self._queue[self._next]
@@ -124,7 +124,7 @@ class ShardReducer(Reducer):
             if num_kept or totals.device.type == "cpu":  # reading it makes the host wait for a GPU
                 self._check_all_keep(totals)
 
-        return FollowedWork(self._comm.all_reduce_(vector, name=self._named("flags")), arrived)
+        return ChainedWork(self._comm.all_reduce_(vector, name=self._named("flags")), arrived)
 
     # -- averages that a backward adds to, or leaves alone
 

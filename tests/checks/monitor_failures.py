@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lightning_ring import RingStrategy
 from lightning_ring.gradients.layout import BucketLayout
 from lightning_ring.gradients.sizing import auto_buckets
-from lightning_ring.monitor import RingMonitor, ThroughputMonitor, dashboard, left_out, ring_monitor, step_window
+from lightning_ring.monitor import RingMonitor, ThroughputMonitor, dashboard, failures, ring_monitor, step_window
 from lightning_ring.monitor.memory import Memory
 from lightning_ring.monitor.rank_rows import RankRow
 from lightning_ring.monitor.ring_report import RingReport
@@ -187,4 +187,4 @@ def check_errors_of_communication_pass() -> None:
         raise CollectiveError("planted")
 
     with pytest.raises(CollectiveError, match="planted"):
-        left_out.LeftOut(("part",)).run("part", None, fail)
+        failures.LeftOut(("part",)).run("part", None, fail)

@@ -14,11 +14,12 @@ from pathlib import Path
 
 import torch
 
-from lightning_ring.comm import deputy, stall
 from lightning_ring.errors import CollectiveError
 from lightning_ring.job.excepthook import install_excepthook
 from lightning_ring.job.job import Job, connect, open_communicator
 from lightning_ring.job.ranks import discover_ranks
+from lightning_ring.job.stalls import deputy
+from lightning_ring.job.stalls import report as stall
 
 stall.RELAY_SECONDS = stall.ANSWER_SECONDS = deputy.CALL_SECONDS = 0.7
 FOLDER = Path(sys.argv[1])

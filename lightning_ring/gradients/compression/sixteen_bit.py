@@ -8,7 +8,7 @@ from torch import Tensor
 from lightning_ring.comm.communicator import Communicator, ReduceOp, Work, shard
 from lightning_ring.gradients.bucket import Bucket
 from lightning_ring.gradients.compression.compressor import Compressor
-from lightning_ring.gradients.sending import FollowedWork
+from lightning_ring.gradients.sending import ChainedWork
 
 
 class SixteenBit(Compressor):
@@ -50,7 +50,7 @@ class SixteenBit(Compressor):
             if reports:
                 self.look_at(flat, name)
 
-        return FollowedWork(work, widen)
+        return ChainedWork(work, widen)
 
     def look_at(self, average: Tensor, name: str) -> None:
         """``average`` has arrived. Called on one rank for each part of it."""

@@ -79,9 +79,11 @@ def _register_with_the_other_package() -> None:
 
 
 def _refuse(**_: Any) -> None:
-    from lightning_ring.integrations.lightning.pytorch_lightning import foreign_trainer_error
-
-    raise foreign_trainer_error()
+    raise ConfigurationError(
+        "Trainer(strategy='ring') of pytorch_lightning was called. lightning_ring works with the package `lightning`: "
+        "write `import lightning as L` or `import lightning.pytorch as pl` in place of "
+        "`import pytorch_lightning as pl`, everywhere."
+    )
 
 
 def _after_import(name: str, then: Callable[[], None]) -> None:

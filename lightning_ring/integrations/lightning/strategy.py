@@ -15,7 +15,7 @@ import torch
 from lightning.fabric.utilities.optimizer import _optimizer_to_device, _optimizers_to_device
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import CheckpointIO, Precision
-from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
@@ -32,27 +32,24 @@ from lightning_ring.errors import RingError
 from lightning_ring.gradients.compression import Compressor
 from lightning_ring.host.malloc import keep_freed_memory, return_freed_memory
 from lightning_ring.integrations.lightning.algorithm_state import AlgorithmState
-from lightning_ring.integrations.lightning.buffers import AfterSwaps, BufferBroadcast
+from lightning_ring.integrations.lightning.buffers import BroadcastAfterSwap, BufferBroadcast
 from lightning_ring.integrations.lightning.combined_loader import TrainingLoaders
-from lightning_ring.integrations.lightning.join import Turns
+from lightning_ring.integrations.lightning.join import ActiveRanks
 from lightning_ring.integrations.lightning.loader_state import count_trained_batches
 from lightning_ring.integrations.lightning.manual_backward import calls_manual_backward
 from lightning_ring.integrations.lightning.no_sync import add_no_sync, remove_no_sync
-from lightning_ring.integrations.lightning.pytorch_lightning import explain_foreign_modules
 from lightning_ring.integrations.lightning.random_state import RandomStates
 from lightning_ring.integrations.lightning.rank_strategy import RankedStrategy
 from lightning_ring.integrations.lightning.sharded_hooks import ShardedHooks
 from lightning_ring.integrations.lightning.slurm_requeue import in_slurm_job, save_and_requeue
-from lightning_ring.integrations.lightning.stop_signals import (
+from lightning_ring.integrations.lightning.stop_requests import (
     Request,
+    StopRequests,
     leave_sigterm_to_the_buckets,
-    on_requeue_signal,
-    on_stop_signal,
     stop_signals,
 )
-from lightning_ring.integrations.lightning.uneven import agree_on_batches, batches_until_the_end, say_what_is_padded
 from lightning_ring.integrations.lightning.worker_signals import ignore_in_workers
-from lightning_ring.integrations.lightning.zero_loss import StandInLoss
+from lightning_ring.integrations.lightning.zero_loss import ZeroLoss
 from lightning_ring.monitor.ring_monitor import add_monitor
 from lightning_ring.options import (
     Backend,
@@ -167,21 +164,20 @@ class RingStrategy(RankedStrategy):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        explain_foreign_modules()
         self.algorithm = Algorithm()  # of the current fit, or the last one
         self._step_hooks: StepHooks | None = None  # in a fit of several ranks
         self._sharded_hooks: ShardedHooks | None = None
         self._recorded: RecordedCommunicator | None = None
-        self._stand_in = StandInLoss()
+        self._zero_loss = ZeroLoss()
         self._calls_manual_backward = False
         self._training_loaders = TrainingLoaders()
-        self._request = Request.NONE
+        self._requests = StopRequests(self.options.requeue_signal, self._ask_all_ranks)
         self._stopping_together = False  # all ranks leave the training loop at the same step
         self._keeps_freed_memory = False
         self._random_states = RandomStates()
         self._algorithm_state = AlgorithmState()
         self._buffers = BufferBroadcast(self.options.broadcast_buffers, _warn)
-        self._after_swaps = AfterSwaps(self._broadcast_buffers)
+        self._after_swap = BroadcastAfterSwap(self._broadcast_buffers)
 
     # -- what users call
 
@@ -229,7 +225,7 @@ class RingStrategy(RankedStrategy):
         if self._comm is not None:
             check_same_model(self.model, self._comm)
             broadcast_module(self.model, self._comm)
-            self._after_swaps.follow(trainer)
+            self._after_swap.follow(trainer)
         if fitting:
             self._stopping_together = False
             self.algorithm = self.options.new_algorithm() if self._comm is not None else Algorithm()
@@ -239,7 +235,8 @@ class RingStrategy(RankedStrategy):
                 if self.options.monitor:
                     add_monitor(trainer)
                 if self.world_size > 1:
-                    self.algorithm.ask_to_stop(self._request != Request.NONE)  # a signal during an evaluation before
+                    # a signal may have come during an evaluation before the fit
+                    self.algorithm.ask_to_stop(self._requests.pending != Request.NONE)
                     leave_sigterm_to_the_buckets(trainer)
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
@@ -282,7 +279,7 @@ class RingStrategy(RankedStrategy):
         if self.model is not None:
             remove_no_sync(self.model)
         if self._trainer is not None:
-            self._after_swaps.leave(self._trainer)
+            self._after_swap.leave(self._trainer)
             self._training_loaders.release(self._trainer)
         if self._sharded_hooks is not None:
             self._sharded_hooks.remove()
@@ -290,7 +287,7 @@ class RingStrategy(RankedStrategy):
         self.algorithm.detach(wait=not self._alone)
         with self.algorithm.states_shown():
             super().teardown()
-        self._turns = Turns()
+        self._active_ranks = ActiveRanks()
         self._buffers = BufferBroadcast(self.options.broadcast_buffers, _warn)
         if self._keeps_freed_memory:
             self._keeps_freed_memory = False
@@ -303,17 +300,9 @@ class RingStrategy(RankedStrategy):
             requeue_signal = self.options.requeue_signal
             signals = [*stop_signals(), *([requeue_signal] if requeue_signal else [])]
             ignore_in_workers(dataloader, signals, self.global_rank)
-        trainer = self._trainer
-        if self._comm is None or trainer is None:
+        if self._comm is None or self._trainer is None:
             return dataloader
-        say_what_is_padded(dataloader, self.world_size)
-        if trainer.state.stage != RunningStage.TRAINING or trainer.state.fn != TrainerFn.FITTING:
-            return dataloader
-        limit, needed = trainer.limit_train_batches, batches_until_the_end(trainer)
-        if (combined := self._training_loaders.combined) is not None:
-            combined.add(dataloader, self._comm, policy=self.options.uneven, limit=limit, needed=needed)
-            return dataloader
-        return agree_on_batches(dataloader, self._comm, self.options.uneven, limit=limit, needed=needed)
+        return self._training_loaders.prepare(dataloader, self._trainer, self._comm, self.options.uneven)
 
     def on_train_start(self) -> None:
         self._catch_stop_signals()
@@ -334,13 +323,13 @@ class RingStrategy(RankedStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.timeline.begin_batch()
         trainer = self._trainer
-        if self._comm is None and trainer is not None and self._request != Request.NONE:
+        if self._comm is None and trainer is not None and self._requests.pending != Request.NONE:
             self._follow_requests(trainer)
         if self._step_hooks is not None and trainer is not None:
             if self.algorithm.agreed_to_stop():
                 self._follow_requests(trainer)
-            self._turns.find_loader(trainer)
-            self.algorithm.begin_batch(self._turns.take(batch_idx, trainer.accumulate_grad_batches))
+            self._active_ranks.find_loader(trainer)
+            self.algorithm.begin_batch(self._active_ranks.take(batch_idx, trainer.accumulate_grad_batches))
         if self.model is not None and (comm := self._buffers_comm) is not None:
             accumulate = trainer.accumulate_grad_batches if trainer is not None else 1
             self._buffers.before_batch(self.model, comm, batch_idx, accumulate)
@@ -349,20 +338,20 @@ class RingStrategy(RankedStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         module = self.lightning_module
         assert module is not None
-        self._stand_in.in_use = False
+        self._zero_loss.in_use = False
         automatic = module.automatic_optimization
         plain = not automatic and not self._calls_manual_backward
         with (
             self._reporting_failures(),
-            self._turns.step(module),
+            self._active_ranks.step(module),
             self.algorithm.plain_backwards(reduced=plain),
             self.algorithm.forward(wait=automatic),
         ):
             output = super().training_step(*args, **kwargs)
-        has_data = self._turns.has_data
+        has_data = self._active_ranks.has_data
         if self._step_hooks is None or not automatic or (output is not None and has_data):
             return output
-        return self._stand_in.new(output, self.root_device, has_data=has_data, rank=self.global_rank)
+        return self._zero_loss.new(output, self.root_device, has_data=has_data, rank=self.global_rank)
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         if self._step_hooks is None:
@@ -375,7 +364,7 @@ class RingStrategy(RankedStrategy):
         # gradients are averaged before the precision plugin's `post_backward`, which calls the user's
         # `on_after_backward`: there they are equal on all ranks already
         with self._reporting_failures(), algorithm.backward():
-            self._stand_in.repeat_backward(algorithm)
+            self._zero_loss.repeat_backward(algorithm)
             plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
         with algorithm.plain_backwards(reduced=False):
             closure_loss = plugin.post_backward(closure_loss, module)
@@ -397,7 +386,7 @@ class RingStrategy(RankedStrategy):
             with algorithm.plain_backwards(reduced=reduced):
                 loss = closure()
             algorithm.check_gradients(optimizer)
-            if not self._stand_in.in_use or any(
+            if not self._zero_loss.in_use or any(
                 p.grad is not None for g in optimizer.param_groups for p in g["params"]
             ):
                 return loss
@@ -523,38 +512,23 @@ class RingStrategy(RankedStrategy):
     # -- requests to stop
 
     def _catch_stop_signals(self) -> None:
-        # instead of Lightning's handler, which starts a collective wherever the signal happens to find the rank
-        if self._comm is not None and self.world_size > 1:
-            on_stop_signal(self._ask_to_stop)
-        if in_slurm_job(os.environ) and self.options.requeue_signal is not None:
-            on_requeue_signal(self.options.requeue_signal, self._ask_to_requeue)
+        self._requests.catch_signals(several_ranks=self._comm is not None and self.world_size > 1)
 
-    def _ask_to_stop(self) -> None:
-        self._ask(Request.STOP)
-
-    def _ask_to_requeue(self) -> None:
-        self._ask(Request.REQUEUE)
-
-    def _ask(self, request: Request) -> None:
-        self._request = max(self._request, request)
-        self.algorithm.ask_to_stop()
+    def _ask_all_ranks(self, asked: bool) -> None:
+        self.algorithm.ask_to_stop(asked)
 
     def _follow_requests(self, trainer: pl.Trainer) -> None:
-        """Do together what some rank was asked for, between two batches. Collective."""
-        mine = Request.STOP if trainer.received_sigterm else self._request  # a single rank's SIGTERM is Lightning's
-        asked = max(self._comm.all_gather_object(mine)) if self._comm is not None else mine
-        if self._request == mine and asked != Request.STOP:
-            self._request = Request.NONE
-            self.algorithm.ask_to_stop(False)
-        if asked == Request.NONE:  # a flag that was under way when the request was met
+        """Between two batches do what some rank was asked for, on all ranks. Collective."""
+        request = self._requests.agree(self._comm, received_sigterm=trainer.received_sigterm)
+        if request == Request.NONE:  # the request was met already, while this flag travelled
             return
         self._make_whole()
-        if asked == Request.STOP or save_and_requeue(trainer):
+        if request == Request.STOP or save_and_requeue(trainer):
             self._stopping_together = True
             raise SIGTERMException(143)  # 128 + SIGTERM, on every rank at the same step
 
     def _stop_if_asked(self) -> None:
-        if self._request == Request.STOP and self._step_hooks is None:
+        if self._requests.pending == Request.STOP and self._step_hooks is None:
             raise SIGTERMException(143)
 
 

@@ -15,7 +15,7 @@ from lightning_ring.algorithms.algorithm import Algorithm
 log = logging.getLogger(__name__)
 
 
-class StandInLoss:
+class ZeroLoss:
     """Depends on no parameter: its backward takes part in the reduction with zeros.
 
     Attributes:

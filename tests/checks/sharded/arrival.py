@@ -27,7 +27,7 @@ def check_late_parameters_are_waited_for_by_whoever_reads_them() -> None:
         module = copy.deepcopy(start)
         if kind is not None:
             late = run_late(module, kind=kind)
-            assert late.algorithm.sharding._coverage.trusted
+            assert late.algorithm.sharding._reads.trusted
             assert len(late.late.gathered) > 6
         else:
             fit(RingStrategy(bucket_cap_mb=CAP), module, loader(24), max_epochs=1)
@@ -104,7 +104,7 @@ def check_reads_that_nobody_sees_switch_to_waiting_and_say_so() -> None:
     plain.load_state_dict(late.state_dict())
     with pytest.warns(UserWarning, match=r"hidden.weight got a gradient") if RANK == 0 else contextlib.nullcontext():
         strategy = run_late(late)
-    assert not strategy.algorithm.sharding._coverage.trusted
+    assert not strategy.algorithm.sharding._reads.trusted
     fit(RingStrategy(bucket_cap_mb=CAP), plain, loader(24), max_epochs=1)
     assert_same(late, plain)
 

@@ -22,6 +22,7 @@ from torch.utils.data import DistributedSampler
 
 from lightning_ring import RingStrategy
 from lightning_ring.errors import CollectiveError, ConfigurationError, RingError
+from lightning_ring.integrations.lightning.stop_requests import Request
 from tests.checks.models import RANK, SIZE, Classifier, data, fit, loader, parameters, relative_difference, trainer
 from tests.checks.sharded.late import Late, LateRing, LateWork, run_late
 from tests.checks.sharded.references import CAP, With, assert_same, make_sgd, sharded
@@ -94,7 +95,7 @@ def check_a_stop_of_all_ranks_saves_the_whole_state(tmp_path: Path) -> None:
     class Stopping(With):
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
             if batch_idx == 1 and RANK == SIZE - 1:
-                self.trainer.strategy._ask_to_stop()
+                self.trainer.strategy._requests.request(Request.STOP)
 
     make = functools.partial(Stopping, lambda m: AdamW(m.parameters(), lr=0.01))
     with pytest.raises(SIGTERMException):
