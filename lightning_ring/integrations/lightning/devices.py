@@ -44,7 +44,7 @@ def requested_devices() -> DeviceRequest:
 
 
 def check_request(request: DeviceRequest, environment: RingEnvironment) -> None:
-    """Compare the Trainer's arguments with the ranks that the launcher started; an argument that was left out follows them.
+    """Compare the Trainer's arguments with the ranks that the launcher started; those left out follow the launcher.
 
     Raises:
         RankDiscoveryError: They disagree; states both.

@@ -22,8 +22,8 @@ log = logging.getLogger(__name__)
 class RingEnvironment(ClusterEnvironment):
     """Rank and world size for Lightning, from one `RankInfo`.
 
-    Built without ``info`` it takes the ranks of this process's open job, else the launcher's variables, else the process
-    group that is open, and opens nothing; MPI starts at `discover`, or at the first question that only MPI can answer
+    Without ``info`` it takes the ranks of this process's open job, else the launcher's variables, else the process
+    group that is open, and opens nothing. MPI starts at `discover`, or at the first question that only MPI can answer
     (`node_rank`, with several nodes). A process with none of these is one rank until Lightning starts more
     (``start_method`` spawn and fork: `set_world_size`, `set_global_rank`).
 
