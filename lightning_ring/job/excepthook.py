@@ -81,14 +81,14 @@ def _end_after(error: BaseException) -> NoReturn:
     info, watch = _Installed.info, _Installed.watch
     assert info is not None
     if isinstance(error, PeerFailedError):
-        say(f"{info} ends: {error}")
+        say(f"{info.name} ends: {error}")
         if watch is not None and (failure := watch.failure()) is not None:
             watch.report(error)
             watch.free_launcher(failure)
             watch.wait_until_gone(failure.rank, _FIRST_ERROR_SECONDS)
             time.sleep(0.2)  # the launcher takes the first that ends for the culprit
         end_process(1)
-    say(f"{info} (host {os.uname().nodename}, pid {os.getpid()}) failed and ends the job: {_summary(error)}")
+    say(f"{info.name} (host {os.uname().nodename}, pid {os.getpid()}) failed and ends the job: {_summary(error)}")
     if watch is not None:
         watch.report(error)
     end_process(130 if isinstance(error, KeyboardInterrupt) else 1)
@@ -127,7 +127,7 @@ def _goodbye() -> None:
     if info is None or os.getpid() != _Installed.pid:
         return
     if code:
-        say(f"{info} (host {os.uname().nodename}, pid {os.getpid()}) exits with code {code} and ends the job")
+        say(f"{info.name} (host {os.uname().nodename}, pid {os.getpid()}) exits with code {code} and ends the job")
         if watch is not None:
             watch.report(SystemExit(code))
         end_process(code)

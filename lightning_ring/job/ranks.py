@@ -34,8 +34,9 @@ class RankInfo:
     source: str
     generation: int = 0
 
-    def __str__(self) -> str:
-        """The rank in messages."""
+    @property
+    def name(self) -> str:
+        """This rank in messages."""
         return f"rank {self.rank}" + (f" of generation {self.generation}" if self.generation else "")
 
 

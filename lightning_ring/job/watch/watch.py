@@ -154,7 +154,7 @@ class JobWatch:
                     self._news.wait(timeout=1.0)
                     continue
             if not self._reported:
-                say(f"{self.info} had finished, and ends with exit code 1: {failure or 'rank 0 has gone'}")
+                say(f"{self.info.name} had finished, and ends with exit code 1: {failure or 'rank 0 has gone'}")
             end_process(1)
         self.close()
 
@@ -257,7 +257,7 @@ class JobWatch:
 
     def _end_if_overdue(self) -> None:
         """The last resort: this rank may be in a C++ collective that nothing can interrupt."""
-        me, now = str(self.info), time.monotonic()
+        me, now = self.info.name, time.monotonic()
         gone = self._launcher.gone()
         if gone is not None:
             say(f"{me} ends: {gone}")
