@@ -27,7 +27,8 @@ from lightning_ring.comm.backends.shared_memory.rounds import SLOT_BYTES
 from lightning_ring.comm.communicator import Communicator, ReduceOp, shard
 from lightning_ring.comm.waiting import Patience
 from lightning_ring.errors import CollectiveError
-from lightning_ring.job.job import connect, open_communicator
+from lightning_ring.job.communicators import open_communicator
+from lightning_ring.job.job import connect
 from lightning_ring.job.ranks import discover_ranks
 from tests.checks.comm import WORLD, MPIBootstrap, assert_same_everywhere
 from tests.comm.test_ring import allowed, plain, tolerance, values
@@ -185,12 +186,11 @@ def check_memory_goes_with_the_last_tensor() -> None:
 
 def opened_by_a_job(backend: str) -> Communicator:
     job = connect(discover_ranks(), CPU, timedelta(seconds=30))
-    open_communicator(job, backend, CPU, timedelta(seconds=30), timedelta(seconds=20))
-    assert job.communicator is not None
+    comm = open_communicator(job, backend, CPU, timedelta(seconds=30), timedelta(seconds=20))
     total = torch.full((100_000,), 1.0)
-    job.communicator.all_reduce_(total).wait()
+    comm.all_reduce_(total).wait()
     assert (total == WORLD.size).all()
-    return job.communicator
+    return comm
 
 
 class Records(logging.Handler):

@@ -24,9 +24,10 @@ from lightning_ring.comm.communicator import Communicator, ReduceOp, shard
 from lightning_ring.comm.hierarchical import HierarchicalCommunicator
 from lightning_ring.errors import CollectiveError, ConfigurationError
 from lightning_ring.gradients import Reducer
-from lightning_ring.job.job import Job, open_communicator
+from lightning_ring.job.communicators import open_communicator
+from lightning_ring.job.job import Job
+from lightning_ring.job.members import Member
 from lightning_ring.job.ranks import RankInfo
-from lightning_ring.job.topology import Place
 from tests.checks.world import open_gloo
 
 WORLD = MPI.COMM_WORLD
@@ -54,12 +55,11 @@ def opened(
     ours = [rank for rank in range(4) if nodes[rank] == nodes[WORLD.rank]]
     place = (ours.index(WORLD.rank), len(ours), nodes[WORLD.rank], len(set(nodes)))
     info = RankInfo(WORLD.rank, 4, *place, source="mpi")
-    places = [Place(node, fabric) for node in nodes] if len(set(nodes)) > 1 else []
-    job = Job(info, None, dist.PrefixStore(f"job {next(_number)}", store()), places)
-    open_communicator(job, backend, CPU, TIMEOUT, TIMEOUT, topology)
-    assert job.communicator is not None
-    yield job.communicator
-    job.communicator.close()
+    members = [Member(rank, node, rdma=fabric) for rank, node in enumerate(nodes)]
+    job = Job(info, members, dist.PrefixStore(f"job {next(_number)}", store()))
+    comm = open_communicator(job, backend, CPU, TIMEOUT, TIMEOUT, topology)
+    yield comm
+    comm.close()
 
 
 def check_auto_nests_what_shares_nodes_evenly() -> None:

@@ -17,7 +17,8 @@ from lightning_ring.comm.hierarchical import HierarchicalCommunicator
 from lightning_ring.comm.ring_communicator import RingCommunicator
 from lightning_ring.comm.waiting import Patience
 from lightning_ring.errors import CollectiveError, ConfigurationError
-from lightning_ring.job.topology import has_fabric, is_hierarchical
+from lightning_ring.job.members import has_rdma
+from lightning_ring.job.topology import is_hierarchical
 from tests.battery import check_names
 from tests.comm.test_ring import COMPLEX, FLOATS, INTEGERS, allowed, plain, tolerance, values
 
@@ -273,11 +274,11 @@ def test_one_that_is_replaced_does_not_wait_for_what_a_peer_never_sent():
 
 
 def test_the_fabric_is_what_the_system_lists(tmp_path):
-    assert not has_fabric(tmp_path / "infiniband")
+    assert not has_rdma(tmp_path / "infiniband")
     (tmp_path / "infiniband").mkdir()
-    assert not has_fabric(tmp_path / "infiniband")
+    assert not has_rdma(tmp_path / "infiniband")
     (tmp_path / "infiniband" / "mlx5_0").mkdir()
-    assert has_fabric(tmp_path / "infiniband")
+    assert has_rdma(tmp_path / "infiniband")
 
 
 def test_gpus_are_left_to_nccl():

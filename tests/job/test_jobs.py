@@ -152,16 +152,6 @@ def test_sys_exit_on_one_rank_ends_the_job_with_its_code(launcher, tmp_path):
 
 
 @needs_mpirun
-def test_a_script_that_ends_on_one_rank_while_the_other_waits(tmp_path):
-    """MPI_Finalize would block the one for ever, and the other waits for it in a way that cannot be interrupted."""
-    with job("mpirun", "deaf", tmp_path) as ranks:
-        code, output = ranks.finish(within=60)
-    assert code == 1, output
-    assert "rank 0 ends, waiting in a test: rank 1" in output
-    assert "has left the job" in output
-
-
-@needs_mpirun
 def test_all_ranks_may_raise_and_go_on(tmp_path):
     with job("mpirun", "raise-all-caught", tmp_path) as ranks:
         code, output = ranks.finish(within=60)

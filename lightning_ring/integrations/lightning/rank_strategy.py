@@ -20,11 +20,12 @@ from torch import Tensor
 
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.recording import Listener, RecordedCommunicator
-from lightning_ring.integrations.lightning.devices import asked_of_trainer, check_asked, choose_launcher, devices_for
+from lightning_ring.integrations.lightning.devices import check_request, choose_launcher, devices_for, requested_devices
 from lightning_ring.integrations.lightning.environment import RingEnvironment
 from lightning_ring.integrations.lightning.join import ActiveRanks
 from lightning_ring.integrations.lightning.reduce import reduce_, reduce_op_of
-from lightning_ring.job.job import Job, connect, open_communicator
+from lightning_ring.job.communicators import open_communicator
+from lightning_ring.job.job import Job, connect
 from lightning_ring.job.rendezvous.interfaces import withdraw_interface
 from lightning_ring.monitor.step_timeline import StepTimeline
 from lightning_ring.monitor.terminal import widen_terminal
@@ -87,12 +88,12 @@ class RankedStrategy(DDPStrategy):
         rank_zero_only.rank = fabric_rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
     def _configure_launcher(self) -> None:
-        asked = asked_of_trainer()
+        request = requested_devices()
         environment = self.ring_environment
         if environment.creates_processes_externally:
-            check_asked(asked, environment)
+            check_request(request, environment)
             self.parallel_devices = devices_for(self.accelerator, self.parallel_devices, environment.local_size())
-        self._launcher = choose_launcher(self, environment, self.options, asked.num_nodes)
+        self._launcher = choose_launcher(self, environment, self.options, request.num_nodes)
 
     def setup_environment(self) -> None:
         assert self.accelerator is not None

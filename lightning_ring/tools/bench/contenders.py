@@ -15,7 +15,8 @@ from lightning_ring.comm.backends.gloo import open_torch_communicator
 from lightning_ring.comm.backends.mpi import MPICommunicator
 from lightning_ring.comm.communicator import Communicator, shard
 from lightning_ring.errors import ConfigurationError
-from lightning_ring.job.job import Job, open_communicator
+from lightning_ring.job.communicators import open_communicator
+from lightning_ring.job.job import Job
 from lightning_ring.tools.bench.names import BACKENDS
 
 
@@ -70,10 +71,7 @@ class Backend:
 
 
 def _open_auto(job: Job, timeout: timedelta) -> Communicator:
-    open_communicator(job, "auto", torch.device("cpu"), timeout, stall_warning=timeout)
-    comm, job.communicator = job.communicator, None  # else the job closes it as soon as it opens another
-    assert comm is not None
-    return comm
+    return open_communicator(job, "auto", torch.device("cpu"), timeout, stall_warning=timeout)
 
 
 def _open_mpi(job: Job, timeout: timedelta) -> Communicator:

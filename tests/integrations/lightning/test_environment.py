@@ -130,12 +130,12 @@ def test_a_trainer_that_disagrees_is_told_both(launched, devices, nodes):
     RingEnvironment().validate_settings(num_devices=2, num_nodes=2)
 
 
-def test_main_place_is_not_known_before_it_is_chosen(launched):
+def test_the_main_address_is_that_of_the_variables(launched):
     launched(**TWO_NODES)
+    with pytest.raises(RankDiscoveryError, match="Set MASTER_ADDR"):
+        _ = RingEnvironment().main_address
+    launched(**TWO_NODES, MASTER_ADDR="10.0.0.1", MASTER_PORT="4711")
     environment = RingEnvironment()
-    with pytest.raises(RankDiscoveryError, match="setup_environment"):
-        _ = environment.main_address
-    environment.set_main_place("10.0.0.1", 4711)
     assert (environment.main_address, environment.main_port) == ("10.0.0.1", 4711)
 
 
