@@ -15,7 +15,7 @@ from lightning_ring.comm.backends.gloo import open_torch_communicator
 from lightning_ring.comm.backends.shared_memory.communicator import open_shared_memory
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.store_bootstrap import StoreBootstrap
-from lightning_ring.comm.waiting import Patience
+from lightning_ring.comm.waiting import WaitPolicy
 from lightning_ring.errors import ConfigurationError, RankDiscoveryError
 from lightning_ring.job.excepthook import install_excepthook
 from lightning_ring.job.ranks import RankInfo, check_gpu_assignment
@@ -135,7 +135,7 @@ def open_communicator(
     nested = is_hierarchical(topology, nodes, device.type, job.info.rank)
     chosen = _chosen(backend, job, device)
     carrier = carrier_between_nodes(job.places) if backend == "auto" and chosen == "mpi" and job.places else chosen
-    patience = Patience(timeout, job.check, stall_warning)
+    patience = WaitPolicy(timeout, job.check, stall_warning)
     if job.stalls is not None:
         job.stalls.follow(patience, job.num_opened)
     if nested:
@@ -168,7 +168,7 @@ def _by_messages(info: RankInfo) -> str:
     return "mpi" if info.source == "mpi" else "gloo"
 
 
-def _open(job: Job, backend: str, patience: Patience) -> Communicator:
+def _open(job: Job, backend: str, patience: WaitPolicy) -> Communicator:
     if backend == "shared memory":
         shared = _open_shared_memory(job, patience)
         if shared is not None:
@@ -177,11 +177,11 @@ def _open(job: Job, backend: str, patience: Patience) -> Communicator:
     if backend == "mpi":
         from lightning_ring.comm.backends.mpi import MPICommunicator  # imports mpi4py, which starts MPI
 
-        return MPICommunicator(patience=patience)
-    return open_torch_communicator(backend, patience=patience)
+        return MPICommunicator(policy=patience)
+    return open_torch_communicator(backend, policy=patience)
 
 
-def _open_shared_memory(job: Job, patience: Patience) -> Communicator | None:
+def _open_shared_memory(job: Job, patience: WaitPolicy) -> Communicator | None:
     store = dist.PrefixStore(f"shared memory/{job.num_opened}", job.store)
     return open_shared_memory(StoreBootstrap(store, range(job.info.world_size), job.info.rank, patience), patience)
 

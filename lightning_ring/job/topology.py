@@ -10,13 +10,13 @@ from pathlib import Path
 
 from torch.distributed import PrefixStore, Store
 
-from lightning_ring.comm.backends.gloo import open_gloo_part, open_gloo_transport
+from lightning_ring.comm.backends.gloo import open_gloo_subgroup, open_gloo_transport
 from lightning_ring.comm.backends.shared_memory.communicator import SharedMemoryCommunicator, open_shared_memory
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.hierarchical import HierarchicalCommunicator
 from lightning_ring.comm.ring_communicator import Transport
 from lightning_ring.comm.store_bootstrap import StoreBootstrap
-from lightning_ring.comm.waiting import Patience
+from lightning_ring.comm.waiting import WaitPolicy
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.job.ranks import RankInfo
 
@@ -93,7 +93,7 @@ def _obstacle(nodes: Sequence[Sequence[int]], device_type: str) -> str:
 
 
 def open_hierarchical(
-    nodes: Sequence[Sequence[int]], rank: int, transport: str, carrier: str, patience: Patience, store: Store | None
+    nodes: Sequence[Sequence[int]], rank: int, transport: str, carrier: str, patience: WaitPolicy, store: Store | None
 ) -> Communicator:
     """Communicators over the ranks of each node and over those with the same place on it, as one. Collective.
 
@@ -121,16 +121,16 @@ def open_hierarchical(
     return HierarchicalCommunicator(everybody, inward, outward, across, peers, patience)
 
 
-def _over(backend: str, parts: Sequence[Sequence[int]], patience: Patience) -> Communicator:
+def _over(backend: str, parts: Sequence[Sequence[int]], patience: WaitPolicy) -> Communicator:
     if backend == "gloo":
-        return open_gloo_part(parts, patience)
-    from lightning_ring.comm.backends.mpi import open_mpi_part
+        return open_gloo_subgroup(parts, patience)
+    from lightning_ring.comm.backends.mpi import open_mpi_subgroup
 
-    return open_mpi_part(parts, patience)
+    return open_mpi_subgroup(parts, patience)
 
 
 def _through_memory(
-    nodes: Sequence[Sequence[int]], rank: int, patience: Patience, store: Store
+    nodes: Sequence[Sequence[int]], rank: int, patience: WaitPolicy, store: Store
 ) -> list[SharedMemoryCommunicator]:
     """Two communicators over this rank's node in the same shared memory; none if there is a node that cannot."""
     number, members = next((number, ranks) for number, ranks in enumerate(nodes) if rank in ranks)

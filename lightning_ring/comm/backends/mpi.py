@@ -9,14 +9,13 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
 from typing import Any
 
 from torch import Tensor
 
 from lightning_ring.comm.agreement import describe
 from lightning_ring.comm.ring_communicator import RingCommunicator
-from lightning_ring.comm.waiting import DEFAULT_TIMEOUT, Check, Patience, wait_politely
+from lightning_ring.comm.waiting import DEFAULT_TIMEOUT, WaitPolicy, poll_until
 from lightning_ring.errors import ConfigurationError, RankDiscoveryError
 
 # Set by the launchers of Open MPI, MPICH and Intel MPI, MVAPICH, Cray and PMIx for every rank they start.
@@ -29,30 +28,25 @@ _UNFINISHED: list[Any] = []  # messages of broken communicators: MPI may still w
 class MPICommunicator(RingCommunicator):
     """CPU tensors over a duplicate of ``comm``, an mpi4py communicator (``COMM_WORLD`` if not given). Collective.
 
-    ``patience`` stands for ``timeout``, ``stall_warning`` and ``check`` where several communicators share one.
-
     Raises:
         ConfigurationError: mpi4py or its MPI library is missing, or MPI was started for one thread only.
         RankDiscoveryError: No MPI launcher started this process, or that of another MPI library.
-        CollectiveError: Not every rank was here within ``timeout``.
+        CollectiveError: Not every rank was here within the timeout.
     """
 
     def __init__(
         self,
         comm: Any = None,
+        policy: WaitPolicy | None = None,
         *,
-        timeout: timedelta = DEFAULT_TIMEOUT,
-        stall_warning: timedelta | None = None,
-        check: Check | None = None,
-        patience: Patience | None = None,
         members: Sequence[int] = (),
         checked: bool = True,
     ) -> None:
-        patience = patience or Patience(timeout, check, stall_warning)
-        super().__init__(open_mpi_transport(comm, patience), patience, members, checked)
+        policy = policy or WaitPolicy()
+        super().__init__(open_mpi_transport(comm, policy), policy, members, checked)
 
 
-def open_mpi_transport(comm: Any, patience: Patience) -> MPITransport:
+def open_mpi_transport(comm: Any, policy: WaitPolicy) -> MPITransport:
     """Send and receive over a duplicate of ``comm`` (``COMM_WORLD`` if `None`). Collective.
 
     Raises:
@@ -65,10 +59,10 @@ def open_mpi_transport(comm: Any, patience: Patience) -> MPITransport:
             "Leave mpi4py.rc.thread_level at 'multiple' (the default), or use an MPI library that supports it."
         )
     check_mpi_matches_launcher(mpi.COMM_WORLD.size, os.environ)
-    return MPITransport(mpi, _duplicate(comm or mpi.COMM_WORLD, patience))
+    return MPITransport(mpi, _duplicate(comm or mpi.COMM_WORLD, policy))
 
 
-def open_mpi_part(parts: Sequence[Sequence[int]], patience: Patience) -> MPICommunicator:
+def open_mpi_subgroup(parts: Sequence[Sequence[int]], policy: WaitPolicy) -> MPICommunicator:
     """An MPI communicator for each of the disjoint ``parts`` of all ranks; this rank's is returned. Collective.
 
     Ranks of a part are numbered in ascending order. It exchanges no headers: all ranks agreed on its calls before.
@@ -76,7 +70,7 @@ def open_mpi_part(parts: Sequence[Sequence[int]], patience: Patience) -> MPIComm
     world = import_mpi().COMM_WORLD
     mine, members = next((index, sorted(part)) for index, part in enumerate(parts) if world.rank in part)
     split = world.Split(mine, world.rank)
-    comm = MPICommunicator(split, patience=patience, members=members, checked=False)
+    comm = MPICommunicator(split, policy, members=members, checked=False)
     split.Free()
     return comm
 
@@ -150,7 +144,7 @@ class MPITransport:
     def wait(self, requests: Sequence[MPIMessage]) -> None:
         pending = [message.request for message in requests]
         test = pending[0].Test if len(pending) == 1 else lambda: self._mpi.Request.Testall(pending)
-        wait_politely(test, lambda: self.while_waiting([m.peer for m in requests if not m.request.Get_status()]))
+        poll_until(test, lambda: self.while_waiting([m.peer for m in requests if not m.request.Get_status()]))
         self._under_way.difference_update(requests)
 
     def interrupt(self) -> None:
@@ -175,15 +169,15 @@ class MPITransport:
         return self._mpi.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes), self._mpi.BYTE
 
 
-def _duplicate(comm: Any, patience: Patience) -> Any:
+def _duplicate(comm: Any, policy: WaitPolicy) -> Any:
     """A copy of ``comm`` for our messages alone. `Comm.Dup` would wait for ever for a rank that never comes."""
-    until = time.monotonic() + patience.seconds
+    until = time.monotonic() + policy.seconds
     duplicate, request = comm.Idup()
 
     def while_waiting() -> None:
-        patience.ask_check()
+        policy.check_peers()
         if time.monotonic() > until:
-            raise patience.late(describe("opening an MPI communicator", f"{comm.size} ranks"))
+            raise policy.timeout_error(describe("opening an MPI communicator", f"{comm.size} ranks"))
 
-    wait_politely(request.Test, while_waiting)
+    poll_until(request.Test, while_waiting)
     return duplicate

@@ -17,7 +17,7 @@ from queue import Empty, SimpleQueue
 
 from torch.distributed import Store
 
-from lightning_ring.comm.waiting import Patience, ranks_text
+from lightning_ring.comm.waiting import WaitPolicy, ranks_text
 from lightning_ring.errors import CollectiveError
 from lightning_ring.job.stalls.deputy import Deputy
 from lightning_ring.job.stalls.rank_status import Place, longest_wait, own_place, silence_of, stall_lines
@@ -50,7 +50,7 @@ class StallReporter:
         self._watch = watch
         self._rank = watch.info.rank
         self._events: SimpleQueue[Message] = SimpleQueue()
-        self._patience = Patience()
+        self._patience = WaitPolicy()
         self._number = 0  # of the communicator: a verdict on one says nothing about the next
         self._progress: Callable[[], Callable[[], str] | None] = lambda: None
         self._decided = threading.Event()
@@ -64,7 +64,7 @@ class StallReporter:
 
     # -- from the main thread
 
-    def follow(self, patience: Patience, number: int) -> None:
+    def follow(self, patience: WaitPolicy, number: int) -> None:
         """Report on what waits with ``patience``: that of the ``number``-th communicator, on every rank."""
         self._decided.clear()
         self._patience, self._number = patience, number
