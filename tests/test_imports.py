@@ -28,7 +28,7 @@ ALLOWED = {  # room: the rooms that it may import
     "schedules": {"errors"},
     "data": {"errors", "host"},
     "retrieval": {"errors"},
-    "tools": {"comm", "errors", "host", "job", "launch"},
+    "tools": {"comm", "errors", "gradients", "host", "job", "launch"},
     "monitor": {"comm", "errors", "host", "timeline", "tools"},
     "cli": {"data", "errors", "host", "job", "launch", "timeline", "tools"},
     "integrations": {

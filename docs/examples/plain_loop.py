@@ -9,21 +9,22 @@ from torch import nn
 from lightning_ring.algorithms import algorithm_class
 from lightning_ring.algorithms.step_hooks import StepHooks
 from lightning_ring.comm.replicate import broadcast_module
-from lightning_ring.job.job import connect, open_communicator
+from lightning_ring.job.communicators import open_communicator
+from lightning_ring.job.job import open_job
 from lightning_ring.job.ranks import discover_ranks
 
 
 def train(name: str, path: str) -> None:
     info, device = discover_ranks(), torch.device("cpu")
-    job = connect(info, device, timeout=timedelta(minutes=5))
-    open_communicator(job, "auto", device, timedelta(minutes=5), stall_warning=timedelta(minutes=1))
+    job = open_job(info, device, timeout=timedelta(minutes=5))
+    comm = open_communicator(job, "auto", device, timedelta(minutes=5), stall_warning=timedelta(minutes=1))
 
     torch.manual_seed(5)
     model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
-    broadcast_module(model, job.communicator)  # all ranks begin with rank 0's values
+    broadcast_module(model, comm)  # all ranks begin with rank 0's values
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     algorithm = algorithm_class(name)()
-    algorithm.attach(model, [optimizer], job.communicator)
+    algorithm.attach(model, [optimizer], comm)
     hooks = StepHooks(algorithm)
 
     samples = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
@@ -41,7 +42,7 @@ def train(name: str, path: str) -> None:
     algorithm.detach()
     if info.rank == 0:
         torch.save(model.state_dict(), path)
-    job.communicator.barrier()
+    job.close()
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ class Averaging(Algorithm):
         self._module, self._comm, self._optimizers = module, comm, optimizers
         # one without a past: the residual of an earlier training is no part of this one
         chosen = self._compression
-        self._compressor = COMPRESSORS[chosen]() if isinstance(chosen, str) else copy.deepcopy(chosen)
+        self._compressor = COMPRESSORS[chosen].build() if isinstance(chosen, str) else copy.deepcopy(chosen)
         default = default_cap_mb(next((p.device.type for p in module.parameters()), "cpu"), comm.world_size)
         cap, auto = self._bucket_cap_mb or default, None
         if cap == "auto":

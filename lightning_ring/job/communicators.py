@@ -13,7 +13,7 @@ from lightning_ring.comm.backends.mpi_library import import_mpi
 from lightning_ring.comm.backends.shared_memory.communicator import open_shared_memory
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.store_bootstrap import StoreBootstrap
-from lightning_ring.comm.waiting import Patience
+from lightning_ring.comm.waiting import WaitPolicy
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.job.job import Job
 from lightning_ring.job.members import nodes_of
@@ -53,15 +53,15 @@ def open_communicator(
     across = chosen
     if backend == "auto" and chosen == "mpi" and len(nodes) > 1:
         across = backend_between_nodes(job.members)
-    patience = Patience(timeout, job.check, stall_warning)
+    policy = WaitPolicy(timeout, job.check, stall_warning)
     if job.stalls is not None:
-        job.stalls.follow(patience, job.num_communicators)
+        job.stalls.follow(policy, job.num_communicators)
     if nested:
         store = dist.PrefixStore(f"nodes/{job.num_communicators}", job.store) if backend == "auto" else None
         mpi_comm = _mpi_comm(job) if "mpi" in (chosen, across) else None
-        job.communicator = open_hierarchical(nodes, job.info.rank, chosen, across, patience, store, mpi_comm)
+        job.communicator = open_hierarchical(nodes, job.info.rank, chosen, across, policy, store, mpi_comm)
     else:
-        job.communicator = _open_flat(job, across, patience)
+        job.communicator = _open_flat(job, across, policy)
     return job.communicator
 
 
@@ -88,19 +88,19 @@ def _by_messages(info: RankInfo) -> str:
     return "mpi" if info.source == "mpi" else "gloo"
 
 
-def _open_flat(job: Job, backend: str, patience: Patience) -> Communicator:
+def _open_flat(job: Job, backend: str, policy: WaitPolicy) -> Communicator:
     if backend == "shared memory":
         store = dist.PrefixStore(f"shared memory/{job.num_communicators}", job.store)
-        bootstrap = StoreBootstrap(store, range(job.info.world_size), job.info.rank, patience)
-        shared = open_shared_memory(bootstrap, patience)
+        bootstrap = StoreBootstrap(store, range(job.info.world_size), job.info.rank, policy)
+        shared = open_shared_memory(bootstrap, policy)
         if shared is not None:
             return shared
         backend = _by_messages(job.info)
     if backend == "mpi":
         from lightning_ring.comm.backends.mpi import MPICommunicator  # deferred: only ranks of MPI need it
 
-        return MPICommunicator(_mpi_comm(job), patience=patience)
-    return open_torch_communicator(backend, patience=patience)
+        return MPICommunicator(_mpi_comm(job), policy)
+    return open_torch_communicator(backend, policy)
 
 
 def _mpi_comm(job: Job) -> Any:

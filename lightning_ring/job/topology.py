@@ -8,13 +8,13 @@ from typing import Any
 
 from torch.distributed import PrefixStore, Store
 
-from lightning_ring.comm.backends.gloo import open_gloo_part, open_gloo_transport
+from lightning_ring.comm.backends.gloo import open_gloo_subgroup, open_gloo_transport
 from lightning_ring.comm.backends.shared_memory.communicator import SharedMemoryCommunicator, open_shared_memory
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.hierarchical import HierarchicalCommunicator
 from lightning_ring.comm.ring_communicator import Transport
 from lightning_ring.comm.store_bootstrap import StoreBootstrap
-from lightning_ring.comm.waiting import Patience
+from lightning_ring.comm.waiting import WaitPolicy
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.job.members import Member
 
@@ -66,7 +66,7 @@ def open_hierarchical(
     rank: int,
     backend: str,
     across_backend: str,
-    patience: Patience,
+    policy: WaitPolicy,
     store: Store | None,
     mpi_comm: Any = None,
 ) -> Communicator:
@@ -77,7 +77,7 @@ def open_hierarchical(
         rank: This rank.
         backend: ``"gloo"`` or ``"mpi"``, for small tensors, and in a node that cannot share memory.
         across_backend: The same for tensors between nodes.
-        patience: Shared by all of them.
+        policy: Shared by all of them.
         store: Still empty; ranks of a node meet there to share memory. Without it they do not.
         mpi_comm: mpi4py's communicator of all ranks, for ``"mpi"``.
     """
@@ -86,36 +86,36 @@ def open_hierarchical(
     if backend == "mpi":
         from lightning_ring.comm.backends.mpi import open_mpi_transport  # deferred: only ranks of MPI need it
 
-        transport = open_mpi_transport(mpi_comm, patience)
+        transport = open_mpi_transport(mpi_comm, policy)
     else:
-        transport = open_gloo_transport(patience)
+        transport = open_gloo_transport(policy)
 
     def over(backend: str, parts: Sequence[Sequence[int]]) -> Communicator:
         if backend == "gloo":
-            return open_gloo_part(parts, patience)
-        from lightning_ring.comm.backends.mpi import open_mpi_part
+            return open_gloo_subgroup(parts, policy)
+        from lightning_ring.comm.backends.mpi import open_mpi_subgroup
 
-        return open_mpi_part(mpi_comm, parts, patience)
+        return open_mpi_subgroup(mpi_comm, parts, policy)
 
-    in_node: Sequence[Communicator] = _through_memory(nodes, rank, patience, store) if store is not None else []
+    in_node: Sequence[Communicator] = _through_memory(nodes, rank, policy, store) if store is not None else []
     inward, outward = in_node or [over(backend, nodes), over(backend, nodes)]
     across = over(across_backend, peers)
     if rank == 0:
         names = type(inward).__name__, type(across).__name__
         _log.info("%d nodes of %d ranks: %s in a node, %s between nodes.", len(nodes), len(peers), *names)
-    return HierarchicalCommunicator(transport, inward, outward, across, peers, patience)
+    return HierarchicalCommunicator(transport, inward, outward, across, peers, policy)
 
 
 def _through_memory(
-    nodes: Sequence[Sequence[int]], rank: int, patience: Patience, store: Store
+    nodes: Sequence[Sequence[int]], rank: int, policy: WaitPolicy, store: Store
 ) -> list[SharedMemoryCommunicator]:
     """Two communicators over this rank's node in the same shared memory; empty if some node cannot share memory."""
     number, members = next((number, ranks) for number, ranks in enumerate(nodes) if rank in ranks)
-    bootstrap = StoreBootstrap(PrefixStore(f"node/{number}", store), members, rank, patience)
-    first = open_shared_memory(bootstrap, patience, members=members)
-    second = open_shared_memory(first, patience, members=members, beside=first) if first is not None else None
+    bootstrap = StoreBootstrap(PrefixStore(f"node/{number}", store), members, rank, policy)
+    first = open_shared_memory(bootstrap, policy, members=members)
+    second = open_shared_memory(first, policy, members=members, beside=first) if first is not None else None
     all_ranks = range(sum(map(len, nodes)))
-    exchange = StoreBootstrap(PrefixStore("all", store), all_ranks, rank, patience)
+    exchange = StoreBootstrap(PrefixStore("all", store), all_ranks, rank, policy)
     if not all(exchange.all_gather_object(second is not None)):
         return []
     assert first is not None

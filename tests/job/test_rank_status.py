@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_ring.comm.backends.thread import ThreadTransport, ThreadWorld
 from lightning_ring.comm.ring_communicator import RingCommunicator
-from lightning_ring.comm.waiting import Patience
+from lightning_ring.comm.waiting import WaitPolicy
 from lightning_ring.job.stalls.rank_status import RankStatus, main_stack, own_status, stall_lines
 
 LATE = 'all_reduce "bucket 4"'
@@ -73,12 +73,12 @@ def test_the_main_thread_is_seen_from_another_one():
 
 
 def test_a_rank_is_in_the_collective_that_it_called_and_later_had_finished_it():
-    world, patience = ThreadWorld(2), Patience(timedelta(seconds=10))
+    world, policy = ThreadWorld(2), WaitPolicy(timedelta(seconds=10))
     comms = [
-        RingCommunicator(ThreadTransport(world, 0), patience),
-        RingCommunicator(ThreadTransport(world, 1), Patience()),
+        RingCommunicator(ThreadTransport(world, 0), policy),
+        RingCommunicator(ThreadTransport(world, 1), WaitPolicy()),
     ]
-    assert own_status(patience, str).collective == own_status(patience, str).last == ""
+    assert own_status(policy, str).collective == own_status(policy, str).last == ""
 
     def broken() -> str:
         raise RuntimeError("the trainer is being taken apart")
@@ -88,12 +88,12 @@ def test_a_rank_is_in_the_collective_that_it_called_and_later_had_finished_it():
     waiting = threading.Thread(target=comms[0].barrier)
     waiting.start()
     time.sleep(0.1)
-    status = own_status(patience, broken)
+    status = own_status(policy, broken)
     assert (status.collective, status.progress) == ("barrier", "")
     assert 0 < status.seconds < 5
     waiting.join(5)
     other.join(5)
-    assert own_status(patience, lambda: "step 3").last == "barrier"
-    assert own_status(patience, lambda: "step 3").collective == ""
+    assert own_status(policy, lambda: "step 3").last == "barrier"
+    assert own_status(policy, lambda: "step 3").collective == ""
     for comm in comms:
         comm.close()

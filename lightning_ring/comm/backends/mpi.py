@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any
 
 from torch import Tensor
@@ -15,7 +14,7 @@ from torch import Tensor
 from lightning_ring.comm.agreement import describe
 from lightning_ring.comm.backends.mpi_library import import_mpi
 from lightning_ring.comm.ring_communicator import RingCommunicator
-from lightning_ring.comm.waiting import DEFAULT_TIMEOUT, Check, Patience, wait_politely
+from lightning_ring.comm.waiting import DEFAULT_TIMEOUT, WaitPolicy, poll_until
 from lightning_ring.errors import ConfigurationError
 
 _UNFINISHED: list[Any] = []  # messages of broken communicators: MPI may still write to their memory
@@ -23,8 +22,6 @@ _UNFINISHED: list[Any] = []  # messages of broken communicators: MPI may still w
 
 class MPICommunicator(RingCommunicator):
     """CPU tensors over a duplicate of ``comm``, an mpi4py communicator (``COMM_WORLD`` if not given). Collective.
-
-    ``patience`` stands for ``timeout``, ``stall_warning`` and ``check`` where several communicators share one.
 
     Raises:
         ConfigurationError: MPI was started for one thread only.
@@ -35,19 +32,16 @@ class MPICommunicator(RingCommunicator):
     def __init__(
         self,
         comm: Any = None,
+        policy: WaitPolicy | None = None,
         *,
-        timeout: timedelta = DEFAULT_TIMEOUT,
-        stall_warning: timedelta | None = None,
-        check: Check | None = None,
-        patience: Patience | None = None,
         members: Sequence[int] = (),
         checked: bool = True,
     ) -> None:
-        patience = patience or Patience(timeout, check, stall_warning)
-        super().__init__(open_mpi_transport(comm, patience), patience, members, checked)
+        policy = policy or WaitPolicy()
+        super().__init__(open_mpi_transport(comm, policy), policy, members, checked)
 
 
-def open_mpi_transport(comm: Any, patience: Patience) -> MPITransport:
+def open_mpi_transport(comm: Any, policy: WaitPolicy) -> MPITransport:
     """Send and receive over a duplicate of ``comm`` (``COMM_WORLD`` if `None`). Collective.
 
     Raises:
@@ -59,17 +53,17 @@ def open_mpi_transport(comm: Any, patience: Patience) -> MPITransport:
             "MPI was started without MPI_THREAD_MULTIPLE, which a thread beside the computation needs. "
             "Leave mpi4py.rc.thread_level at 'multiple' (the default), or use an MPI library that supports it."
         )
-    return MPITransport(mpi, _duplicate(comm or mpi.COMM_WORLD, patience))
+    return MPITransport(mpi, _duplicate(comm or mpi.COMM_WORLD, policy))
 
 
-def open_mpi_part(comm: Any, parts: Sequence[Sequence[int]], patience: Patience) -> MPICommunicator:
+def open_mpi_subgroup(comm: Any, parts: Sequence[Sequence[int]], policy: WaitPolicy) -> MPICommunicator:
     """An MPI communicator for each of the disjoint ``parts`` of ``comm``'s ranks; this rank's is returned. Collective.
 
     Ranks of a part are numbered in ascending order. It exchanges no headers: all ranks agreed on its calls before.
     """
     mine, members = next((index, sorted(part)) for index, part in enumerate(parts) if comm.rank in part)
     split = comm.Split(mine, comm.rank)
-    part = MPICommunicator(split, patience=patience, members=members, checked=False)
+    part = MPICommunicator(split, policy, members=members, checked=False)
     split.Free()
     return part
 
@@ -106,7 +100,7 @@ class MPITransport:
     def wait(self, requests: Sequence[MPIMessage]) -> None:
         pending = [message.request for message in requests]
         test = pending[0].Test if len(pending) == 1 else lambda: self._mpi.Request.Testall(pending)
-        wait_politely(test, lambda: self.while_waiting([m.peer for m in requests if not m.request.Get_status()]))
+        poll_until(test, lambda: self.while_waiting([m.peer for m in requests if not m.request.Get_status()]))
         self._under_way.difference_update(requests)
 
     def interrupt(self) -> None:
@@ -131,15 +125,15 @@ class MPITransport:
         return self._mpi.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes), self._mpi.BYTE
 
 
-def _duplicate(comm: Any, patience: Patience) -> Any:
+def _duplicate(comm: Any, policy: WaitPolicy) -> Any:
     """A copy of ``comm`` for our messages alone. `Comm.Dup` would wait for ever for a rank that never comes."""
-    until = time.monotonic() + patience.seconds
+    until = time.monotonic() + policy.seconds
     duplicate, request = comm.Idup()
 
     def while_waiting() -> None:
-        patience.ask_check()
+        policy.check_peers()
         if time.monotonic() > until:
-            raise patience.late(describe("opening an MPI communicator", f"{comm.size} ranks"))
+            raise policy.timeout_error(describe("opening an MPI communicator", f"{comm.size} ranks"))
 
-    wait_politely(request.Test, while_waiting)
+    poll_until(request.Test, while_waiting)
     return duplicate

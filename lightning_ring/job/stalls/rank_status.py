@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from lightning_ring.comm.waiting import Patience, ranks_text
+from lightning_ring.comm.waiting import WaitPolicy, ranks_text
 from lightning_ring.job.watch.messages import Message
 
 NUM_FRAMES = 8
@@ -46,9 +46,9 @@ class RankStatus:
         )
 
 
-def own_status(patience: Patience, progress: Callable[[], str]) -> RankStatus:
+def own_status(policy: WaitPolicy, progress: Callable[[], str]) -> RankStatus:
     """The status of this rank, from any thread. It takes no lock that the main thread could hold."""
-    runners = [runner for ref in patience.runners if (runner := ref()) is not None]
+    runners = [runner for ref in policy.engines if (runner := ref()) is not None]
     under_way = [pair for runner in runners if (pair := runner.under_way()) is not None]
     going_on = {text for text, _ in under_way}  # after a thread that started it has done with it
     ended = [pair for runner in runners if (pair := runner.last) is not None and pair[0] not in going_on]

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from queue import Empty, SimpleQueue
 
-from lightning_ring.comm.waiting import Patience, ranks_text
+from lightning_ring.comm.waiting import WaitPolicy, ranks_text
 from lightning_ring.errors import CollectiveError
 from lightning_ring.job.stalls.rank_status import RankStatus, longest_wait, own_status, silence_of, stall_lines
 from lightning_ring.job.watch.messages import Message
@@ -22,7 +22,7 @@ from lightning_ring.job.watch.watch import JobWatch
 
 RELAY_SECONDS = 2.0  # rank 0 passes a message on in milliseconds, unless its process is stopped or stuck in C
 ANSWER_SECONDS = 2.0  # as long again for all ranks to answer; slower ones count as silent
-VERDICT_SECONDS = RELAY_SECONDS + ANSWER_SECONDS + 0.5  # under `STUCK_SECONDS`, when a second thread loses patience
+VERDICT_SECONDS = RELAY_SECONDS + ANSWER_SECONDS + 0.5  # under `STUCK_SECONDS`, when a second thread loses policy
 QUIET_SHARE = 0.75  # of the time until the next report is due: notices of the same stall come a little early or late
 
 _LATE, _ASK, _STATUS, _VERDICT = "stall", "stall ask", "stall status", "stall verdict"  # messages of the watch
@@ -46,7 +46,7 @@ class StallReporter:
         self._watch = watch
         self._rank = watch.info.rank
         self._events: SimpleQueue[Message] = SimpleQueue()
-        self._patience = Patience()
+        self._patience = WaitPolicy()
         self._number = 0  # of the communicator: a verdict on one says nothing about the next
         self._progress: Callable[[], Callable[[], str] | None] = lambda: None
         self._decided = threading.Event()
@@ -60,11 +60,11 @@ class StallReporter:
 
     # -- from the main thread
 
-    def follow(self, patience: Patience, number: int) -> None:
-        """Report on waits with ``patience``, that of the ``number``-th communicator."""
+    def follow(self, policy: WaitPolicy, number: int) -> None:
+        """Report on waits with ``policy``, that of the ``number``-th communicator."""
         self._decided.clear()
-        self._patience, self._number = patience, number
-        patience.stalls = self
+        self._patience, self._number = policy, number
+        policy.stalls = self
 
     def tell_progress(self, progress: Callable[[], str]) -> None:
         """Report ``progress``, a method, which is called from another thread. Its object is not kept."""

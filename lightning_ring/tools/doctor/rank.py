@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from lightning_ring.comm.backends.gloo import open_torch_communicator
+from lightning_ring.comm.waiting import WaitPolicy
 from lightning_ring.host.cores import bound_cores
 from lightning_ring.job.communicators import open_communicator
 from lightning_ring.job.job import Job, connect
@@ -45,7 +46,7 @@ def main(arguments: list[str]) -> None:
         device = torch.device("cuda", index)
         torch.cuda.set_device(device)
     job = connect(info, device, _TIMEOUT)
-    control = open_torch_communicator("gloo", timeout=_TIMEOUT, check=job.check)
+    control = open_torch_communicator("gloo", WaitPolicy(_TIMEOUT, job.check))
     ranks = control.all_gather_object({"host": socket.gethostname(), "cores": bound_cores()})
     _say(job, {"ranks": ranks, "source": info.source})
     for backend in arguments[1:]:

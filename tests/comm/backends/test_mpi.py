@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from lightning_ring.comm.waiting import wait_politely
+from lightning_ring.comm.waiting import poll_until
 from tests.processes import ROOT, mpirun, run
 
 
@@ -44,9 +44,10 @@ import time
 from datetime import timedelta
 from mpi4py import MPI
 from lightning_ring.comm.backends.mpi import MPICommunicator
+from lightning_ring.comm.waiting import WaitPolicy
 if MPI.COMM_WORLD.rank == 0:
     try:
-        MPICommunicator(timeout=timedelta(seconds=0.5))
+        MPICommunicator(policy=WaitPolicy(timedelta(seconds=0.5)))
     except Exception as error:
         print(type(error).__name__, error, flush=True)
     MPI.COMM_WORLD.Abort(3)
@@ -63,7 +64,8 @@ from datetime import timedelta
 import torch
 from mpi4py import MPI
 from lightning_ring.comm.backends.mpi import MPICommunicator
-comm = MPICommunicator(timeout=timedelta(seconds=0.5))
+from lightning_ring.comm.waiting import WaitPolicy
+comm = MPICommunicator(policy=WaitPolicy(timedelta(seconds=0.5)))
 if comm.rank == 0:
     try:
         comm.all_reduce_(torch.ones(1_000_000), name="lonely").wait()
@@ -97,7 +99,7 @@ def test_waiting_sleeps_longer_the_longer_it_lasts(monkeypatch):
     monkeypatch.setattr("lightning_ring.comm.backends.mpi.time.sleep", sleep)
     monkeypatch.setattr("lightning_ring.comm.backends.mpi.time.perf_counter", clock)
     checks = []
-    wait_politely(lambda: now > 1.0, lambda: checks.append(now))
+    poll_until(lambda: now > 1.0, lambda: checks.append(now))
     assert len(sleeps) < 2000
     assert max(sleeps) <= 1e-3
     assert sum(sleeps) > 0.9

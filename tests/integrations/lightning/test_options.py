@@ -68,7 +68,7 @@ def test_a_compressor_of_the_users_own_is_copied_so_that_no_fit_leaves_it_a_past
     used = RingStrategy(compression=own).options.new_compressor()
     assert isinstance(used, PowerSGD)
     assert used is not own
-    assert (used.rank, used.start_iter) == (4, 100)
+    assert (used.compressor.rank, used.compressor.start_iter) == (4, 100)
     assert RingStrategy(compression="powersgd").options.new_compressor() is not None
 
 
