@@ -59,6 +59,7 @@ def test_no_write_touches_two_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert numbers(tmp_path / "t.rank0.json") == list(range(written))
 
 
+@pytest.mark.ranks
 def test_valid_after_kill_9_at_any_time(tmp_path: Path) -> None:
     result = run([sys.executable, "-m", "tests.timeline.killed_writers", str(tmp_path / "t.json"), "300"], timeout=60)
     assert result.returncode == 0, result.stdout

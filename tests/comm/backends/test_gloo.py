@@ -70,6 +70,7 @@ def run_ranks_of(code: str, world_size: int, argument: str, **env: str) -> list[
     return [(process.returncode, output) for process, output in zip(processes, outputs, strict=True)]
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("watched", ["watched", "alone"])
 def test_a_killed_rank_ends_the_others_waits(watched):
     results = run_ranks_of(RANK, 3, watched)
