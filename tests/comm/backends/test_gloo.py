@@ -94,7 +94,7 @@ import sys
 import torch, torch.distributed as dist
 from lightning_ring.comm.communicator import ReduceOp, shard
 from lightning_ring.comm.backends.gloo import open_torch_communicator
-from tests.comm.test_ring import allowed, plain, tolerance, values
+from tests.checks.reductions import allowed, plain, tolerance, values
 rank, port, world_size = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 torch.cuda.set_device(rank % torch.cuda.device_count())
 dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
