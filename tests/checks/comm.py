@@ -22,9 +22,8 @@ from lightning_ring.comm.communicator import Communicator, ReduceOp, shard
 from lightning_ring.comm.waiting import WaitPolicy
 from lightning_ring.errors import CollectiveError, ConfigurationError, PeerFailedError, RingError
 from lightning_ring.job.topology import open_hierarchical
+from tests.checks.reductions import COMPLEX, FLOATS, HALVES, INTEGERS, allowed, plain, rounded_once, tolerance, values
 from tests.checks.world import open_gloo
-from tests.comm.test_ring import COMPLEX, FLOATS, INTEGERS, allowed, plain, tolerance, values
-from tests.comm.test_wide_sum import HALVES, rounded_once
 
 WORLD = MPI.COMM_WORLD
 CPU = torch.device("cpu")

@@ -24,6 +24,7 @@ from lightning_ring.monitor.rank_rows import RankRow
 from lightning_ring.monitor.ring_report import RingReport
 from lightning_ring.monitor.skipped_steps import SkippedSteps
 from lightning_ring.monitor.step_timer import StepTimer
+from tests.checks.marks import on_one_rank
 from tests.checks.models import RANK, SIZE, Classifier, assert_all_ranks_equal, loader, parameters, trainer
 
 FORCED: dict[str, Any] = {"force_communication": True}
@@ -158,7 +159,8 @@ def check_a_batch_that_cannot_be_counted_and_a_failing_throughput() -> None:
     assert RANK or len(said) == 2 + (SIZE - 1), said
 
 
-def check_alone_a_logger_that_raises_is_the_users_to_see(tmp_path: Path) -> None:
+@on_one_rank
+def check_a_logger_that_raises_is_the_users_to_see(tmp_path: Path) -> None:
     class Broken(CSVLogger):
         def log_metrics(self, *_: Any, **__: Any) -> None:
             raise Planted

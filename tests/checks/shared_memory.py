@@ -31,7 +31,7 @@ from lightning_ring.job.communicators import open_communicator
 from lightning_ring.job.job import connect
 from lightning_ring.job.ranks import discover_ranks
 from tests.checks.comm import WORLD, MPIBootstrap, assert_same_everywhere
-from tests.comm.test_ring import allowed, plain, tolerance, values
+from tests.checks.reductions import allowed, plain, tolerance, values
 
 CPU = torch.device("cpu")
 SIZES = (SHORT_BYTES // 4 + 3, SLOT_BYTES // 4 + 1, 700_001)  # one piece, a piece and one element, several

@@ -20,7 +20,7 @@ from lightning_ring.errors import CollectiveError, ConfigurationError
 from lightning_ring.job.members import has_rdma
 from lightning_ring.job.topology import is_hierarchical
 from tests.battery import check_names
-from tests.comm.test_ring import COMPLEX, FLOATS, INTEGERS, allowed, plain, tolerance, values
+from tests.checks.reductions import COMPLEX, FLOATS, INTEGERS, allowed, plain, tolerance, values
 
 # nodes, by the ranks on each: in blocks, round-robin, in no order; two and three nodes; two and three ranks a node
 NODES = [[[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0, 3], [1, 2]], [[0, 2, 4], [1, 3, 5]], [[0, 3], [1, 4], [2, 5]]]

@@ -18,7 +18,7 @@ from tests.processes import ROOT, clean_env, default_signals, end_session, mpi_f
 SCRIPT = str(ROOT / "tests" / "job" / "rank_script.py")
 RINGRUN = [sys.executable, "-m", "lightning_ring.cli.ringrun"]
 needs_mpirun = pytest.mark.skipif(mpirun_path() is None, reason="no mpirun beside this Python")
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(120)]
 
 
 def started_by(launcher: str, action: str, folder: Path) -> list[str]:

@@ -12,6 +12,7 @@ from tests.processes import ROOT, mpirun, mpirun_path
 
 SCRIPT = ROOT / "tests" / "job" / "stall_script.py"
 pytestmark = [
+    pytest.mark.ranks,
     pytest.mark.timeout(120),
     pytest.mark.skipif(mpirun_path() is None, reason="no mpirun beside this Python"),
 ]

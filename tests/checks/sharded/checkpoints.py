@@ -23,11 +23,13 @@ from torch.utils.data import DistributedSampler
 from lightning_ring import RingStrategy
 from lightning_ring.errors import CollectiveError, ConfigurationError, RingError
 from lightning_ring.integrations.lightning.stop_requests import Request
+from tests.checks.marks import by_world_size
 from tests.checks.models import RANK, SIZE, Classifier, data, fit, loader, parameters, relative_difference, trainer
 from tests.checks.sharded.late import Late, LateRing, LateWork, run_late
 from tests.checks.sharded.references import CAP, With, assert_same, make_sgd, sharded
 
 
+@by_world_size
 def check_state_is_a_share_and_its_checkpoint_is_ordinary(tmp_path: Path) -> None:
     make = functools.partial(With, lambda m: AdamW(m.parameters(), lr=0.01))
     states = []

@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_ring import RingStrategy
 from lightning_ring.gradients.compression import PowerSGD
+from tests.checks.marks import by_world_size
 from tests.checks.models import RANK, SIZE, Classifier, assert_all_ranks_equal, ddp, fit, loader, parameters, trainer
 from tests.checks.strategy.references import WORLD
 
@@ -31,6 +32,7 @@ class _Drops(Classifier):
         return super().training_step(batch, batch_idx) * (1 + 0.1 * random.random() + 0.1 * np.random.rand())
 
 
+@by_world_size
 def check_resuming_equals_never_stopping(tmp_path: Path) -> None:
     def run(max_epochs: int, ckpt_path: str | None, folder: str, seed: int) -> Any:
         L.seed_everything(5, verbose=False)  # the sampler's order

@@ -71,6 +71,7 @@ def run_ranks_of(code: str, world_size: int, argument: str, **env: str) -> list[
     return [(process.returncode, output) for process, output in zip(processes, outputs, strict=True)]
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("watched", ["watched", "alone"])
 def test_a_killed_rank_ends_the_others_waits(watched):
     results = run_ranks_of(RANK, 3, watched)
@@ -95,7 +96,7 @@ import torch, torch.distributed as dist
 from lightning_ring.comm.communicator import ReduceOp, shard
 from lightning_ring.comm.backends.gloo import open_torch_communicator
 from lightning_ring.comm.waiting import WaitPolicy
-from tests.comm.test_ring import allowed, plain, tolerance, values
+from tests.checks.reductions import allowed, plain, tolerance, values
 rank, port, world_size = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 torch.cuda.set_device(rank % torch.cuda.device_count())
 dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import sys
 
+import pytest
+
 from lightning_ring.comm.waiting import poll_until
 from tests.processes import ROOT, mpirun, run
 
 
+@pytest.mark.ranks
 def test_importing_the_package_does_not_start_mpi():
     code = "import sys; from lightning_ring.comm.backends import gloo, mpi; print('mpi4py' in sys.modules)"
     assert run([sys.executable, "-c", code], timeout=60).stdout.strip().endswith("False")
@@ -16,12 +19,14 @@ def test_importing_the_package_does_not_start_mpi():
 OPEN = "from lightning_ring.comm.backends.mpi import MPICommunicator; MPICommunicator()"
 
 
+@pytest.mark.ranks
 def test_without_a_launcher_mpi_is_not_started():
     result = run([sys.executable, "-c", OPEN], timeout=60)
     assert result.returncode == 1
     assert "RankDiscoveryError: MPI needs ranks that an MPI launcher started" in result.stdout
 
 
+@pytest.mark.ranks
 def test_mpi4py_not_installed(tmp_path):
     (tmp_path / "mpi4py").mkdir()
     (tmp_path / "mpi4py" / "__init__.py").write_text("raise ImportError('No module named mpi4py')")
@@ -31,6 +36,7 @@ def test_mpi4py_not_installed(tmp_path):
     assert "pip install lightning-ring[openmpi]" in result.stdout
 
 
+@pytest.mark.ranks
 def test_mpi_for_one_thread_only():
     code = "import mpi4py; mpi4py.rc.thread_level = 'single'; " + OPEN
     result = mpirun(2, "-c", code, timeout=60)
@@ -38,6 +44,7 @@ def test_mpi_for_one_thread_only():
     assert "ConfigurationError: MPI was started without MPI_THREAD_MULTIPLE" in result.stdout
 
 
+@pytest.mark.ranks
 def test_a_rank_that_never_opens_the_communicator():
     code = """
 import time
@@ -57,6 +64,7 @@ time.sleep(30)
     assert "CollectiveError opening an MPI communicator (2 ranks) did not finish within 0.5 s" in result.stdout
 
 
+@pytest.mark.ranks
 def test_ranks_end_although_a_message_was_never_received():
     code = """
 import sys, time

@@ -64,6 +64,7 @@ def ours_in_dev_shm() -> set[str]:
     return {name for name in os.listdir("/dev/shm") if "ring" in name}
 
 
+@pytest.mark.ranks
 def test_a_killed_rank_ends_the_others_and_leaves_nothing():
     before = ours_in_dev_shm()
     results = run_ranks_of(RANK, 3, "killed")
@@ -74,6 +75,7 @@ def test_a_killed_rank_ends_the_others_and_leaves_nothing():
     assert ours_in_dev_shm() == before
 
 
+@pytest.mark.ranks
 def test_a_rank_that_never_comes_is_named():
     results = run_ranks_of(RANK, 3, "absent")
     for code, output in (results[0], results[2]):
