@@ -36,8 +36,8 @@ class LAMB(TrustRatioOptimizer):
             `exclude_bias_and_norm` builds the usual two.
         lr: Learning rate, a float >= 0 or a 0-d tensor.
         betas: Decay of the first and second moment, each in [0, 1).
-        eps: >= 0, added to the root of the second moment.
-        weight_decay: >= 0.
+        eps: At least 0, added to the root of the second moment.
+        weight_decay: At least 0.
         bias_correction: False for the paper's version 3, which divides by no 1 - betaᵗ.
         trust_clip: Upper bound of the ratio, above 0; None for no bound.
         maximize: Step up the gradient instead of down.

@@ -33,9 +33,9 @@ class LARS(TrustRatioOptimizer):
         lr: Learning rate, a float >= 0 or a 0-d tensor.
         momentum: In [0, 1).
         nesterov: Step along ``momentum * v + lr * r * (g + wd * w)`` instead of ``v``; needs momentum > 0.
-        weight_decay: >= 0; part of the gradient that meets the trust ratio, as in the paper.
+        weight_decay: At least 0; part of the gradient that meets the trust ratio, as in the paper.
         trust_coefficient: Above 0; the paper's 0.001.
-        eps: >= 0, added to the ratio's denominator.
+        eps: At least 0, added to the ratio's denominator.
         momentum_form: ``"paper"`` keeps the learning rate inside ``v`` (above). ``"torch"`` keeps it outside, as
             `torch.optim.SGD` does: ``v = momentum * v + r * (g + wd * w); w -= lr * v``. They agree while ``lr`` is
             constant; under a schedule, `lightning_ring.schedules.WarmupLR` can correct for the difference.
