@@ -1,4 +1,4 @@
-"""The job of docs/slow-job.md: trains on a folder of photographs, or on the same ones packed.
+"""The job of docs/guides/slow-job.md: trains on a folder of photographs, or on the same ones packed.
 
 python recipes/slow_job.py draw photos
 python recipes/slow_job.py train photos                 # slow

@@ -21,25 +21,24 @@ JUST_BELOW_1 = math.nextafter(1.0, 0.0)
 
 
 class LAMB(TrustRatioOptimizer):
-    r"""Adam whose step is, for each layer, proportional to the norm of its weights.
+    """Adam whose step is, for each layer, proportional to the norm of its weights.
 
-    .. math::
-        m &= \beta_1 m + (1 - \beta_1) g, \qquad v = \beta_2 v + (1 - \beta_2) g^2 \\
-        u &= \hat m / (\sqrt{\hat v} + \epsilon) + \lambda w \\
-        w &= w - \gamma \, (\lVert w \rVert / \lVert u \rVert) \, u
+        m = beta1 * m + (1 - beta1) * g
+        v = beta2 * v + (1 - beta2) * g²
+        u = (m / (1 - beta1ᵗ)) / (√(v / (1 - beta2ᵗ)) + eps) + weight_decay * w
+        w = w - lr * (‖w‖ / ‖u‖) * u
 
-    with :math:`\hat m = m / (1 - \beta_1^t)`, :math:`\hat v = v / (1 - \beta_2^t)`, learning rate :math:`\gamma` and
-    weight decay :math:`\lambda`. The ratio is 1 where either norm is 0 and where ``adapt`` is False. This is
-    Algorithm 2 of You et al., "Large Batch Optimization for Deep Learning" (2019, arXiv:1904.00962).
+    for the weights w and the gradient g of a layer at step t. The ratio is 1 where either norm is 0 and where ``adapt``
+    is False. This is Algorithm 2 of You et al., "Large Batch Optimization for Deep Learning" (2019, arXiv:1904.00962).
 
     Args:
         params: Parameters, named parameters or groups. A group may set any of the arguments down to ``adapt``;
             `exclude_bias_and_norm` builds the usual two.
         lr: Learning rate, a float >= 0 or a 0-d tensor.
         betas: Decay of the first and second moment, each in [0, 1).
-        eps: >= 0, added to the root of the second moment.
-        weight_decay: >= 0.
-        bias_correction: False for the paper's version 3, which divides by no :math:`1 - \beta^t`.
+        eps: At least 0, added to the root of the second moment.
+        weight_decay: At least 0.
+        bias_correction: False for the paper's version 3, which divides by no 1 - betaᵗ.
         trust_clip: Upper bound of the ratio, above 0; None for no bound.
         maximize: Step up the gradient instead of down.
         adapt: False for Adam with decoupled weight decay: no trust ratio.
@@ -50,7 +49,7 @@ class LAMB(TrustRatioOptimizer):
     Raises:
         ValueError: A hyper-parameter out of range, a group with an unknown key, no parameters.
 
-    Example:
+    Examples:
         >>> model = torch.nn.Linear(2, 1)
         >>> optimizer = LAMB(exclude_bias_and_norm(model, weight_decay=0.01), lr=1e-3)
     """

@@ -17,16 +17,15 @@ from lightning_ring.optim.engine.validation import require, require_number
 
 
 class LARS(TrustRatioOptimizer):
-    r"""SGD with momentum whose step is, for each layer, proportional to the norm of its weights.
+    """SGD with momentum whose step is, for each layer, proportional to the norm of its weights.
 
-    .. math::
-        r &= \eta \lVert w \rVert / (\lVert g \rVert + \beta \lVert w \rVert + \epsilon) \\
-        v &= \mu v + \gamma r (g + \beta w) \\
-        w &= w - v
+        r = trust_coefficient * ‖w‖ / (‖g‖ + weight_decay * ‖w‖ + eps)
+        v = momentum * v + lr * r * (g + weight_decay * w)
+        w = w - v
 
-    with learning rate :math:`\gamma`, weight decay :math:`\beta`, momentum :math:`\mu`, trust coefficient :math:`\eta`.
-    :math:`r = 1` where either norm is 0 and where ``adapt`` is False; weight decay stays. This is Algorithm 1 of You,
-    Gitman, Ginsburg, "Large Batch Training of Convolutional Networks" (2017, arXiv:1708.03888).
+    for the weights w and the gradient g of a layer. r = 1 where either norm is 0 and where ``adapt`` is False; weight
+    decay stays. This is Algorithm 1 of You, Gitman, Ginsburg, "Large Batch Training of Convolutional Networks" (2017,
+    arXiv:1708.03888).
 
     Args:
         params: Parameters, named parameters or groups. A group may set any of the arguments down to ``adapt``;
@@ -34,9 +33,9 @@ class LARS(TrustRatioOptimizer):
         lr: Learning rate, a float >= 0 or a 0-d tensor.
         momentum: In [0, 1).
         nesterov: Step along ``momentum * v + lr * r * (g + wd * w)`` instead of ``v``; needs momentum > 0.
-        weight_decay: >= 0; part of the gradient that meets the trust ratio, as in the paper.
+        weight_decay: At least 0; part of the gradient that meets the trust ratio, as in the paper.
         trust_coefficient: Above 0; the paper's 0.001.
-        eps: >= 0, added to the ratio's denominator.
+        eps: At least 0, added to the ratio's denominator.
         momentum_form: ``"paper"`` keeps the learning rate inside ``v`` (above). ``"torch"`` keeps it outside, as
             `torch.optim.SGD` does: ``v = momentum * v + r * (g + wd * w); w -= lr * v``. They agree while ``lr`` is
             constant; under a schedule, `lightning_ring.schedules.WarmupLR` can correct for the difference.
@@ -47,7 +46,7 @@ class LARS(TrustRatioOptimizer):
     Raises:
         ValueError: A hyper-parameter out of range, a group with an unknown key, no parameters.
 
-    Example:
+    Examples:
         >>> model = torch.nn.Linear(2, 1)
         >>> optimizer = LARS(exclude_bias_and_norm(model, weight_decay=1e-4), lr=0.1, momentum=0.9)
     """

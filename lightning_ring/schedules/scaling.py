@@ -18,7 +18,7 @@ def linear_scaled_lr(base_lr: float, global_batch_size: int, base_batch_size: in
 
     Source: Goyal et al., "Accurate, Large Minibatch SGD" (2017, arXiv:1706.02677), section 2.1.
 
-    Example:
+    Examples:
         >>> linear_scaled_lr(0.1, 8192)
         3.2
     """
@@ -32,7 +32,7 @@ def sqrt_scaled_lr(base_lr: float, global_batch_size: int, base_batch_size: int 
 
     Source: You et al., "Large Batch Optimization for Deep Learning" (2019, arXiv:1904.00962), section 4.
 
-    Example:
+    Examples:
         >>> sqrt_scaled_lr(0.001, 1024)
         0.002
     """

@@ -36,7 +36,7 @@ class WarmupLR(LRScheduler):
         ValueError: ``schedule`` gives a factor that is negative or not a number at step 0; or ``momentum_correction``
             with Nesterov momentum, for which the correction does not hold, or without a group that has ``momentum``.
 
-    Example:
+    Examples:
         >>> optimizer = LARS(model.parameters(), lr=linear_scaled_lr(0.1, 8192))
         >>> scheduler = WarmupLR(optimizer, warmup_poly(total=90, warmup=5, steps_per_epoch=156))
         >>> return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}

@@ -27,7 +27,7 @@ def gradual_warmup(warmup: float, *, start_factor: float = 0.0, steps_per_epoch:
     Raises:
         ValueError: An argument out of range.
 
-    Example:
+    Examples:
         >>> factor = gradual_warmup(4)
         >>> [factor(step) for step in range(6)]
         [0.0, 0.25, 0.5, 0.75, 1.0, 1.0]
@@ -48,7 +48,7 @@ def warmup_multistep(
     Raises:
         ValueError: An argument out of range, milestones that do not increase, or one within the warm-up.
 
-    Example:
+    Examples:
         >>> factor = warmup_multistep([30, 60, 80], warmup=5, steps_per_epoch=100)
         >>> factor(2999), factor(3000)
         (1.0, 0.1)
@@ -98,7 +98,7 @@ def warmup_poly(
     Raises:
         ValueError: An argument out of range, or ``total`` not longer than ``warmup``.
 
-    Example:
+    Examples:
         >>> factor = warmup_poly(total=10, warmup=2)
         >>> factor(2), factor(6), factor(10), factor(11)
         (1.0, 0.25, 0.0, 0.0)

@@ -13,7 +13,7 @@ from tests.fuzz.jobs import Outcome
 from tests.fuzz.program import Program
 from tests.fuzz.rules import differs_in_one_process
 
-# Errors of lightning_ring that the README and the CHANGELOG state, where DDP trains: strategy and beginning.
+# Errors of lightning_ring that the documentation and the CHANGELOG state, where DDP trains: strategy and beginning.
 REFUSED = {
     "an average that some ranks have dropped": r"some have dropped theirs \(zero_grad\)",
     "a sum on an average that was changed": r"which is an average that was then added to, and changed in place",

@@ -13,7 +13,7 @@ from lightning_ring.cli.main import COMMANDS
 from lightning_ring.options import RingOptions
 from tests.processes import ROOT, mpirun_command, run
 
-GUIDE = (ROOT / "docs" / "from-horovod.md").read_text()
+GUIDE = (ROOT / "docs" / "guides" / "from-horovod.md").read_text()
 BEFORE, AFTER, WITHOUT_TRAINER = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
 
 

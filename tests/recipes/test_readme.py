@@ -1,4 +1,4 @@
-"""The commands that the README gives are those that run."""
+"""README and guides: the commands that they give run, and their tables list every argument and error."""
 
 from __future__ import annotations
 
@@ -16,8 +16,22 @@ import lightning_ring.errors
 from lightning_ring.options import RingOptions
 from tests.processes import ROOT, run
 
-README = (ROOT / "README.md").read_text()
-COMMANDS = [block for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL) if "venv .venv" in block]
+DOCS = ROOT / "docs"
+
+
+def commands(page: Path) -> list[str]:
+    """The shell blocks of ``page``, each command on a line of its own."""
+    blocks = re.findall(r"^```bash\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+    return [block.replace("\\\n", "") for block in blocks]
+
+
+COMMANDS = [block for block in commands(ROOT / "README.md") if "venv .venv" in block]
+RECIPES = [
+    line
+    for page in sorted(DOCS.glob("**/*.md"))
+    for block in commands(page)
+    for line in re.findall(r"^(?:.* )?python recipes/train\.py([^#\n]*)", block, re.MULTILINE)
+]
 
 
 def test_quick_start_has_two_commands_of_one_line():
@@ -62,7 +76,7 @@ def test_ci_replaces_a_broken_environment(checkout):
     assert not (checkout / ".venv").exists()
 
 
-@pytest.mark.parametrize("line", re.findall(r"^(?:.* )?python recipes/train\.py([^#\n]*)", README, re.MULTILINE))
+@pytest.mark.parametrize("line", RECIPES)
 def test_recipe_commands_compose(line):
     overrides = [word.partition(",")[0] for word in line.split() if not word.startswith("-")]
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
@@ -70,11 +84,12 @@ def test_recipe_commands_compose(line):
 
 
 def test_argument_table_is_the_strategys():
-    table = README.split("### Arguments")[1].split("\n#")[0]
+    table = (DOCS / "reference" / "strategy.md").read_text().split("## Arguments")[1].split("\n#")[0]
     documented = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
     assert sorted(documented) == sorted(field.name for field in dataclasses.fields(RingOptions))
 
 
 def test_every_error_is_explained():
     errors = [name for name, value in vars(lightning_ring.errors).items() if isinstance(value, type)]
-    assert [name for name in errors if f"`{name}`" not in README] == []
+    guide = (DOCS / "guides" / "troubleshooting.md").read_text()
+    assert [name for name in errors if f"`{name}`" not in guide] == []

@@ -1,4 +1,4 @@
-"""docs/slow-job.md: its commands work, small, and the pictures and names that it shows exist."""
+"""docs/guides/slow-job.md: its commands work, small, and the pictures and names that it shows exist."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_ring.cli.pack import main as pack
 from recipes import slow_job
 from tests.processes import ROOT, mpirun_command, run
 
-GUIDE = (ROOT / "docs" / "slow-job.md").read_text()
+GUIDE = (ROOT / "docs" / "guides" / "slow-job.md").read_text()
 TOLD = [shlex.split(line, comments=True) for line in re.findall(r"^(?:python|lightning-ring) .*$", GUIDE, re.MULTILINE)]
 SCRIPT = str(ROOT / "recipes" / "slow_job.py")
 SMALL = {"draw": ["--num-images", "32", "--scale", "0.1"], "train": ["--epochs", "1", "--log-every", "1"]}
@@ -64,7 +64,7 @@ def test_all_its_commands_are_ones_that_exist() -> None:
 
 
 def test_its_pictures_are_there() -> None:
-    pictures = re.findall(r"\]\((images/[^)]+)\)", GUIDE)
+    pictures = re.findall(r"\]\(\.\./(images/[^)]+)\)", GUIDE)
     assert len(pictures) >= 3
     for picture in pictures:
         assert 0 < (ROOT / "docs" / picture).stat().st_size < 200_000, picture

@@ -1,4 +1,4 @@
-"""Jobs of a real Slurm, brought up by `tests/slurm/cluster.py`: what README and docs/slurm.md say of it."""
+"""Jobs of a real Slurm, brought up by `tests/slurm/cluster.py`: the statements of docs/guides/slurm.md."""
 
 from __future__ import annotations
 

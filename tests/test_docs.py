@@ -1,0 +1,52 @@
+"""The documentation: links lead to a file and a heading that exist, and README.md keeps to its size."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.processes import ROOT
+
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+SOURCES = sorted(
+    path for folder in ("lightning_ring", "recipes", "benchmarks", "tests") for path in ROOT.glob(f"{folder}/**/*.py")
+)
+
+
+def prose(page: Path) -> str:
+    """Text of ``page`` and of the file that it includes, without code."""
+    text = re.sub(r'^--8<-- "(.+)"$', lambda match: (ROOT / match[1]).read_text(), page.read_text(), flags=re.MULTILINE)
+    return re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """Of the headings of ``page``, as MkDocs and GitHub make them."""
+    headings = re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE)
+    return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`\n]+`", "code", prose(page))):
+        if re.match(r"https?://", link):
+            continue
+        name, _, anchor = link.partition("#")
+        target = page.parent / name if name else page
+        if not target.is_file() or (anchor and anchor not in anchors(target)):
+            broken.append(link)
+    assert broken == []
+
+
+def test_pages_that_the_code_names_exist() -> None:
+    named = {page for source in SOURCES for page in re.findall(r"\bdocs/[\w/-]+\.md\b", source.read_text())}
+    assert named
+    assert {page for page in named if not (ROOT / page).is_file()} == set()
+
+
+def test_readme_keeps_to_its_size() -> None:
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) < 200
+    assert [line for line in lines if len(line) > 100] == []
