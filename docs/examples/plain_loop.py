@@ -1,5 +1,6 @@
 """A plain PyTorch loop on several ranks: ``ringrun -n 2 python plain_loop.py ring model.pt`` (or ``ring_sharded``)."""
 
+# --8<-- [start:loop]
 import sys
 from datetime import timedelta
 
@@ -43,6 +44,9 @@ def train(name: str, path: str) -> None:
     if info.rank == 0:
         torch.save(model.state_dict(), path)
     job.close()
+
+
+# --8<-- [end:loop]
 
 
 if __name__ == "__main__":
