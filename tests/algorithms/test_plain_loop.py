@@ -12,6 +12,8 @@ from torch import nn
 from lightning_ring.algorithms import ALGORITHMS
 from tests.processes import ROOT, run
 
+pytestmark = pytest.mark.ranks
+
 EXAMPLE = ROOT / "docs" / "examples" / "plain_loop.py"
 
 
