@@ -33,7 +33,8 @@ def bytes_per_second(rate: str) -> float:
 
 def compare(num_bytes: int, rounds: int, rate: str, backends: list[str]) -> None:
     """What every rank runs."""
-    from lightning_ring.job.job import connect, open_communicator
+    from lightning_ring.job.communicators import open_communicator
+    from lightning_ring.job.job import connect
     from lightning_ring.job.ranks import discover_ranks
 
     torch.set_num_threads(1)
@@ -44,9 +45,7 @@ def compare(num_bytes: int, rounds: int, rate: str, backends: list[str]) -> None
     opened = []
     for name in backends:
         backend, _, topology = name.partition("/")
-        open_communicator(job, backend, torch.device("cpu"), _TIMEOUT, _TIMEOUT, topology or "auto")
-        comm = job.communicator
-        assert comm is not None
+        comm = open_communicator(job, backend, torch.device("cpu"), _TIMEOUT, _TIMEOUT, topology or "auto")
         job.communicator = None  # stays open beside the next one
         opened.append(comm)
         buffers[name] = comm.empty(num_bytes // 4, torch.float32, torch.device("cpu")).fill_(1)

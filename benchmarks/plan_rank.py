@@ -19,11 +19,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lightning_ring.algorithms.sharded import Sharding
+from lightning_ring.algorithms.sharded.sharding import Sharding
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.cost import default_cap_mb
 from lightning_ring.gradients import Reducer, ShardReducer
-from lightning_ring.job.job import connect, open_communicator
+from lightning_ring.job.communicators import open_communicator
+from lightning_ring.job.job import connect
 from lightning_ring.job.ranks import discover_ranks
 from lightning_ring.tools.plan.profile import Gradient, Profile, read_profile
 
@@ -160,9 +161,7 @@ def main(path: str, out: str, topology: str, steps: str, *ways: str) -> None:
     info = discover_ranks()
     cpu = torch.device("cpu")
     job = connect(info, cpu, _TIMEOUT)
-    open_communicator(job, "auto", cpu, _TIMEOUT, _TIMEOUT, topology)
-    comm = job.communicator
-    assert comm is not None
+    comm = open_communicator(job, "auto", cpu, _TIMEOUT, _TIMEOUT, topology)
     found = {}
     for way in ways:
         everyones = comm.all_gather_object(replay(profile, comm, way, int(steps)))

@@ -13,7 +13,8 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from lightning_ring.comm.cost import default_cap_mb
+from lightning_ring.algorithms import ALGORITHMS, algorithm_class
+from lightning_ring.algorithms.algorithm import Algorithm
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.gradients.compression import COMPRESSORS, Compressor
 from lightning_ring.timeline.paths import checked_path
@@ -23,7 +24,7 @@ Topology = Literal["auto", "flat", "hierarchical"]
 BroadcastBuffers = Literal["start", "epoch", "step"]
 Uneven = Literal["error", "join"]
 StartMethod = Literal["popen", "spawn", "fork"]
-Compression = Literal["fp16", "bf16", "powersgd"]
+Compression = str  # a name in COMPRESSORS
 BucketCap = float | Literal["auto"] | None
 
 
@@ -40,6 +41,7 @@ class RingOptions:
     topology: Topology = "auto"
     compression: Compression | Compressor | None = None
     shard_optimizer: bool = False
+    algorithm: str | Algorithm | None = None
     broadcast_buffers: BroadcastBuffers = "epoch"
     uneven: Uneven = "error"
     start_method: StartMethod = "popen"
@@ -55,8 +57,9 @@ class RingOptions:
         _one_of("backend", self.backend, get_args(Backend))
         _one_of("topology", self.topology, get_args(Topology))
         if not isinstance(self.compression, Compressor):
-            _one_of("compression", self.compression, (None, *get_args(Compression)), "or a Compressor")
+            _one_of("compression", self.compression, (None, *COMPRESSORS), "or a Compressor")
         _one_of("shard_optimizer", self.shard_optimizer, (False, True))
+        self._check_algorithm()
         _one_of("broadcast_buffers", self.broadcast_buffers, get_args(BroadcastBuffers))
         _one_of("uneven", self.uneven, get_args(Uneven))
         _one_of("start_method", self.start_method, get_args(StartMethod))
@@ -71,7 +74,7 @@ class RingOptions:
         if self.timeline is not None:
             checked_path(self.timeline, f"RingStrategy got timeline={self.timeline!r}")
         compressor = self.new_compressor()
-        if self.bucket_cap_mb == "auto" and compressor and compressor.wire_bytes(torch.float32) is None:
+        if self.bucket_cap_mb == "auto" and compressor and compressor.wire_bytes(1, 2) is None:
             raise ConfigurationError(
                 f'RingStrategy got bucket_cap_mb="auto" with compression={self.compression!r}, whose messages are not '
                 "in proportion to the gradients, as the choice assumes. Give a size in MiB, such as 25, or use "
@@ -83,14 +86,40 @@ class RingOptions:
                 "rank its shard of a sum. Use 'fp16', 'bf16' or None, or shard_optimizer=False (strategy='ring')."
             )
 
-    def bucket_cap_on(self, device: torch.device, world_size: int) -> float | Literal["auto"]:
-        """``bucket_cap_mb``, or the default for so many ranks whose gradients live on ``device``."""
-        return default_cap_mb(device.type, world_size) if self.bucket_cap_mb is None else self.bucket_cap_mb
+    def _check_algorithm(self) -> None:
+        chosen = self.algorithm
+        if not isinstance(chosen, Algorithm):
+            _one_of("algorithm", chosen, (None, *ALGORITHMS), "or an Algorithm")
+            name = chosen or ("ring_sharded" if self.shard_optimizer else "ring")
+            if self.shard_optimizer and not algorithm_class(name).sharded:
+                raise ConfigurationError(
+                    f"RingStrategy got shard_optimizer=True with algorithm={name!r}, which keeps whole optimizers on "
+                    "every rank. Leave one of the two out."
+                )
+            object.__setattr__(self, "algorithm", name)
+            object.__setattr__(self, "shard_optimizer", algorithm_class(name).sharded)
+            return
+        given = {"shard_optimizer": False, "bucket_cap_mb": None, "compression": None}
+        if also := [name for name, default in given.items() if getattr(self, name) != default]:
+            raise ConfigurationError(
+                f"RingStrategy got {', '.join(also)} beside algorithm={type(chosen).__name__}(...), which has settings "
+                f"of its own. Give them to {type(chosen).__name__}, or name the algorithm by a string."
+            )
+        object.__setattr__(self, "shard_optimizer", chosen.sharded)
+
+    def new_algorithm(self) -> Algorithm:
+        """One for a new fit, without a past."""
+        if isinstance(self.algorithm, Algorithm):
+            return copy.deepcopy(self.algorithm)
+        made: Algorithm = algorithm_class(str(self.algorithm))(
+            bucket_cap_mb=self.bucket_cap_mb, compression=self.compression
+        )
+        return made
 
     def new_compressor(self) -> Compressor | None:
         """One without a past: what a fit leaves out of its last step is no part of the next fit."""
         chosen = self.compression
-        return COMPRESSORS[chosen]() if isinstance(chosen, str) else copy.deepcopy(chosen)
+        return COMPRESSORS[chosen].build() if isinstance(chosen, str) else copy.deepcopy(chosen)
 
 
 def _one_of(name: str, value: Any, allowed: tuple[Any, ...], other: str = "") -> None:

@@ -14,6 +14,7 @@ By hand: ``mpirun -n 2 python -m tests.battery tests.checks.comm FOLDER [CHECK .
 
 from __future__ import annotations
 
+import ast
 import faulthandler
 import importlib
 import inspect
@@ -27,29 +28,40 @@ from pathlib import Path
 
 import pytest
 
+from tests.checks import marks
 from tests.processes import ROOT, clean_env, end_session, mpirun_command
 
 IDLE_RANKS = 14  # of all launches together: torch alone takes some 200 MB each
 
 
-def checks_of(module: str) -> dict[str, str]:
+def checks_of(module: str, mark: str = "") -> dict[str, str]:
     """The checks of ``module``, a file or a folder of files, and the file that each is in.
 
     Read from their text, so that collecting tests imports nothing heavy.
+
+    Args:
+        mark: Only the checks with this decorator, one of `tests.checks.marks`.
     """
+    assert not mark or hasattr(marks, mark), mark
     path = ROOT / module.replace(".", "/")
     files = {f"{module}.{file.stem}": file for file in sorted(path.glob("*.py"))} or {module: path.with_suffix(".py")}
     found: dict[str, str] = {}
     for name, file in files.items():
-        checks = [line[4 : line.index("(")] for line in file.read_text().splitlines() if line.startswith("def check_")]
+        functions = [node for node in ast.parse(file.read_text()).body if isinstance(node, ast.FunctionDef)]
+        checks = [
+            function.name
+            for function in functions
+            if function.name.startswith("check_")
+            and (not mark or mark in [getattr(one, "id", "") for one in function.decorator_list])
+        ]
         twice = found.keys() & checks
         assert not twice, f"{twice} in {name} and elsewhere in {module}"
         found |= dict.fromkeys(checks, name)
     return found
 
 
-def check_names(module: str) -> list[str]:
-    return list(checks_of(module))
+def check_names(module: str, mark: str = "") -> list[str]:
+    return list(checks_of(module, mark))
 
 
 class Launch:

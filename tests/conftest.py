@@ -9,8 +9,22 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 
+from tests import processes
 from tests.battery import Battery
 from tests.processes import SEGMENTS
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests on the ranks of a battery, of Slurm or of two hosts are marked `ranks` here, all others in their files."""
+    for item in items:
+        if "battery" in item.fixturenames or item.get_closest_marker("slurm") or item.get_closest_marker("netns"):
+            item.add_marker("ranks")
+
+
+@pytest.fixture(autouse=True)
+def _ranks_are_marked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the marker `ranks`, `tests.processes` starts nothing."""
+    monkeypatch.setattr(processes, "may_start", request.node.get_closest_marker("ranks") is not None)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -33,11 +47,10 @@ def _told_to_end() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _no_open_group() -> Iterator[None]:
-    """Ranks that meet look for torch.distributed's default group first: one that stays open fails a later test."""
+    """A fit leaves torch.distributed's default group to the process, and ranks that meet look for one first."""
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
-        pytest.fail("this test left torch.distributed's default group open")
 
 
 @pytest.fixture(scope="session")

@@ -13,6 +13,7 @@ from lightning_ring.job.exit import remove_segments
 from lightning_ring.launch.mpirun import identify
 
 ROOT = Path(__file__).resolve().parent.parent
+may_start = True  # False inside a test without the marker `ranks` (`conftest.py`)
 # Where Open MPI keeps shared memory: tests have a folder of their own, made and removed by `conftest.py`
 SEGMENTS = "OMPI_MCA_btl_sm_backing_directory"
 
@@ -53,6 +54,7 @@ def default_signals() -> None:
 
 def run(command: list[str], *, timeout: float, **env: str) -> subprocess.CompletedProcess[str]:
     """Run ``command`` in a session of its own; past ``timeout`` seconds that session is killed and the test fails."""
+    assert may_start, "a test that starts a process with `run` needs the marker `ranks`"
     process = subprocess.Popen(
         command,
         env=clean_env(**env),

@@ -34,6 +34,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return [sys.executable, str(tmp_path / "job.py"), str(tmp_path / "log")]
 
 
+@pytest.mark.ranks
 def test_jobs_take_turns_and_only_timed_steps_count(job: list[str], tmp_path: Path) -> None:
     with Conductor(tmp_path) as conductor:
         conductor.start([[*job, "a"], [*job, "b"]], "ab", num_ranks=1)
@@ -46,6 +47,7 @@ def test_jobs_take_turns_and_only_timed_steps_count(job: list[str], tmp_path: Pa
     assert {(name, int(pid)) for name, pid in lines} == {(name, facts[name][0]["pid"]) for name in "ab"}
 
 
+@pytest.mark.ranks
 def test_a_job_that_fails_is_an_error_with_its_output_and_ends_the_others(job: list[str], tmp_path: Path) -> None:
     fails = [sys.executable, "-c", "raise ValueError('no such photo')"]
     said = r"(?s)a job ended with exit code 1:.*no such photo"
@@ -67,6 +69,7 @@ def command_lines() -> list[str]:
     return found
 
 
+@pytest.mark.ranks
 def test_ddp_and_the_ring_are_timed_side_by_side(tmp_path: Path) -> None:
     words = [
         "one_node",
@@ -91,6 +94,7 @@ def test_ddp_and_the_ring_are_timed_side_by_side(tmp_path: Path) -> None:
     assert "of the time of ddp" in result.stdout
 
 
+@pytest.mark.ranks
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_the_gpu_benchmark_says_so_in_one_line() -> None:
     result = run([sys.executable, "-m", "benchmarks.gpu"], timeout=60)
@@ -98,6 +102,7 @@ def test_without_a_gpu_the_gpu_benchmark_says_so_in_one_line() -> None:
     assert result.stdout.splitlines() == ["no NVIDIA GPU that torch can use on this machine: nothing was measured"]
 
 
+@pytest.mark.ranks
 @pytest.mark.timeout(200)
 def test_the_gpu_benchmark_walks_its_whole_way_on_the_cpu() -> None:
     pytest.importorskip("timm")
@@ -108,6 +113,7 @@ def test_the_gpu_benchmark_walks_its_whole_way_on_the_cpu() -> None:
         assert said in result.stdout, result.stdout
 
 
+@pytest.mark.ranks
 def test_rows_with_hosts_say_what_is_missing() -> None:
     if hosts.why_not() is None:
         pytest.skip("there can be hosts")

@@ -28,7 +28,7 @@ ALLOWED = {  # room: the rooms that it may import
     "schedules": {"errors"},
     "data": {"errors", "host"},
     "retrieval": {"errors"},
-    "tools": {"comm", "errors", "host", "job", "launch"},
+    "tools": {"comm", "errors", "gradients", "host", "job", "launch"},
     "monitor": {"comm", "errors", "host", "timeline", "tools"},
     "cli": {"data", "errors", "host", "job", "launch", "timeline", "tools"},
     "integrations": {
@@ -64,6 +64,7 @@ def run_code(code: str) -> str:
     return result.stdout.strip()
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("order", ["import lightning_ring, lightning.pytorch", "import lightning, lightning_ring"])
 def test_importing_the_package_registers_ring_in_any_order_and_starts_no_mpi(order: str) -> None:
     code = (
@@ -80,6 +81,7 @@ def test_importing_the_package_imports_neither_lightning_nor_torch() -> None:
     assert run_code(f"import {modules}, sys; {print_names}") == "[]"
 
 
+@pytest.mark.ranks
 def test_packing_needs_no_torch_and_what_the_data_room_names_is_there() -> None:
     code = (
         "import sys, lightning_ring.data.packing.run, lightning_ring.data.shards.verify; "
@@ -90,6 +92,7 @@ def test_packing_needs_no_torch_and_what_the_data_room_names_is_there() -> None:
     assert run_code(code) == "True False"
 
 
+@pytest.mark.ranks
 def test_the_strategy_itself_may_be_imported_first() -> None:
     assert (
         run_code("from lightning_ring.integrations.lightning.strategy import RingStrategy as R; print(R.strategy_name)")
@@ -97,6 +100,7 @@ def test_the_strategy_itself_may_be_imported_first() -> None:
     )
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("order", ["lightning_ring, pytorch_lightning", "pytorch_lightning, lightning_ring"])
 def test_the_trainer_of_the_other_package_says_which_package_to_use(order: str) -> None:
     code = f"import {order}; pytorch_lightning.Trainer(strategy='ring', accelerator='cpu')"

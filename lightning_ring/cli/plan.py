@@ -13,7 +13,7 @@ from lightning_ring.errors import ConfigurationError
 from lightning_ring.tools.bench.plot import check_plot
 from lightning_ring.tools.plan import report
 from lightning_ring.tools.plan.advice import advise
-from lightning_ring.tools.plan.model import COMPRESSED, Cluster, Link, Settings, predict, world_sizes
+from lightning_ring.tools.plan.model import PREDICTABLE, Cluster, Link, Settings, predict, world_sizes
 from lightning_ring.tools.plan.networks import parse_link
 from lightning_ring.tools.plan.profile import Profile, check_same_model, json_text, read_profile
 
@@ -67,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--ranks-per-node", type=int, metavar="N", help="default: as recorded")
     parser.add_argument("--ranks", metavar="N,...", help="these numbers of ranks (default: powers of two to 10,000)")
     parser.add_argument("--at", type=int, metavar="N", help="ranks that the advice is for (default: 64)")
-    parser.add_argument("--compression", choices=("none", *COMPRESSED), help="default: as recorded")
+    parser.add_argument("--compression", choices=("none", *PREDICTABLE), help="default: as recorded")
     parser.add_argument("--bucket-cap-mb", type=float, metavar="MIB", help="default: as recorded")
     parser.add_argument(
         "--check", nargs="+", default=[], metavar="OTHER.json", help="profiles of runs to compare the prediction with"
@@ -124,10 +124,10 @@ def chosen_settings(options: argparse.Namespace, profile: Profile) -> Settings:
     if cap is None:
         cap = None if isinstance(run.bucket_cap_mb, str) else run.bucket_cap_mb
     compression = run.compression if options.compression is None else options.compression
-    if compression not in (None, "none", *COMPRESSED):
+    if compression not in (None, "none", *PREDICTABLE):
         raise ConfigurationError(
             f"{options.profile} was recorded with compression {compression!r}, whose messages `plan` cannot predict. "
-            f"Say --compression none, or one of {', '.join(COMPRESSED)}."
+            f"Say --compression none, or one of {', '.join(PREDICTABLE)}."
         )
     return Settings(run.topology, run.sharded, None if compression == "none" else compression, cap)
 

@@ -48,7 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lightning-ring timeline",
         description="Merge what ranks wrote under RingStrategy(timeline='trace.json') or RING_TIMELINE=trace.json "
-        "(trace.rank0.json and so on) into one trace for https://ui.perfetto.dev. A job that ends does this itself; "
+        "(trace.rank0.jsonl and so on) into one trace for https://ui.perfetto.dev. A job that ends does this itself; "
         "after a crash, or while a job runs, this does it with what is there.",
     )
     parser.add_argument("where", type=Path, metavar="DIR", help="the folder, or the name trace.json in it")
@@ -77,7 +77,7 @@ def _timelines(where: Path) -> list[Path]:
     names = timelines_in(where)
     if not names:
         raise ConfigurationError(
-            f"{where} holds no timeline: there is no file such as trace.rank0.json in it. Record one with "
+            f"{where} holds no timeline: there is no file such as trace.rank0.jsonl in it. Record one with "
             "RING_TIMELINE=trace.json or RingStrategy(timeline='trace.json')."
         )
     return names
@@ -94,11 +94,13 @@ def _report(merged: Merged) -> bool:
             print(f"rank {rank}: its clock is known to ±{about['error'] * 1e6:.0f} µs")
     if merged.unfinished:
         print(
-            f"not closed by rank(s) {_listed(merged.unfinished)}: their job was killed, or still runs", file=sys.stderr
+            f"not closed by rank(s) {_listed(merged.unfinished)}: their job was killed or still runs, or a copy of a "
+            "file was cut short",
+            file=sys.stderr,
         )
     if merged.missing:
         print(
-            f"missing: rank(s) {_listed(merged.missing)}. Copy {merged.path.stem}.rank{merged.missing[0]}.json from "
+            f"missing: rank(s) {_listed(merged.missing)}. Copy {merged.path.stem}.rank{merged.missing[0]}.jsonl from "
             "that rank's host into this folder.",
             file=sys.stderr,
         )

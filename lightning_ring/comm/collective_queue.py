@@ -23,7 +23,7 @@ from lightning_ring.comm.waiting import (
     CHECK_SECONDS,
     LONGEST_SLEEP_SECONDS,
     SLEEP_SHARE,
-    Patience,
+    WaitPolicy,
     transport_error,
 )
 from lightning_ring.errors import CollectiveError, RingError
@@ -79,7 +79,7 @@ class QueuedWork:
         if not self.over:
             self._queue.finish(self)
         if self.error is not None:
-            self._queue.patience.raise_named(self.error)
+            self._queue.policy.raise_named(self.error)
 
     def done(self) -> bool:
         return self.over or self._queue.poll(self)
@@ -95,11 +95,11 @@ class CollectiveQueue:
 
     def __init__(
         self,
-        patience: Patience,
+        policy: WaitPolicy,
         reached: Callable[[int], bool],
         missing: Callable[[int], Sequence[int]],
     ) -> None:
-        self.patience = patience
+        self.policy = policy
         self._reached = reached
         self._missing = missing
         self.spin_seconds = SPIN_SECONDS
@@ -113,7 +113,7 @@ class CollectiveQueue:
         self._thread: threading.Thread | None = None
         self._closed = False
         _queues.add(self)
-        patience.runners.append(weakref.ref(self))
+        policy.engines.append(weakref.ref(self))
 
     @property
     def idle(self) -> bool:
@@ -132,8 +132,8 @@ class CollectiveQueue:
         Raises:
             RingError: The error that broke the communicator earlier.
         """
-        if self.patience.error is not None:
-            raise self.patience.error
+        if self.policy.error is not None:
+            raise self.policy.error
         if self._closed:
             raise CollectiveError(f"{description}: this communicator was closed; build a new one.")
         work = QueuedWork(self, description, steps)
@@ -203,8 +203,8 @@ class CollectiveQueue:
 
     def _move(self, work: QueuedWork) -> bool:
         """Take one step of the first work, if it has not to wait; whether it was taken."""
-        if self.patience.error is not None:
-            self._end_all(self.patience.error)
+        if self.policy.error is not None:
+            self._end_all(self.policy.error)
             return False
         if work.awaits and not self._reached(work.awaits):
             return False
@@ -227,9 +227,9 @@ class CollectiveQueue:
             self.last = work.description, work.started
             work.over = True
         except RingError as error:
-            self._end_all(self.patience.fail(error))
+            self._end_all(self.policy.fail(error))
         except BaseException as error:
-            self._end_all(self.patience.fail(transport_error(work.description, error)))
+            self._end_all(self.policy.fail(transport_error(work.description, error)))
             if not isinstance(error, Exception):  # Ctrl-C in the thread that waits
                 raise
         return True
@@ -257,26 +257,26 @@ class CollectiveQueue:
         try:
             self._while_waiting(work)
         except RingError as error:
-            self._end_all(self.patience.fail(error))
+            self._end_all(self.policy.fail(error))
             return False
         return True
 
     def _while_waiting(self, work: QueuedWork) -> None:
-        self.patience.raise_if_broken()
-        self.patience.ask_check()
+        self.policy.raise_if_broken()
+        self.policy.check_peers()
         seconds = time.monotonic() - work.started
         missing = self._missing(work.awaits)
-        work.num_warnings += self.patience.warn_of_stall(work.description, seconds, missing, work.num_warnings)
-        if seconds > self.patience.seconds:
-            raise self.patience.late(work.description, missing)
+        work.num_warnings += self.policy.warn_of_stall(work.description, seconds, missing, work.num_warnings)
+        if seconds > self.policy.seconds:
+            raise self.policy.timeout_error(work.description, missing)
 
     def _look(self) -> None:
         """What a thread does every 20 ms while another one moves the queue for it."""
-        self.patience.ask_check()
+        self.policy.check_peers()
         work = self._open[0] if self._open else None
         waited = time.monotonic() - work.started if work is not None and work.started else 0.0
-        if work is not None and waited > self.patience.seconds + STUCK_SECONDS:
-            raise self.patience.fail(self.patience.late(work.description))
+        if work is not None and waited > self.policy.seconds + STUCK_SECONDS:
+            raise self.policy.fail(self.policy.timeout_error(work.description))
 
     def _end_all(self, error: RingError) -> None:
         while self._open:

@@ -11,7 +11,7 @@ from queue import SimpleQueue
 
 import torch
 
-from lightning_ring.comm.waiting import CHECK_SECONDS, Patience, transport_error
+from lightning_ring.comm.waiting import CHECK_SECONDS, WaitPolicy, transport_error
 from lightning_ring.errors import CollectiveError, RingError
 
 BROKEN_SECONDS = 0.5
@@ -21,15 +21,15 @@ STUCK_SECONDS = 5.0  # past the timeout: the thread itself hangs inside the tran
 class CollectiveThread:
     """Runs jobs first in, first out; after the first error every job, under way or to come, ends with that error."""
 
-    def __init__(self, patience: Patience) -> None:
-        self.patience = patience
+    def __init__(self, policy: WaitPolicy) -> None:
+        self.policy = policy
         self.running: ThreadWork | None = None
         self.last: tuple[str, float] | None = None
         self._jobs: SimpleQueue[ThreadWork | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._closed = False
         self._num_submitted = self._num_finished = 0
-        patience.runners.append(weakref.ref(self))
+        policy.engines.append(weakref.ref(self))
 
     @property
     def idle(self) -> bool:
@@ -67,7 +67,7 @@ class CollectiveThread:
         Raises:
             RingError: The error that broke the communicator earlier; or it was closed.
         """
-        self.patience.raise_if_broken()
+        self.policy.raise_if_broken()
         if self._closed:
             raise CollectiveError(f"{description}: this communicator was closed; build a new one.")
 
@@ -77,33 +77,33 @@ class CollectiveThread:
         Raises:
             RingError: The wait must end: it is too long, or the communicator broke meanwhile.
         """
-        self.patience.raise_if_broken()
+        self.policy.raise_if_broken()
         work = self.running
         if work is None:
-            return self.patience.seconds
+            return self.policy.seconds
         work.waits_for = peers
-        left = work.started + self.patience.seconds - time.monotonic()
+        left = work.started + self.policy.seconds - time.monotonic()
         if left <= 0:
-            raise self.patience.late(work.description, peers)
+            raise self.policy.timeout_error(work.description, peers)
         return left
 
     def wait(self, work: ThreadWork) -> None:
         """Called in the user's thread."""
         while not work.finished.wait(CHECK_SECONDS):
-            self.patience.ask_check()
-            if self.patience.error is not None and not work.finished.wait(BROKEN_SECONDS):
-                self.patience.raise_named(self.patience.error)  # the thread is inside a wait that nothing ends
+            self.policy.check_peers()
+            if self.policy.error is not None and not work.finished.wait(BROKEN_SECONDS):
+                self.policy.raise_named(self.policy.error)  # the thread is inside a wait that nothing ends
             running = self.running
             if running is None:
                 continue
             seconds = time.monotonic() - running.started
-            running.num_warnings += self.patience.warn_of_stall(
+            running.num_warnings += self.policy.warn_of_stall(
                 running.description, seconds, running.waits_for, running.num_warnings
             )
-            if seconds > self.patience.seconds + STUCK_SECONDS:
-                raise self.patience.fail(self.patience.late(running.description, running.waits_for))
+            if seconds > self.policy.seconds + STUCK_SECONDS:
+                raise self.policy.fail(self.policy.timeout_error(running.description, running.waits_for))
         if work.error is not None:
-            self.patience.raise_named(work.error)
+            self.policy.raise_named(work.error)
 
     def close(self) -> bool:
         """Let what is queued finish or fail, then end the thread. Returns whether it ended.
@@ -116,11 +116,11 @@ class CollectiveThread:
             self._jobs.put(None)
         if self._thread is None or self._thread is threading.current_thread():
             return True
-        until = time.monotonic() + self.patience.seconds + STUCK_SECONDS
+        until = time.monotonic() + self.policy.seconds + STUCK_SECONDS
         while self._thread.is_alive() and time.monotonic() < until:
             with contextlib.suppress(RingError):  # a failed peer ends the wait; whoever waits for the work is told
-                self.patience.ask_check()
-            if self.patience.error is not None:
+                self.policy.check_peers()
+            if self.policy.error is not None:
                 self._thread.join(BROKEN_SECONDS)
                 break
             self._thread.join(CHECK_SECONDS)
@@ -128,10 +128,10 @@ class CollectiveThread:
 
     def _run(self) -> None:
         while (work := self._jobs.get()) is not None:
-            if self.patience.error is None:
+            if self.policy.error is None:
                 self._run_one(work)
             self._num_finished += 1
-            work.finish(self.patience.error)
+            work.finish(self.policy.error)
 
     def _run_one(self, work: ThreadWork) -> None:
         work.started = time.monotonic()
@@ -143,9 +143,9 @@ class CollectiveThread:
             else:
                 work.run()
         except RingError as error:
-            self.patience.fail(error)
+            self.policy.fail(error)
         except BaseException as error:
-            self.patience.fail(transport_error(work.description, error))
+            self.policy.fail(transport_error(work.description, error))
         self.last, self.running = (work.description, work.started), None
 
 

@@ -1,13 +1,18 @@
-"""What every backend offers: a fixed group of ranks that exchange tensors."""
+"""The interface of every backend: a fixed group of ranks that exchange tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
+
+from lightning_ring.comm.agreement import describe
+from lightning_ring.comm.arguments import check_all_to_all, check_rank, check_sizes, sizes_and_dtypes
+from lightning_ring.comm.pickling import pickled, unpickled
 
 T = TypeVar("T")
 
@@ -46,76 +51,130 @@ class Work(Protocol):
 class Communicator(Protocol):
     """A fixed group of ranks that exchange tensors.
 
+    A backend subclasses it, sets `rank` and `world_size`, and writes the four asynchronous collectives and `close`. The
+    other methods are written here over those, for any backend; it overrides one where its library has something better.
+
     Every method is collective: all ranks call it in the same order, with tensors of equal dtype and matching sizes.
     Methods that return a `Work` are asynchronous: the tensors handed in belong to the communicator until `Work.wait`.
     Tensors are contiguous and live on a device that the backend serves; those of two collectives that are under way
     share no memory. The optional ``name`` of a collective (such as ``"bucket 3"``) appears in errors and traces.
+    Objects and barriers travel as CPU tensors, which every backend serves.
+
+    Attributes:
+        rank: This rank, from 0.
+        world_size: Number of ranks.
     """
 
-    @property
-    def rank(self) -> int: ...
+    rank: int
+    world_size: int
+
+    # --- written by a backend
+
+    @abstractmethod
+    def all_reduce_(self, tensor: Tensor, *, op: ReduceOp = ReduceOp.SUM, name: str = "") -> Work:
+        """Reduce ``tensor`` (any shape) over all ranks, in place. All ranks end with the same bits."""
+        ...
+
+    @abstractmethod
+    def reduce_scatter_(self, flat: Tensor, *, op: ReduceOp = ReduceOp.SUM, name: str = "") -> Work:
+        """Reduce ``flat`` (1-D, any length); shard `shard_index` then holds the result, the rest is scratch."""
+        ...
+
+    @abstractmethod
+    def all_gather_(self, flat: Tensor, *, name: str = "") -> Work:
+        """Fill ``flat`` (1-D, any length) from the ranks' shards of it (`shard`): the second half of an all-reduce."""
+        ...
+
+    @abstractmethod
+    def broadcast_(self, tensor: Tensor, *, src: int = 0, name: str = "") -> Work:
+        """Replace ``tensor`` by rank ``src``'s, in place."""
+        ...
+
+    @abstractmethod
+    def close(self) -> None:
+        """Wait for what is under way, then release threads and groups. Not collective; calling it twice is fine."""
+        ...
+
+    # --- written over those
 
     @property
-    def world_size(self) -> int: ...
+    def shard_indices(self) -> Sequence[int]:
+        """By rank, the index of the shard (`shard_bounds`) that `reduce_scatter_` leaves there.
+
+        The rank itself on one ring; where rings are nested it follows from which ranks share a node.
+        """
+        return range(self.world_size)
 
     @property
     def shard_index(self) -> int:
-        """Which of the ``world_size`` shards (`shard_bounds`) `reduce_scatter_` leaves on this rank.
-
-        The rank itself on one ring; where rings are nested it follows from who shares a node with whom.
-        """
-        ...
+        """This rank's of `shard_indices`."""
+        return self.shard_indices[self.rank]
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Uninitialised 1-D memory that this communicator moves fastest. All ranks ask for the same, in one order.
 
         Any other tensor can be handed to the collectives as well. The memory is given back with its last tensor.
         """
-        ...
-
-    def all_reduce_(self, tensor: Tensor, *, op: ReduceOp = ReduceOp.SUM, name: str = "") -> Work:
-        """Reduce ``tensor`` (any shape) over all ranks, in place. All ranks end with the same bits."""
-        ...
-
-    def reduce_scatter_(self, flat: Tensor, *, op: ReduceOp = ReduceOp.SUM, name: str = "") -> Work:
-        """Reduce ``flat`` (1-D, any length); shard `shard_index` then holds the result, the rest is scratch."""
-        ...
-
-    def all_gather_(self, flat: Tensor, *, name: str = "") -> Work:
-        """Fill ``flat`` (1-D, any length) from the ranks' shards of it (`shard`): the second half of an all-reduce."""
-        ...
+        return torch.empty(numel, dtype=dtype, device=device)
 
     def all_gather(self, tensor: Tensor, *, name: str = "") -> list[Tensor]:
         """Every rank's ``tensor`` (same dtype and shape everywhere), by rank. Blocks."""
-        ...
+        rows = tensor.new_empty(self.world_size, tensor.numel())
+        rows[self.shard_index] = tensor.detach().reshape(-1)
+        shape = f"shape {tuple(tensor.shape)}"  # ranks whose shapes differ get an error, though sizes may be equal
+        self.all_gather_(rows.view(-1), name=f"{name}, {shape}" if name else shape).wait()
+        return [rows[index].view(tensor.shape) for index in self.shard_indices]
 
     def all_to_all(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], *, name: str = "") -> Work:
-        """Send ``inputs[r]`` to rank r, and fill ``outputs[r]`` with what it has for this rank (sizes may differ)."""
-        ...
+        """Send ``inputs[r]`` to rank r, and fill ``outputs[r]`` with what it has for this rank (sizes may differ).
 
-    def broadcast_(self, tensor: Tensor, *, src: int = 0, name: str = "") -> Work:
-        """Replace ``tensor`` by rank ``src``'s, in place."""
-        ...
+        Written over `all_gather`, so that each rank receives all that any rank sends; it blocks.
+        """
+        what = describe("all_to_all", name=name)
+        check_all_to_all(inputs, outputs, self.world_size, what)
+        sizes = torch.stack(self.all_gather(sizes_and_dtypes((*inputs, *outputs)), name=f"sizes of {what}"))
+        check_sizes(sizes, what)
+        num_bytes = sizes[:, : self.world_size] >> 8  # [source, target]
+        sent = torch.zeros(int(num_bytes.sum(1).max()), dtype=torch.uint8, device=inputs[0].device)
+        torch.cat([as_bytes(tensor) for tensor in inputs], out=sent[: int(num_bytes[self.rank].sum())])
+        for source, row in enumerate(self.all_gather(sent, name=what)):
+            start = int(num_bytes[source, : self.rank].sum())
+            target = as_bytes(outputs[source])
+            target.copy_(row[start : start + target.numel()])
+        return CompletedWork()
 
     def broadcast_object(self, obj: T, *, src: int = 0) -> T:
         """Rank ``src``'s picklable ``obj``, on every rank. Blocks."""
-        ...
+        check_rank(src, self.world_size, "src")
+        if self.world_size == 1:
+            return obj
+        message = pickled(obj if self.rank == src else None)
+        size = torch.tensor([message.numel()])
+        self.broadcast_(size, src=src, name="size of an object").wait()
+        if self.rank != src:
+            message = torch.empty(int(size), dtype=torch.uint8)
+        self.broadcast_(message, src=src, name="object").wait()
+        value = unpickled(message, src)
+        return obj if self.rank == src else value
 
     def all_gather_object(self, obj: Any) -> list[Any]:
-        """Every rank's picklable ``obj``, by rank. Blocks."""
-        ...
+        """Every rank's picklable ``obj``, by rank. Blocks. Messages are padded to the longest."""
+        if self.world_size == 1:
+            return [obj]
+        message = pickled(obj)
+        sizes = [int(size) for size in self.all_gather(torch.tensor([message.numel()]), name="sizes of objects")]
+        padded = message.new_zeros(max(sizes))
+        padded[: message.numel()] = message
+        rows = self.all_gather(padded, name="objects")
+        return [unpickled(row[:size], rank) for rank, (row, size) in enumerate(zip(rows, sizes, strict=True))]
 
     def barrier(self) -> None:
         """Block until every rank is here."""
-        ...
+        self.all_reduce_(torch.zeros(1), name="barrier").wait()
 
     def abandon(self) -> None:
         """Close without waiting: what is under way ends with an error, where its peers may never take part in it."""
-        ...
-
-    def close(self) -> None:
-        """Wait for what is under way, then release threads and groups. Not collective; calling it twice is fine."""
-        ...
+        self.close()
 
 
 def shard_bounds(numel: int, world_size: int, rank: int) -> tuple[int, int]:
@@ -137,11 +196,34 @@ def shard(flat: Tensor, world_size: int, rank: int) -> Tensor:
 class CompletedWork:
     """A `Work` that was over when it was made."""
 
+    __slots__ = ()
+
     def wait(self) -> None:
         return None
 
     def done(self) -> bool:
         return True
+
+
+class ChainedWork:
+    """A `Work` with something left to do once it is over: ``steps``, taken once each in the thread that waits first.
+
+    A step may start and wait for further collectives.
+    """
+
+    __slots__ = ("_steps", "_work")
+
+    def __init__(self, work: Work, *steps: Callable[[], object]) -> None:
+        self._work = work
+        self._steps = list(steps)
+
+    def wait(self) -> None:
+        self._work.wait()
+        while self._steps:
+            self._steps.pop(0)()
+
+    def done(self) -> bool:
+        return not self._steps and self._work.done()
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

@@ -94,10 +94,6 @@ class CostModel:
         """The same for its second half; ``num_bytes`` is what every rank ends with."""
         return self._seconds("all_gather", num_bytes, world_size)
 
-    def startup_seconds(self, world_size: int) -> float:
-        """What an all-reduce costs however short it is: what merging two of them saves."""
-        return self.all_reduce_seconds(0, world_size)
-
     def _seconds(self, collective: Collective, num_bytes: float, world_size: int) -> float:
         steps = _PASSES[collective] * (world_size - 1)
         return steps * (self.alpha_seconds + num_bytes / (world_size * self.bandwidth))

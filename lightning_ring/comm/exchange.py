@@ -6,25 +6,28 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from lightning_ring.comm.communicator import ReduceOp
+from lightning_ring.comm.communicator import ReduceOp, shard
 from lightning_ring.comm.ring import PIECE_BYTES, PointToPoint, Request, combine_, cut, finish_, num_pieces, prepare_
 from lightning_ring.comm.wide_sum import sum_rows, wants_wide_sum
 
 
-def exchange_rows(rows: Tensor, p2p: PointToPoint) -> Tensor:
-    """Fill ``rows`` (world size × k): this rank's row goes to every other rank, theirs come here. One message time."""
+def exchange_rows(rows: Tensor | Sequence[Tensor], p2p: PointToPoint) -> None:
+    """Fill ``rows``, one a rank: this rank's row goes to every other rank, theirs come here. One message time."""
     if requests := start_exchange(rows, p2p):
         p2p.wait(requests)
-    return rows
 
 
-def start_exchange(rows: Tensor, p2p: PointToPoint, tag: int = 0) -> list[Request]:
-    """What `exchange_rows` waits for."""
-    if not rows.shape[1]:
-        return []
+def start_exchange(rows: Tensor | Sequence[Tensor], p2p: PointToPoint, tag: int = 0) -> list[Request]:
+    """The messages of `exchange_rows`, under way. Empty rows are not sent."""
     others = [peer for peer in range(p2p.world_size) if peer != p2p.rank]
-    requests = [p2p.irecv(rows[peer], peer, tag) for peer in others]
-    return requests + [p2p.isend(rows[p2p.rank], peer, tag) for peer in others]
+    requests = [p2p.irecv(rows[peer], peer, tag) for peer in others if rows[peer].numel()]
+    own = rows[p2p.rank]
+    return requests + ([p2p.isend(own, peer, tag) for peer in others] if own.numel() else [])
+
+
+def all_gather_directly_(flat: Tensor, p2p: PointToPoint) -> None:
+    """Fill a short 1-D ``flat`` from the ranks' shards of it, in one message time instead of the ring's N−1."""
+    exchange_rows([shard(flat, p2p.world_size, rank) for rank in range(p2p.world_size)], p2p)
 
 
 def all_reduce_directly_(flat: Tensor, p2p: PointToPoint, op: ReduceOp = ReduceOp.SUM) -> Tensor:

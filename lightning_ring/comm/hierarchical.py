@@ -9,20 +9,22 @@ Mikami et al., "Massively distributed SGD: ImageNet/ResNet-50 training in a flas
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
 
 from lightning_ring.comm import ring
 from lightning_ring.comm.agreement import describe
+from lightning_ring.comm.arguments import check_rank, contiguous_flat
+from lightning_ring.comm.channel import Channel
 from lightning_ring.comm.collective_thread import CollectiveThread
 from lightning_ring.comm.communicator import Communicator, CompletedWork, ReduceOp, Work, shard
 from lightning_ring.comm.cost import LEAST_PIECE_BYTES, num_nested_pieces
-from lightning_ring.comm.lane import Lane
-from lightning_ring.comm.padded_rows import Rows
-from lightning_ring.comm.pipeline import Journey, Passage, nothing
-from lightning_ring.comm.ring_communicator import DIRECT_BYTES, RingCommunicator, Transport, check_rank, contiguous_flat
-from lightning_ring.comm.waiting import Patience
+from lightning_ring.comm.padded_rows import PaddedRows
+from lightning_ring.comm.pipeline import PieceStages, PipelinedWork, nothing
+from lightning_ring.comm.ring_communicator import DIRECT_BYTES, RingCommunicator, Transport
+from lightning_ring.comm.waiting import WaitPolicy
 
 
 class HierarchicalCommunicator(RingCommunicator):
@@ -37,10 +39,10 @@ class HierarchicalCommunicator(RingCommunicator):
 
     Args:
         transport: Between all ranks.
-        inward, outward: Two communicators over the same ranks, those of this rank's node.
+        intra_first, intra_last: Two communicators over the ranks of this rank's node, for the first and the last stage.
         across: Over this rank's peers, one on each node.
         peers: By local rank, which ranks ``across`` joins, in its order; the same list on every rank.
-        patience: Shared with the three, so that the first error ends what all of them have under way.
+        policy: Shared with the three, so that the first error ends what all of them have under way.
         piece_bytes: Size of a piece; by default that of an all-reduce follows from its size and the number of nodes
             (`num_nested_pieces`).
     """
@@ -48,36 +50,38 @@ class HierarchicalCommunicator(RingCommunicator):
     def __init__(
         self,
         transport: Transport,
-        inward: Communicator,
-        outward: Communicator,
+        intra_first: Communicator,
+        intra_last: Communicator,
         across: Communicator,
         peers: Sequence[Sequence[int]],
-        patience: Patience,
+        policy: WaitPolicy,
         *,
         piece_bytes: int | None = None,
     ) -> None:
-        super().__init__(transport, patience)
-        self._inward = inward
-        self._outward = outward
+        super().__init__(transport, policy)
+        self._intra_first = intra_first
+        self._intra_last = intra_last
         self._across = across
         self._peers = [list(ranks) for ranks in peers]
+        by_shard = list(chain.from_iterable(peers))  # local rank first
+        self._shard_indices = [by_shard.index(rank) for rank in range(len(by_shard))]
         self._piece_bytes = piece_bytes
-        self._onto_the_wire = CollectiveThread(patience)
-        self._off_the_wire = CollectiveThread(patience)
-        self._threads += [self._onto_the_wire, self._off_the_wire]
+        self._before_across = CollectiveThread(policy)
+        self._after_across = CollectiveThread(policy)
+        self._threads += [self._before_across, self._after_across]
 
     @property
-    def shard_index(self) -> int:
-        return self._inward.rank * self._across.world_size + self._across.rank
+    def shard_indices(self) -> Sequence[int]:
+        return self._shard_indices
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         memory: list[Tensor] = []
 
-        def make() -> Work:  # in the thread that calls `inward`, whose calls come in one order on all ranks
-            memory.append(self._inward.empty(numel, dtype, device))
+        def make() -> Work:  # in the thread that calls `intra_first`, whose calls come in one order on all ranks
+            memory.append(self._intra_first.empty(numel, dtype, device))
             return CompletedWork()
 
-        self._send(describe("empty", dtype, f"{numel} elements"), lambda: [Passage(inward=make)]).wait()
+        self._send(describe("empty", dtype, f"{numel} elements"), lambda: [PieceStages(intra_first=make)]).wait()
         return memory[0]
 
     def all_reduce_(self, tensor: Tensor, *, op: ReduceOp = ReduceOp.SUM, name: str = "") -> Work:
@@ -88,55 +92,55 @@ class HierarchicalCommunicator(RingCommunicator):
         what = describe("all_reduce", op.value, flat.dtype, f"{flat.numel()} elements", name=name)
         nested = _nested_op(op, flat.dtype)
 
-        def passage(piece: Tensor) -> Passage:
-            own = shard(piece, self._inward.world_size, self._inward.rank)
-            return Passage(
-                inward=lambda: self._inward.reduce_scatter_(piece, op=nested, name=name),
+        def stages(piece: Tensor) -> PieceStages:
+            own = shard(piece, self._intra_first.world_size, self._intra_first.rank)
+            return PieceStages(
+                intra_first=lambda: self._intra_first.reduce_scatter_(piece, op=nested, name=name),
                 across=lambda: self._across.all_reduce_(own, op=nested, name=name),
-                arrived=lambda: self._finish_(own, op, nested),
-                outward=lambda: self._outward.all_gather_(piece, name=name),
+                after_across=lambda: self._finish_(own, op, nested),
+                intra_last=lambda: self._intra_last.all_gather_(piece, name=name),
             )
 
-        local_size, num_nodes = self._inward.world_size, self._across.world_size
+        local_size, num_nodes = self._intra_first.world_size, self._across.world_size
         count = num_nested_pieces(flat.nbytes, local_size, num_nodes)
-        return self._send(what, lambda: [passage(piece) for piece in self._pieces(flat, count)])
+        return self._send(what, lambda: [stages(piece) for piece in self._pieces(flat, count)])
 
     def reduce_scatter_(self, flat: Tensor, *, op: ReduceOp = ReduceOp.SUM, name: str = "") -> Work:
         flat = contiguous_flat(flat, "reduce_scatter_")
         ring.check_reducible(flat, op)
         what = describe("reduce_scatter", op.value, flat.dtype, f"{flat.numel()} elements", name=name)
         nested = _nested_op(op, flat.dtype)
-        rows = Rows(flat, self.world_size)
+        rows = PaddedRows(flat, self.world_size)
 
-        def passages() -> list[Passage]:
+        def pieces() -> list[PieceStages]:
             rows.load()
-            of_node = shard(rows.flat, self._inward.world_size, self._inward.rank)
+            of_node = shard(rows.flat, self._intra_first.world_size, self._intra_first.rank)
             return [
-                Passage(
-                    inward=lambda: self._inward.reduce_scatter_(rows.flat, op=nested, name=name),
+                PieceStages(
+                    intra_first=lambda: self._intra_first.reduce_scatter_(rows.flat, op=nested, name=name),
                     across=lambda: self._across.reduce_scatter_(of_node, op=nested, name=name),
-                    arrived=lambda: self._finish_(rows[self.shard_index], op, nested),
+                    after_across=lambda: self._finish_(rows[self.shard_index], op, nested),
                 )
             ]
 
-        return self._send(what, passages, finish=lambda: rows.store(self.shard_index))
+        return self._send(what, pieces, finish=lambda: rows.store(self.shard_index))
 
     def all_gather_(self, flat: Tensor, *, name: str = "") -> Work:
         flat = contiguous_flat(flat, "all_gather_")
         what = describe("all_gather", flat.dtype, f"{flat.numel()} elements", name=name)
-        rows = Rows(flat, self.world_size)
+        rows = PaddedRows(flat, self.world_size)
 
-        def passages() -> list[Passage]:
+        def pieces() -> list[PieceStages]:
             rows.load(self.shard_index)
-            of_node = shard(rows.flat, self._inward.world_size, self._inward.rank)
+            of_node = shard(rows.flat, self._intra_first.world_size, self._intra_first.rank)
             return [
-                Passage(
+                PieceStages(
                     across=lambda: self._across.all_gather_(of_node, name=name),
-                    outward=lambda: self._outward.all_gather_(rows.flat, name=name),
+                    intra_last=lambda: self._intra_last.all_gather_(rows.flat, name=name),
                 )
             ]
 
-        return self._send(what, passages, finish=rows.store)
+        return self._send(what, pieces, finish=rows.store)
 
     def broadcast_(self, tensor: Tensor, *, src: int = 0, name: str = "") -> Work:
         if tensor.nbytes <= DIRECT_BYTES:
@@ -148,53 +152,53 @@ class HierarchicalCommunicator(RingCommunicator):
         position = self._peers[local_rank].index(src)
 
         def across(piece: Tensor) -> Work:
-            if self._inward.rank != local_rank:
+            if self._intra_first.rank != local_rank:
                 return CompletedWork()
             return self._across.broadcast_(piece, src=position, name=name)
 
-        def passage(piece: Tensor) -> Passage:
-            return Passage(
+        def stages(piece: Tensor) -> PieceStages:
+            return PieceStages(
                 across=lambda: across(piece),
-                outward=lambda: self._outward.broadcast_(piece, src=local_rank, name=name),
+                intra_last=lambda: self._intra_last.broadcast_(piece, src=local_rank, name=name),
             )
 
         count = ring.num_pieces(flat.numel(), flat.element_size(), LEAST_PIECE_BYTES)
-        return self._send(what, lambda: [passage(piece) for piece in self._pieces(flat, count)])
+        return self._send(what, lambda: [stages(piece) for piece in self._pieces(flat, count)])
 
     def close(self) -> None:
         if not self._closed:
             super().close()
-            for level in (self._inward, self._across, self._outward):
+            for level in (self._intra_first, self._across, self._intra_last):
                 level.close()
 
-    def _send(self, what: str, passages: Callable[[], list[Passage]], finish: Callable[[], object] = nothing) -> Work:
-        journey = Journey(self._patience, finish)
+    def _send(self, what: str, pieces: Callable[[], list[PieceStages]], finish: Callable[[], object] = nothing) -> Work:
+        work = PipelinedWork(self._policy, finish)
 
-        def run(_: Lane) -> None:
-            *pieces, last = passages()
-            for piece in pieces:
-                self._enter(what, piece, None)
-            self._enter(what, last, journey)
+        def run(_: Channel) -> None:
+            *others, last = pieces()
+            for piece in others:
+                self._start_stages(what, piece, None)
+            self._start_stages(what, last, work)
 
-        journey.agreed = self._start(what, run)
-        return journey
+        work.agreed = self._start(what, run)
+        return work
 
-    def _enter(self, what: str, passage: Passage, journey: Journey | None) -> None:
-        """Two threads move the piece on from stage to stage. With the last piece of all goes the ``journey``."""
+    def _start_stages(self, what: str, piece: PieceStages, work: PipelinedWork | None) -> None:
+        """Two threads move ``piece`` from stage to stage. The last piece comes with the ``work`` of all."""
 
-        def onto_the_wire() -> None:
-            passage.inward().wait()
-            across = passage.across()
-            self._off_the_wire.submit(what, lambda: off_the_wire(across))
+        def through_the_first() -> None:
+            piece.intra_first().wait()
+            across = piece.across()
+            self._after_across.submit(what, lambda: through_the_others(across))
 
-        def off_the_wire(across: Work) -> None:
+        def through_the_others(across: Work) -> None:
             across.wait()
-            passage.arrived()
-            outward = passage.outward()
-            if journey is not None:
-                journey.is_leaving(outward)
+            piece.after_across()
+            last = piece.intra_last()
+            if work is not None:
+                work.set_last(last)
 
-        self._onto_the_wire.submit(what, onto_the_wire)
+        self._before_across.submit(what, through_the_first)
 
     def _pieces(self, flat: Tensor, count: int) -> list[Tensor]:
         if self._piece_bytes is not None:

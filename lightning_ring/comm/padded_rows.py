@@ -7,7 +7,7 @@ from torch import Tensor
 from lightning_ring.comm.communicator import shard
 
 
-class Rows:
+class PaddedRows:
     """1-D ``flat`` as equal rows, one a shard: its own memory or, where shards differ in length, a padded copy."""
 
     def __init__(self, flat: Tensor, num_rows: int) -> None:
@@ -29,7 +29,7 @@ class Rows:
             source.copy_(row)
 
     def _pairs(self, index: int | None) -> list[tuple[Tensor, Tensor]]:
-        """Rows beside the parts of the tensor that they stand for; none if they are the same memory."""
+        """PaddedRows beside the parts of the tensor that they stand for; none if they are the same memory."""
         if not self._num_longer:
             return []
         if index is not None:

@@ -18,7 +18,7 @@ from lightning_ring.errors import RingError
 _log = logging.getLogger("lightning_ring")
 
 T = TypeVar("T")
-_NUMBERS = re.compile(r"^backward \d+ \(step \d+\): ")  # a record has the time, and a chart one lane a bucket
+_NUMBERS = re.compile(r"^backward \d+ \(step \d+\): ")  # a record has the time, and a chart one channel a bucket
 
 
 @dataclass(slots=True)
@@ -56,7 +56,7 @@ class CollectiveRecord:
 Listener = Callable[[CollectiveRecord], None]
 
 
-class RecordedCommunicator:
+class RecordedCommunicator(Communicator):
     """``comm``, whose collectives are told to ``listeners`` once they were waited for, in the thread that waited.
 
     Costs four clock reads a collective, on CUDA three events; without listeners nothing. Collectives that block are not
@@ -65,20 +65,13 @@ class RecordedCommunicator:
 
     def __init__(self, comm: Communicator, listeners: list[Listener]) -> None:
         self._comm = comm
+        self.rank, self.world_size = comm.rank, comm.world_size
         self._listeners = listeners
         self._side: torch.cuda.Stream | None = None
 
     @property
-    def rank(self) -> int:
-        return self._comm.rank
-
-    @property
-    def world_size(self) -> int:
-        return self._comm.world_size
-
-    @property
-    def shard_index(self) -> int:
-        return self._comm.shard_index
+    def shard_indices(self) -> Sequence[int]:
+        return self._comm.shard_indices
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return self._comm.empty(numel, dtype, device)
@@ -142,6 +135,11 @@ class RecordedCommunicator:
                 _wait_on_stream(work)
                 record.events[1].record()
         return _RecordedWork(work, record, self._listeners)
+
+
+def unrecorded(comm: Communicator) -> Communicator:
+    """The communicator whose collectives no listener is told of: for collectives that are no part of a step."""
+    return comm._comm if isinstance(comm, RecordedCommunicator) else comm
 
 
 class _RecordedWork:

@@ -99,7 +99,7 @@ def _require_values(named: dict[str, Tensor]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _TensorSpec:
     """Stands for a tensor in what is pickled."""
 
     index: int
@@ -135,7 +135,7 @@ def broadcast_optimizer_state(optimizer: Optimizer, comm: Communicator, src: int
     outline = comm.broadcast_object(_outline((state, groups), tensors) if comm.rank == src else None, src=src)
     if comm.rank != src:
         device = params[0].device if params else torch.device("cpu")
-        tensors = [place.empty(device) for place in _places(outline)]
+        tensors = [spec.empty(device) for spec in _specs(outline)]
     broadcast_tensors(tensors, comm, src)
     if comm.rank != src:
         state, groups = _filled(outline, tensors)
@@ -148,11 +148,11 @@ def broadcast_optimizer_state(optimizer: Optimizer, comm: Communicator, src: int
 
 
 def _outline(value: Any, tensors: list[Tensor]) -> Any:
-    """``value`` with a `_Place` for each tensor, which is appended to ``tensors``."""
+    """``value`` with a `_TensorSpec` for each tensor, which is appended to ``tensors``."""
     if isinstance(value, Tensor):
         tensors.append(value)
         strides = torch.empty_like(value, device="meta").stride()  # dense, also of a tensor that repeats elements
-        return _Place(len(tensors) - 1, value.dtype, tuple(value.shape), strides, value.device.type != "cpu")
+        return _TensorSpec(len(tensors) - 1, value.dtype, tuple(value.shape), strides, value.device.type != "cpu")
     if isinstance(value, dict):
         return {key: _outline(item, tensors) for key, item in value.items()}
     if type(value) in (list, tuple):
@@ -160,15 +160,15 @@ def _outline(value: Any, tensors: list[Tensor]) -> Any:
     return value
 
 
-def _places(outline: Any) -> list[_Place]:
-    if isinstance(outline, _Place):
+def _specs(outline: Any) -> list[_TensorSpec]:
+    if isinstance(outline, _TensorSpec):
         return [outline]
     items = outline.values() if isinstance(outline, dict) else outline if type(outline) in (list, tuple) else ()
-    return [place for item in items for place in _places(item)]
+    return [spec for item in items for spec in _specs(item)]
 
 
 def _filled(outline: Any, tensors: list[Tensor]) -> Any:
-    if isinstance(outline, _Place):
+    if isinstance(outline, _TensorSpec):
         return tensors[outline.index]
     if isinstance(outline, dict):
         return {key: _filled(item, tensors) for key, item in outline.items()}

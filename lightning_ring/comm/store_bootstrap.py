@@ -10,18 +10,18 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_ring.comm.agreement import describe
-from lightning_ring.comm.waiting import CHECK_SECONDS, Patience
+from lightning_ring.comm.waiting import CHECK_SECONDS, WaitPolicy
 
 
 class StoreBootstrap:
     """``members`` are ranks of the job, numbered in that order. ``store`` is theirs alone (`dist.PrefixStore`)."""
 
-    def __init__(self, store: dist.Store, members: Sequence[int], rank: int, patience: Patience) -> None:
+    def __init__(self, store: dist.Store, members: Sequence[int], rank: int, policy: WaitPolicy) -> None:
         self.rank = members.index(rank)
         self.world_size = len(members)
         self._store = store
         self._members = members
-        self._patience = patience
+        self._policy = policy
         self._num_calls = 0
 
     def all_gather_object(self, obj: Any) -> list[Any]:
@@ -38,12 +38,12 @@ class StoreBootstrap:
         return [json.loads(self._store.get(key)) for key in keys]
 
     def _wait(self, keys: Sequence[str]) -> None:
-        until = time.monotonic() + self._patience.seconds
+        until = time.monotonic() + self._policy.seconds
         while not self._store.check(list(keys)):
-            self._patience.ask_check()
+            self._policy.check_peers()
             if time.monotonic() > until:
                 missing = [
                     member for member, key in zip(self._members, keys, strict=True) if not self._store.check([key])
                 ]
-                raise self._patience.late(describe("opening shared memory", f"{self.world_size} ranks"), missing)
+                raise self._policy.timeout_error(describe("opening shared memory", f"{self.world_size} ranks"), missing)
             time.sleep(CHECK_SECONDS / 10)

@@ -28,7 +28,7 @@ class TransportError(CollectiveError):
     """What MPI or torch.distributed raised; the cause is often a peer that failed, which a check may name later."""
 
 
-class Runner(Protocol):
+class Engine(Protocol):
     """What runs the collectives of one communicator in order; it can be asked from any thread."""
 
     last: tuple[str, float] | None
@@ -51,7 +51,7 @@ class StallReports(Protocol):
         ...
 
 
-class Patience:
+class WaitPolicy:
     """Shared by all that a communicator has under way.
 
     ``check`` raises a `RingError` once a peer is known to have failed. A rank that has waited for ``stall_warning``
@@ -59,7 +59,7 @@ class Patience:
     times, eight times as long.
 
     Attributes:
-        runners: Who runs collectives under this patience.
+        runners: Who runs collectives under this policy.
         verdict: The error of a collective that was late on some rank, and is that of all ranks.
     """
 
@@ -75,7 +75,7 @@ class Patience:
         self.error: RingError | None = None
         self.stalls: StallReports | None = None
         self.verdict: RingError | None = None
-        self.runners: list[weakref.ref[Runner]] = []
+        self.engines: list[weakref.ref[Engine]] = []
         self._lock = threading.Lock()
         self._doomed_since: float | None = None
 
@@ -98,7 +98,7 @@ class Patience:
         if self.error is not None:
             raise self.error
 
-    def ask_check(self) -> None:
+    def check_peers(self) -> None:
         if self.verdict is not None:
             raise self.verdict
         if self.check is None:
@@ -138,7 +138,7 @@ class Patience:
         _log.warning("%s has waited %.0f s%s; it fails after %g s.", description, seconds, whom, self.seconds)
         return True
 
-    def late(self, description: str, peers: Sequence[int] = ()) -> CollectiveError:
+    def timeout_error(self, description: str, peers: Sequence[int] = ()) -> CollectiveError:
         """The error of a collective that ran out of time. With `stalls` it takes a few seconds to ask all ranks."""
         late = f"{description} did not finish within {self.seconds:g} s"
         waits = f": still waiting for {ranks_text(peers)}" if peers else ""
@@ -151,7 +151,7 @@ class Patience:
         )
 
 
-def wait_politely(test: Callable[[], bool], while_waiting: Callable[[], object]) -> None:
+def poll_until(test: Callable[[], bool], while_waiting: Callable[[], object]) -> None:
     """Poll ``test`` without taking a core from the computation: spin a moment, then sleep a tenth of the time waited.
 
     MPI's own waits spin for as long as they last; Gloo's end in an exception where their time is up, which is made at

@@ -40,7 +40,7 @@ class Bucket:
 
         gradient 0 | padding | gradient 1 | padding | ... | used flags (one per parameter) | stop flag
 
-    Its length is divisible by ``num_shards``: shards of equal length travel across nodes without a copy (`comm.rows`).
+    Its length is divisible by ``num_shards``: shards of equal length travel across nodes without a padded copy.
 
     A flag is 0 or 1 before the reduction and positive after it where any rank had set it: whether any rank has a
     gradient for a parameter, and whether any rank was asked to stop, is known without a message of its own.
@@ -49,6 +49,8 @@ class Bucket:
     backward. The old memory is then left to its holder, and from there on gradients are tensors of their own.
 
     Attributes:
+        gradients: ``flat`` without its flags.
+        flags: The flags, as the last elements of ``flat``.
         wire: What `fill` writes and what travels: ``flat`` itself, unless a compressor called `travel_as`.
         copies: Whether gradients are copies. It differs from rank to rank.
         pending: Parameters whose gradient this backward has yet to produce.
@@ -88,6 +90,7 @@ class Bucket:
     def _use(self, layout: Layout) -> None:
         self._layout = layout
         self.flat, self.views, self.used, self.stop = layout.flat, layout.views, layout.used, layout.stop
+        self.gradients, self.flags = self.flat.split([self.flat.numel() - self.num_flags, self.num_flags])
 
     def _lay_out(self, dtype: torch.dtype) -> Layout:
         _, end = _offsets(self.params)

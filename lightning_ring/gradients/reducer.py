@@ -19,7 +19,7 @@ from lightning_ring.errors import RingError
 from lightning_ring.gradients.bucket import Bucket
 from lightning_ring.gradients.compression import Compressor
 from lightning_ring.gradients.layout import BucketLayout
-from lightning_ring.gradients.sending import average_
+from lightning_ring.gradients.sending import average_, average_compressed_, prepare_compressed
 from lightning_ring.gradients.sizing.auto_buckets import AutoBuckets
 from lightning_ring.gradients.sparse import SparseGradients
 from lightning_ring.gradients.stop_flag import StopFlag
@@ -273,7 +273,7 @@ class Reducer:
         if self._compressor is None:
             return
         if self._compressor.accepts(bucket.flat.dtype):
-            self._compressor.prepare(bucket)
+            prepare_compressed(bucket, self._compressor)
             return
         self._warn_once(
             f"compression {self._compressor.name!r} does not take gradients of {bucket.flat.dtype}: those travel as "
@@ -416,8 +416,7 @@ class Reducer:
         compressor = self._compressor
         if compressor is None or not compressor.accepts(bucket.flat.dtype):
             return average_(bucket.flat, self._comm, self.active_ranks, name)
-        divisor = self.active_ranks or self._comm.world_size
-        return compressor.all_reduce(bucket, self._comm, divisor=divisor, name=name)
+        return average_compressed_(bucket, compressor, self._comm, self.active_ranks, name)
 
     def _add_late(self, extra: Sequence[tuple[Parameter, Tensor]]) -> None:
         """Average what backward produced after its bucket had left (a shared module under reentrant checkpointing)."""

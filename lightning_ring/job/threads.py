@@ -1,68 +1,53 @@
-"""How many threads a rank computes with: those of all ranks on a node fit its cores."""
+"""The number of torch's threads in a rank: those of all ranks on a node together fit its cores."""
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from torch.distributed import PrefixStore, Store
 
-from lightning_ring.host.cores import bound_cores, cgroup_quota
+from lightning_ring.job.members import Member
 from lightning_ring.job.ranks import RankInfo
 
 _log = logging.getLogger("lightning_ring")
 
 
-@dataclass(frozen=True, slots=True)
-class Cores:
-    """What one rank may use: its node, the cores it is bound to, and how many a container's quota allows at a time."""
-
-    node: int
-    bound_to: list[int]
-    quota: float
-
-
-def fit_threads(info: RankInfo, store: Store) -> None:
-    """Give this rank's share of its node's cores to torch, unless the user chose, and say so once. Collective.
+def fit_threads(info: RankInfo, members: Sequence[Member]) -> None:
+    """Give this rank's share of its node's cores to torch, unless the user chose, and log it once.
 
     The user chose by OMP_NUM_THREADS, by MKL_NUM_THREADS or by `torch.set_num_threads`; torch itself takes every core.
     """
-    store = PrefixStore("threads", store)
-    mine = Cores(info.node_rank, bound_cores(), cgroup_quota())
-    store.set(str(info.rank), json.dumps(asdict(mine)))
-    everyones = [Cores(**json.loads(store.get(str(rank)))) for rank in range(info.world_size)]
-    node = [cores for cores in everyones if cores.node == info.node_rank]
-    share = num_threads(mine, node)
+    own = members[info.rank]
+    node = [member for member in members if member.node == own.node]
+    share = num_threads(own, node)
     before = torch.get_num_threads()
-    chosen = is_chosen(before, len(mine.bound_to), dict(os.environ))
+    chosen = is_chosen(before, len(own.cores), dict(os.environ))
     if not chosen and before != share:
         torch.set_num_threads(share)
     if info.local_rank == 0:
-        report(node, torch.get_num_threads(), chosen, say_fit=info.rank == 0)
+        report(node, torch.get_num_threads(), chosen, log_fit=info.rank == 0)
 
 
-def num_threads(mine: Cores, node: Sequence[Cores]) -> int:
+def num_threads(own: Member, node: Sequence[Member]) -> int:
     """This rank's share of the cores that the ranks of its ``node`` may use: 1 at least, at most those it is bound to.
 
     Ranks that a launcher bound to cores of their own keep those; others, in a container for instance, see the same
     cores and divide them, or what its quota leaves of them.
     """
-    return max(1, min(len(mine.bound_to), num_usable(node) // len(node)))
+    return max(1, min(len(own.cores), num_usable(node) // len(node)))
 
 
-def num_usable(node: Sequence[Cores]) -> int:
+def num_usable(node: Sequence[Member]) -> int:
     """How many cores the ranks of a node can keep busy together."""
-    together = set().union(*(cores.bound_to for cores in node))
+    together = {core for member in node for core in member.cores}
     return max(1, int(min(len(together), node[0].quota)))
 
 
 def is_chosen(threads: int, num_cores: int, environ: dict[str, str]) -> bool:
-    """Whether torch's ``threads`` are somebody's choice: its own are as many as the cores, or half with two a core."""
+    """Whether the user chose torch's ``threads``. Torch takes as many as processors, or half of that."""
     if "OMP_NUM_THREADS" in environ or "MKL_NUM_THREADS" in environ:
         return True
     processors = (num_cores, os.cpu_count() or 1)
@@ -77,13 +62,13 @@ def two_a_core() -> bool:
         return False
 
 
-def report(node: Sequence[Cores], threads: int, chosen: bool, *, say_fit: bool) -> None:
-    """Log how ``threads`` fit the cores of a ``node``: at INFO that they do, else a warning that says what to do."""
+def report(node: Sequence[Member], threads: int, chosen: bool, *, log_fit: bool) -> None:
+    """Log at INFO that ``threads`` a rank fit the cores of a ``node``, else a warning with advice."""
     ranks = len(node)
-    together = set().union(*(cores.bound_to for cores in node))
+    together = {core for member in node for core in member.cores}
     usable = num_usable(node)
-    tightest = min(len(cores.bound_to) for cores in node)
-    bound = ranks > 1 and any(set(cores.bound_to) != together for cores in node)
+    tightest = min(len(member.cores) for member in node)
+    bound = ranks > 1 and any(set(member.cores) != together for member in node)
     there = os.cpu_count() or 1
     if bound and (threads > tightest or (len(together) < there and tightest < there // ranks)):
         _log.warning(
@@ -104,6 +89,6 @@ def report(node: Sequence[Cores], threads: int, chosen: bool, *, say_fit: bool) 
             usable,
             max(1, usable // ranks),
         )
-    elif say_fit:
-        who = "as OMP_NUM_THREADS or the script asks" if chosen else "their share of the cores"
-        _log.info("%d ranks on this node, %d cores: %d thread(s) a rank, %s.", ranks, usable, threads, who)
+    elif log_fit:
+        reason = "as OMP_NUM_THREADS or the script asks" if chosen else "their share of the cores"
+        _log.info("%d ranks on this node, %d cores: %d thread(s) a rank, %s.", ranks, usable, threads, reason)

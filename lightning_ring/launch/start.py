@@ -5,10 +5,10 @@ from __future__ import annotations
 import secrets
 import shlex
 import signal
-import socket
 import sys
 from collections.abc import Mapping, Sequence
 
+from lightning_ring.job.rendezvous.greeting import listen
 from lightning_ring.launch.hosts import Host
 from lightning_ring.launch.mpirun import Mpirun, mpirun_line, rank_environment
 from lightning_ring.launch.supervisor import STOP_SIGNAL, Child, Supervisor, stop_grace
@@ -34,16 +34,14 @@ def plain_job(ranks: int, command: Sequence[str], environ: Mapping[str, str]) ->
 
     Rank 0 inherits the socket at which the others find it, already listening: no other program can take its port.
     """
-    door = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    door.bind(("127.0.0.1", 0))
-    door.listen(1024)
+    listener = listen("127.0.0.1")
     common = rank_environment(ranks, [], environ, STOP_SIGNAL) | {
         "RING_WORLD_SIZE": str(ranks),
-        "RING_STORE": f"127.0.0.1:{door.getsockname()[1]}",
+        "RING_STORE": f"127.0.0.1:{listener.getsockname()[1]}",
         "RING_JOB": secrets.token_hex(8),
     }
     children = [Child(f"rank {rank}", command, common | {"RING_RANK": str(rank)}) for rank in range(ranks)]
-    fd = door.detach()
+    fd = listener.detach()
     children[0].environ = common | {"RING_RANK": "0", "RING_STORE_FD": str(fd)}
     children[0].pass_fds = (fd,)
     print(f"lightning_ring: {ranks} processes of: {shlex.join(command)}", file=sys.stderr, flush=True)

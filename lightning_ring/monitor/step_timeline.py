@@ -14,9 +14,9 @@ from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.recording import Listener
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.monitor.step_timer import StepRecord, StepTimer
-from lightning_ring.timeline.lanes import BACKWARD, DATA, FORWARD, OPTIMIZER, PAUSES, STEPS
 from lightning_ring.timeline.session import Session, start_session
 from lightning_ring.timeline.settings import TimelineSettings
+from lightning_ring.timeline.tracks import BACKWARD, DATA, FORWARD, OPTIMIZER, PAUSES, STEPS
 
 log = logging.getLogger(__name__)
 

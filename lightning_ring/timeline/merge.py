@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from lightning_ring.errors import ConfigurationError
-from lightning_ring.timeline.lanes import microseconds
 from lightning_ring.timeline.paths import rank_files
-from lightning_ring.timeline.rank_file import ends_whole, read_events, read_other
+from lightning_ring.timeline.rank_file import read_events, read_other
+from lightning_ring.timeline.tracks import microseconds
 
 
 @dataclass(slots=True)
@@ -22,9 +22,9 @@ class Merged:
     Attributes:
         world_size: Ranks that the run had.
         ranks: Ranks whose files were there.
-        unfinished: Those of them that did not close their files: the run was ended, or still goes on.
+        unfinished: Ranks whose files were not closed: the run was killed or still goes on, or a copy was cut short.
         clocks: What is known of each rank's clock (`ClockReading`), by rank.
-        left_out: Files that were not taken, or not as a whole, and why.
+        left_out: Files that were not taken, and why.
     """
 
     path: Path
@@ -41,8 +41,8 @@ class Merged:
 
 
 def timelines_in(folder: Path) -> list[Path]:
-    """Names under which ``folder`` holds ranks' files: ``trace.json`` for ``trace.rank0.json``."""
-    stems = {file.name.rpartition(".rank")[0] for file in folder.glob("*.rank*.json")}
+    """Names under which ``folder`` holds ranks' files: ``trace.json`` for ``trace.rank0.jsonl``."""
+    stems = {file.name.rpartition(".rank")[0] for file in folder.glob("*.rank*.jsonl")}
     names = [folder / f"{stem}.json" for stem in sorted(stems) if stem]
     return [name for name in names if rank_files(name)]
 
@@ -59,7 +59,7 @@ def merge(path: Path, output: Path | None = None) -> Merged:
     """
     others, left_out = _readable(rank_files(path))
     if not others:
-        reasons = "; ".join(left_out) or f"there is no {path.stem}.rank0.json or the like in {path.absolute().parent}"
+        reasons = "; ".join(left_out) or f"there is no {path.stem}.rank0.jsonl or the like in {path.absolute().parent}"
         raise ConfigurationError(f"No timeline of a rank can be merged into {path.name}: {reasons}.")
     run = max(others.values(), key=lambda other: str(other["began"]))["run"]
     merged = Merged(output or path, world_size=0, left_out=left_out)
@@ -107,13 +107,7 @@ def _write(merged: Merged, others: dict[int, dict[str, Any]], files: dict[int, P
         with open(part, "wb") as out:
             out.write(b'{"displayTimeUnit":"ms","otherData":%b,"traceEvents":[\n' % _json(about))
             for rank, other in others.items():
-                events = read_events(files[rank])
-                cut = not ends_whole(files[rank])
-                if cut:
-                    merged.left_out.append(f"{files[rank].name}: it is cut short, perhaps while it was copied")
-                if cut or rank in merged.unfinished:
-                    events = _whole(events)
-                for event in _in_step(events, other["rank"]):
+                for event in _in_step(read_events(files[rank]), other["rank"]):
                     out.write(b",\n%b" % event if merged.num_events else event)
                     merged.num_events += 1
             out.write(b"\n]}\n")
@@ -121,16 +115,6 @@ def _write(merged: Merged, others: dict[int, dict[str, Any]], files: dict[int, P
     except BaseException:
         part.unlink(missing_ok=True)
         raise
-
-
-def _whole(events: Iterator[bytes]) -> Iterator[bytes]:
-    """Without the one that a rank that still runs may be writing while it is read, or at which a file was cut."""
-    for event in events:
-        try:
-            json.loads(event)
-        except ValueError:
-            continue
-        yield event
 
 
 def _in_step(events: Iterator[bytes], rank: dict[str, Any]) -> Iterator[bytes]:

@@ -1,4 +1,4 @@
-"""Where a timeline is written: ``trace.json``, and ``trace.rank0.json`` and so on beside it."""
+"""Paths of a timeline: ``trace.json``, and each rank's ``trace.rank0.jsonl`` beside it."""
 
 from __future__ import annotations
 
@@ -84,14 +84,14 @@ def numbered(path: Path, number: int) -> Path:
 
 
 def rank_file(path: Path, rank: int) -> Path:
-    return path.with_name(f"{path.stem}.rank{rank}.json")
+    return path.with_name(f"{path.stem}.rank{rank}.jsonl")
 
 
 def rank_files(path: Path) -> dict[int, Path]:
     """The ranks' files that are there, by rank."""
-    pattern = re.compile(re.escape(path.stem) + r"\.rank(\d+)\.json")
+    pattern = re.compile(re.escape(path.stem) + r"\.rank(\d+)\.jsonl")
     found = {}
-    for file in path.absolute().parent.glob("*.json"):
+    for file in path.absolute().parent.glob("*.jsonl"):
         if match := pattern.fullmatch(file.name):
             found[int(match[1])] = file
     return dict(sorted(found.items()))
@@ -103,13 +103,13 @@ def remove_earlier(path: Path) -> None:
     Raises:
         ConfigurationError: That run goes on.
     """
-    for file in _timelines_named(path, r"\.rank\d+\.json"):
+    for file in _timelines_named(path, r"\.rank\d+\.jsonl"):
         if is_claimed(file):
             raise ConfigurationError(
                 f"The timeline {path} is in use: {file.name}{_writer(file)}, {TAKEN}. Give each job a path of its "
                 "own, or wait until that one has ended."
             )
-    for file in _timelines_named(path, r"(\.rank\d+)?\.json(\.part)?"):
+    for file in _timelines_named(path, r"(\.rank\d+\.jsonl|\.json)(\.part)?"):
         file.unlink(missing_ok=True)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_ring.errors import ConfigurationError
 
-_COLORS = (  # first word of a lane's name that fits
+_COLORS = (  # first word of a track's name that fits
     ("data", "#8da0cb"),
     ("forward", "#66c2a5"),
     ("backward", "#fc8d62"),
@@ -54,7 +54,7 @@ def plot(trace: Path, path: Path, steps: tuple[int, int] | None = None) -> None:
     for row in range(1, len(rows)):
         if rows[row][0] != rows[row - 1][0]:
             axes.axhline(row - 0.5, color="black", linewidth=0.8)
-    axes.set_yticks(range(len(rows)), [_label(lane, slices) for _, lane, slices in rows], fontsize=8)
+    axes.set_yticks(range(len(rows)), [_label(track, slices) for _, track, slices in rows], fontsize=8)
     for process in dict.fromkeys(process for process, _, _ in rows):
         mine = [row for row, (its, _, _) in enumerate(rows) if its == process]
         axes.text(
@@ -104,8 +104,8 @@ def _rows(events: list[dict[str, Any]], begin: float, end: float) -> list[tuple[
     return rows
 
 
-def _draw(axes: Any, row: int, event: dict[str, Any], begin: float, lane: str, span: float) -> None:
-    color = next(color for word, color in _COLORS if lane.startswith(word))
+def _draw(axes: Any, row: int, event: dict[str, Any], begin: float, track: str, span: float) -> None:
+    color = next(color for word, color in _COLORS if track.startswith(word))
     start, length = (event["ts"] - begin) / 1e3, event["dur"] / 1e3
     queued = event["name"] == "queued"
     axes.broken_barh(
@@ -121,12 +121,12 @@ def _draw(axes: Any, row: int, event: dict[str, Any], begin: float, lane: str, s
         axes.text(start + length / 2, row, text, ha="center", va="center", fontsize=6, clip_on=True)
 
 
-def _label(lane: str, slices: list[dict[str, Any]]) -> str:
+def _label(track: str, slices: list[dict[str, Any]]) -> str:
     sizes = [event["args"]["bytes"] for event in slices if "bytes" in event["args"]]
-    if not sizes or not lane.startswith(("gradients", "parameters")):
-        return lane
+    if not sizes or not track.startswith(("gradients", "parameters")):
+        return track
     size = max(sizes)
-    return f"{lane}, {size / 1e6:.1f} MB" if size >= 1e5 else f"{lane}, {size / 1e3:.1f} kB"
+    return f"{track}, {size / 1e6:.1f} MB" if size >= 1e5 else f"{track}, {size / 1e3:.1f} kB"
 
 
 def _is_step(event: dict[str, Any]) -> bool:

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from lightning_ring.comm.recording import CollectiveRecord
-from lightning_ring.timeline.lanes import EXPOSED, Lanes, lane_name, lane_of
 from lightning_ring.timeline.rank_file import TraceFile
+from lightning_ring.timeline.tracks import EXPOSED, Tracks, track_name, track_of
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ class Recorder:
 
     Args:
         file: Closed by `close`.
-        lanes: Of this rank.
+        tracks: Of this rank.
         zero: The trace's zero, in seconds of this rank's `time.perf_counter`.
         seconds_of: From a CUDA event to seconds of the same clock, or `None` while the device has not come to it.
     """
@@ -35,13 +35,13 @@ class Recorder:
     def __init__(
         self,
         file: TraceFile,
-        lanes: Lanes,
+        tracks: Tracks,
         zero: float,
         seconds_of: Callable[[Any], float | None] | None = None,
     ) -> None:
         self.step = 0
         self._file = file
-        self._lanes = lanes
+        self._tracks = tracks
         self._zero = zero
         self._seconds_of = seconds_of
         self._queue: deque[Callable[[], Iterable[str] | None]] = deque()
@@ -56,10 +56,10 @@ class Recorder:
         """From ``began`` (seconds) on, collectives that are called belong to ``step``."""
         self.step, self._step_began = step, began
 
-    def slice(self, lane: int, name: str, begin: Any, end: Any, args: dict[str, Any] | None = None) -> None:
-        """A slice of ``lane``; ``begin`` and ``end`` are seconds, or CUDA events."""
+    def slice(self, track: int, name: str, begin: Any, end: Any, args: dict[str, Any] | None = None) -> None:
+        """A slice of ``track``; ``begin`` and ``end`` are seconds, or CUDA events."""
         if not self._failed:
-            self._queue.append(lambda: self._slice(lane, name, begin, end, args))
+            self._queue.append(lambda: self._slice(track, name, begin, end, args))
 
     def collective(self, record: CollectiveRecord) -> None:
         """A listener of `RecordedCommunicator`."""
@@ -120,11 +120,11 @@ class Recorder:
             error,
         )
 
-    def _slice(self, lane: int, name: str, begin: Any, end: Any, args: dict[str, Any] | None) -> Iterable[str] | None:
+    def _slice(self, track: int, name: str, begin: Any, end: Any, args: dict[str, Any] | None) -> Iterable[str] | None:
         start, stop = self._seconds(begin), self._seconds(end)
         if start is None or stop is None:
             return None
-        return self._lanes.slice(lane, name, self._ns(start), self._ns(stop), _text(args or {}))
+        return self._tracks.slice(track, name, self._ns(start), self._ns(stop), _text(args or {}))
 
     def _collective(self, record: CollectiveRecord, step: int) -> Iterable[str] | None:
         called, ended = record.called, record.ended or record.waited_until
@@ -136,7 +136,7 @@ class Recorder:
         return self._events_of(record, step, called, max(called, ended))
 
     def _events_of(self, record: CollectiveRecord, step: int, called: float, ended: float) -> Iterable[str]:
-        lane = lane_of(record.name)
+        track = track_of(record.name)
         began = min(max(called, self._ended_before), ended)  # of two that overlap, the earlier one has the wire
         self._ended_before = max(self._ended_before, ended)
         args = {
@@ -152,10 +152,10 @@ class Recorder:
         }
         kind = _KINDS.get(record.kind, record.kind)
         queued = ("queued", self._ns(began)) if began > called else None
-        yield from self._lanes.slice(lane, kind, self._ns(called), self._ns(ended), _text(args), queued)
-        what = f"wait for {lane_name(lane)}" if lane_of("") != lane else f"wait for {record.name or kind}"
+        yield from self._tracks.slice(track, kind, self._ns(called), self._ns(ended), _text(args), queued)
+        what = f"wait for {track_name(track)}" if track_of("") != track else f"wait for {record.name or kind}"
         waited = {"step": step, "bytes": record.nbytes}
-        yield from self._lanes.slice(
+        yield from self._tracks.slice(
             EXPOSED, what, self._ns(record.waited_from), self._ns(record.waited_until), _text(waited)
         )
 

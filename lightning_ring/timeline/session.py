@@ -16,11 +16,11 @@ from lightning_ring.comm.communicator import Communicator
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.timeline.clocks import ClockReading, read_clocks
 from lightning_ring.timeline.gather import gather_files
-from lightning_ring.timeline.lanes import Lanes
 from lightning_ring.timeline.merge import merge
 from lightning_ring.timeline.paths import GENERATOR, checked_path, numbered, rank_file, remove_earlier
 from lightning_ring.timeline.rank_file import TraceFile
 from lightning_ring.timeline.recorder import Recorder
+from lightning_ring.timeline.tracks import Tracks
 
 log = logging.getLogger(__name__)
 
@@ -121,9 +121,9 @@ def start_session(
             "clock": clocks[rank].as_dict(),
         },
     }
-    lanes = Lanes(rank)
-    file = _open_together(rank_file(final, rank), other, lanes, clocks[rank], agreed[1], comm)
-    return Session(final, other, Recorder(file, lanes, zero, seconds_of), comm)
+    tracks = Tracks(rank)
+    file = _open_together(rank_file(final, rank), other, tracks, clocks[rank], agreed[1], comm)
+    return Session(final, other, Recorder(file, tracks, zero, seconds_of), comm)
 
 
 def _take_name(path: Path) -> Path:
@@ -138,16 +138,15 @@ def _take_name(path: Path) -> Path:
 
 
 def _open_together(
-    path: Path, other: dict[str, Any], lanes: Lanes, clock: ClockReading, max_bytes: int, comm: Communicator | None
+    path: Path, other: dict[str, Any], tracks: Tracks, clock: ClockReading, max_bytes: int, comm: Communicator | None
 ) -> TraceFile:
     file: TraceFile | None = None
     problem: str | None = None
     labels = "" if clock.shared else f"clock ±{clock.error * 1e6:.0f} µs"
-    first, *rest = lanes.process(f"rank {other['rank']['rank']} ({other['rank']['host']})", labels)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = TraceFile(path, other, first, max_bytes=max_bytes)
-        file.append(rest)
+        file = TraceFile(path, other, max_bytes=max_bytes)
+        file.append(tracks.process(f"rank {other['rank']['rank']} ({other['rank']['host']})", labels))
     except OSError as error:
         problem = f"{path}: {error.strerror or error}"
     problems = comm.all_gather_object(problem) if comm is not None else [problem]

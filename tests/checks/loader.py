@@ -25,7 +25,7 @@ from lightning_ring.data import (
     image_loader,
 )
 from tests.checks.models import RANK, SIZE, ddp, trainer
-from tests.data.images import write_folder
+from tests.images import write_folder
 
 WORLD = MPI.COMM_WORLD
 LABELS = np.repeat(np.arange(9), [3, 50, 7, 12, 20, 4, 16, 9, 30])

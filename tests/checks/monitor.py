@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_ring import RingStrategy
 from lightning_ring.monitor import RingMonitor, RingReport
 from lightning_ring.optim import LARS
+from tests.checks.marks import by_world_size
 from tests.checks.models import RANK, SIZE, Classifier, assert_all_ranks_equal, data, loader, parameters, trainer
 
 SLEEP = 0.03
@@ -75,7 +76,7 @@ class Buckets(L.Callback):
     """Sizes of the buckets, which are gone when a fit is."""
 
     def on_train_end(self, run: L.Trainer, module: L.LightningModule) -> None:
-        buckets = run.strategy._reducer.buckets
+        buckets = run.strategy.algorithm.reducer.buckets
         self.nbytes = sum(bucket.flat.nbytes for bucket in buckets)
         self.flags = sum(len(bucket.params) + 1 for bucket in buckets)
 
@@ -100,6 +101,7 @@ def parts(report: RingReport, rank: int) -> float:
     return times.data + times.copy + times.forward + times.backward + times.exposed + times.optimizer + times.other
 
 
+@by_world_size
 def check_a_rank_that_sleeps_is_named_slowest_with_its_sleep() -> None:
     report = monitored(Sleepy(), log_every_n_steps=4)
     rank, behind = report.slowest
@@ -137,6 +139,7 @@ def check_every_rank_has_the_same_report_and_its_parts_add_up() -> None:
         assert report.scalars()["ring/hidden_communication_ms"] >= 0
 
 
+@by_world_size
 def check_bytes_on_the_wire_are_those_of_the_buckets() -> None:
     for sharded in (False, True):
         buckets = Buckets()
@@ -170,6 +173,7 @@ def check_training_is_bit_identical_without_it() -> None:
             assert all(map(torch.equal, trained[0].seen["loss"], trained[1].seen["loss"]))
 
 
+@by_world_size
 def check_gradient_norm_is_that_of_the_averages() -> None:
     for sharded in (False, True):
         L.seed_everything(6, verbose=False)
@@ -229,6 +233,7 @@ def check_compiled_modules() -> None:
     assert monitored(torch.compile(Quiet(), backend="eager")).rows[RANK].times.forward > 0
 
 
+@by_world_size
 def check_only_one_is_added_and_none_where_nothing_communicates() -> None:
     mine = RingMonitor()
     run = trainer(RingStrategy(**FORCED), max_epochs=1, callbacks=[mine])

@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from lightning_ring import RingStrategy
 from lightning_ring.gradients.layout import BucketLayout
 from lightning_ring.gradients.sizing import auto_buckets
-from lightning_ring.monitor import RingMonitor, ThroughputMonitor, dashboard, left_out, ring_monitor, step_window
+from lightning_ring.monitor import RingMonitor, ThroughputMonitor, dashboard, failures, ring_monitor, step_window
 from lightning_ring.monitor.memory import Memory
 from lightning_ring.monitor.rank_rows import RankRow
 from lightning_ring.monitor.ring_report import RingReport
 from lightning_ring.monitor.skipped_steps import SkippedSteps
 from lightning_ring.monitor.step_timer import StepTimer
+from tests.checks.marks import on_one_rank
 from tests.checks.models import RANK, SIZE, Classifier, assert_all_ranks_equal, loader, parameters, trainer
 
 FORCED: dict[str, Any] = {"force_communication": True}
@@ -107,7 +108,7 @@ class PricesWhatIsSent(L.Callback):
 
     def on_train_start(self, run: L.Trainer, module: L.LightningModule) -> None:
         strategy: Any = run.strategy
-        auto = strategy._reducer._layout._auto
+        auto = strategy.algorithm.reducer._layout._auto
         assert auto is None or auto._halves == strategy.options.shard_optimizer
 
 
@@ -158,7 +159,8 @@ def check_a_batch_that_cannot_be_counted_and_a_failing_throughput() -> None:
     assert RANK or len(said) == 2 + (SIZE - 1), said
 
 
-def check_alone_a_logger_that_raises_is_the_users_to_see(tmp_path: Path) -> None:
+@on_one_rank
+def check_a_logger_that_raises_is_the_users_to_see(tmp_path: Path) -> None:
     class Broken(CSVLogger):
         def log_metrics(self, *_: Any, **__: Any) -> None:
             raise Planted
@@ -187,4 +189,4 @@ def check_errors_of_communication_pass() -> None:
         raise CollectiveError("planted")
 
     with pytest.raises(CollectiveError, match="planted"):
-        left_out.LeftOut(("part",)).run("part", None, fail)
+        failures.LeftOut(("part",)).run("part", None, fail)

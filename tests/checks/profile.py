@@ -14,7 +14,7 @@ from lightning_ring.errors import ConfigurationError
 from lightning_ring.monitor import RingProfile
 from lightning_ring.tools.plan.profile import read_profile
 from tests.checks.models import assert_all_ranks_equal, ddp, trainer
-from tests.tools.plan.slow_model import Slow, batches, weights
+from tests.checks.slow_model import Slow, batches, weights
 
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 SLOWER = 0.012  # of the last rank's backward, a layer

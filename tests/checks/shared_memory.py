@@ -25,26 +25,27 @@ from lightning_ring.comm.backends.shared_memory.communicator import (
 )
 from lightning_ring.comm.backends.shared_memory.rounds import SLOT_BYTES
 from lightning_ring.comm.communicator import Communicator, ReduceOp, shard
-from lightning_ring.comm.waiting import Patience
+from lightning_ring.comm.waiting import WaitPolicy
 from lightning_ring.errors import CollectiveError
-from lightning_ring.job.job import connect, open_communicator
+from lightning_ring.job.communicators import open_communicator
+from lightning_ring.job.job import connect
 from lightning_ring.job.ranks import discover_ranks
 from tests.checks.comm import WORLD, MPIBootstrap, assert_same_everywhere
-from tests.comm.test_ring import allowed, plain, tolerance, values
+from tests.checks.reductions import allowed, plain, tolerance, values
 
 CPU = torch.device("cpu")
 SIZES = (SHORT_BYTES // 4 + 3, SLOT_BYTES // 4 + 1, 700_001)  # one piece, a piece and one element, several
 
 
 def opened(**kwargs: Any) -> SharedMemoryCommunicator:
-    comm = open_shared_memory(MPIBootstrap(), Patience(timedelta(seconds=30)), **kwargs)
+    comm = open_shared_memory(MPIBootstrap(), WaitPolicy(timedelta(seconds=30)), **kwargs)
     assert comm is not None
     return comm
 
 
 def in_shared_memory(comm: SharedMemoryCommunicator, like: Tensor) -> Tensor:
     tensor = comm.empty(like.numel(), like.dtype, CPU).copy_(like)
-    assert tensor.nbytes <= SHORT_BYTES or comm.regions.place(tensor) > 0
+    assert tensor.nbytes <= SHORT_BYTES or comm.regions.location(tensor) > 0
     return tensor
 
 
@@ -136,7 +137,7 @@ def check_two_communicators_reach_the_same_memory() -> None:
     inward = opened()
     outward = opened(beside=inward)
     flat = inward.empty(300_000, torch.float32, CPU).fill_(WORLD.rank + 1)
-    assert outward.regions.place(flat) > 0
+    assert outward.regions.location(flat) > 0
     inward.reduce_scatter_(flat).wait()
     outward.all_gather_(flat).wait()
     assert (flat == sum(range(1, WORLD.size + 1))).all()
@@ -185,12 +186,11 @@ def check_memory_goes_with_the_last_tensor() -> None:
 
 def opened_by_a_job(backend: str) -> Communicator:
     job = connect(discover_ranks(), CPU, timedelta(seconds=30))
-    open_communicator(job, backend, CPU, timedelta(seconds=30), timedelta(seconds=20))
-    assert job.communicator is not None
+    comm = open_communicator(job, backend, CPU, timedelta(seconds=30), timedelta(seconds=20))
     total = torch.full((100_000,), 1.0)
-    job.communicator.all_reduce_(total).wait()
+    comm.all_reduce_(total).wait()
     assert (total == WORLD.size).all()
-    return job.communicator
+    return comm
 
 
 class Records(logging.Handler):
@@ -236,14 +236,14 @@ def check_too_little_memory_for_a_buffer() -> None:
     def run() -> None:
         for _ in range(2):
             tensor = comm.empty(1_000_000, torch.float32, CPU).fill_(1)
-            assert comm.regions.place(tensor) == 0
+            assert comm.regions.location(tensor) == 0
             comm.all_reduce_(tensor).wait()
             assert (tensor == comm.world_size).all()
 
     lines = with_little_memory(run)
     assert len(lines) == (WORLD.rank == 0)
     assert all("No shared memory for a buffer" in line and "File too large" in line for line in lines)
-    assert comm.regions.place(comm.empty(1_000_000, torch.float32, CPU)) > 0  # and where it is back, it is used
+    assert comm.regions.location(comm.empty(1_000_000, torch.float32, CPU)) > 0  # and where it is back, it is used
     comm.close()
 
 

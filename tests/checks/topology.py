@@ -24,9 +24,10 @@ from lightning_ring.comm.communicator import Communicator, ReduceOp, shard
 from lightning_ring.comm.hierarchical import HierarchicalCommunicator
 from lightning_ring.errors import CollectiveError, ConfigurationError
 from lightning_ring.gradients import Reducer
-from lightning_ring.job.job import Job, open_communicator
+from lightning_ring.job.communicators import open_communicator
+from lightning_ring.job.job import Job
+from lightning_ring.job.members import Member
 from lightning_ring.job.ranks import RankInfo
-from lightning_ring.job.topology import Place
 from tests.checks.world import open_gloo
 
 WORLD = MPI.COMM_WORLD
@@ -54,19 +55,18 @@ def opened(
     ours = [rank for rank in range(4) if nodes[rank] == nodes[WORLD.rank]]
     place = (ours.index(WORLD.rank), len(ours), nodes[WORLD.rank], len(set(nodes)))
     info = RankInfo(WORLD.rank, 4, *place, source="mpi")
-    places = [Place(node, fabric) for node in nodes] if len(set(nodes)) > 1 else []
-    job = Job(info, None, dist.PrefixStore(f"job {next(_number)}", store()), places)
-    open_communicator(job, backend, CPU, TIMEOUT, TIMEOUT, topology)
-    assert job.communicator is not None
-    yield job.communicator
-    job.communicator.close()
+    members = [Member(rank, node, rdma=fabric) for rank, node in enumerate(nodes)]
+    job = Job(info, members, dist.PrefixStore(f"job {next(_number)}", store()))
+    comm = open_communicator(job, backend, CPU, TIMEOUT, TIMEOUT, topology)
+    yield comm
+    comm.close()
 
 
 def check_auto_nests_what_shares_nodes_evenly() -> None:
     for nodes in (ROUND_ROBIN, BLOCKS):
         with opened(nodes) as comm:
             assert isinstance(comm, HierarchicalCommunicator)
-            assert isinstance(comm._inward, SharedMemoryCommunicator)
+            assert isinstance(comm._intra_first, SharedMemoryCommunicator)
             assert isinstance(comm._across, GlooCommunicator)
     for nodes, topology in ((ROUND_ROBIN, "flat"), (UNEVEN, "auto"), (APART, "auto")):
         with opened(nodes, topology=topology) as comm:
@@ -84,7 +84,7 @@ def check_a_node_whose_second_segment_fails_has_all_nodes_use_messages() -> None
         patch.setattr(shared_segment, "_make", make_one)
         with opened(ROUND_ROBIN) as comm:
             assert isinstance(comm, HierarchicalCommunicator)
-            assert not isinstance(comm._inward, SharedMemoryCommunicator)
+            assert not isinstance(comm._intra_first, SharedMemoryCommunicator)
             flat = torch.full((90_000,), float(comm.rank))
             comm.all_reduce_(flat).wait()
             assert (flat == 6).all()
@@ -161,10 +161,10 @@ def check_in_the_node_tensors_are_reduced_where_they_are() -> None:
     with opened(ROUND_ROBIN) as comm:
         assert isinstance(comm, HierarchicalCommunicator)
         flat = comm.empty(300_000, torch.float32, CPU)
-        for level in (comm._inward, comm._outward):
+        for level in (comm._intra_first, comm._intra_last):
             assert isinstance(level, SharedMemoryCommunicator)
-            assert level.regions.place(flat[1000:]) > 0
-            assert level.regions.place(torch.empty(300_000)) == 0
+            assert level.regions.location(flat[1000:]) > 0
+            assert level.regions.location(torch.empty(300_000)) == 0
 
 
 def check_diverged_calls_are_one_error_on_every_rank() -> None:

@@ -28,17 +28,18 @@ def open_gloo() -> None:
 
 @cache
 def communicator() -> Any:
+    from lightning_ring.comm.waiting import WaitPolicy
+
     if os.environ.get("RING_CHECK_BACKEND", "gloo") == "mpi":
         from lightning_ring.comm.backends.mpi import MPICommunicator
 
-        return MPICommunicator(timeout=TIMEOUT)
+        return MPICommunicator(policy=WaitPolicy(TIMEOUT))
     if os.environ.get("RING_CHECK_BACKEND") == "shared memory":
         from lightning_ring.comm.backends.shared_memory.communicator import open_shared_memory
-        from lightning_ring.comm.waiting import Patience
         from tests.checks.comm import MPIBootstrap
 
-        return open_shared_memory(MPIBootstrap(), Patience(TIMEOUT))
+        return open_shared_memory(MPIBootstrap(), WaitPolicy(TIMEOUT))
     from lightning_ring.comm.backends.gloo import open_torch_communicator
 
     open_gloo()
-    return open_torch_communicator("gloo", timeout=TIMEOUT)
+    return open_torch_communicator("gloo", WaitPolicy(TIMEOUT))

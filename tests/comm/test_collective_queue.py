@@ -11,7 +11,7 @@ import torch
 
 from lightning_ring.comm import collective_queue
 from lightning_ring.comm.collective_queue import CollectiveQueue
-from lightning_ring.comm.waiting import Patience
+from lightning_ring.comm.waiting import WaitPolicy
 from tests.processes import run
 
 
@@ -23,7 +23,7 @@ class Steps:
         self.peers_are_here = False
 
     def queue(self) -> CollectiveQueue:
-        return CollectiveQueue(Patience(), lambda number: self.peers_are_here, lambda number: [])
+        return CollectiveQueue(WaitPolicy(), lambda number: self.peers_are_here, lambda number: [])
 
     def run(self):
         yield 1
@@ -80,7 +80,7 @@ def test_the_last_to_call_leaves_the_work_to_a_spare_core():
 ENDS_BUSY = """
 import time, torch
 from lightning_ring.comm.collective_queue import CollectiveQueue
-from lightning_ring.comm.waiting import Patience
+from lightning_ring.comm.waiting import WaitPolicy
 torch.set_num_threads(1)
 began, tensor, taken = time.monotonic(), torch.zeros(300_000), []
 def steps():
@@ -88,13 +88,14 @@ def steps():
     while True:
         taken.append(tensor.add_(1))
         yield 1
-queue = CollectiveQueue(Patience(), lambda number: time.monotonic() > began + 0.05, lambda number: [])
+queue = CollectiveQueue(WaitPolicy(), lambda number: time.monotonic() > began + 0.05, lambda number: [])
 queue.submit("bucket 0", steps(), background=True)
 while len(taken) < 10:
     time.sleep(0.001)
 """
 
 
+@pytest.mark.ranks
 def test_a_process_may_end_while_the_thread_behind_is_inside_torch():
     ended = run([sys.executable, "-c", ENDS_BUSY], timeout=60)
     assert ended.returncode == 0, ended.stdout

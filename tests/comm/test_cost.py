@@ -18,7 +18,6 @@ def test_the_formula_of_the_ring() -> None:
     assert LINK.all_reduce_seconds(100e6, 4) == pytest.approx(2 * 3 * (50e-6 + 100e6 / (4 * 125e6)))
     assert LINK.reduce_scatter_seconds(100e6, 4) == pytest.approx(LINK.all_reduce_seconds(100e6, 4) / 2)
     assert LINK.all_gather_seconds(100e6, 4) == pytest.approx(LINK.all_reduce_seconds(100e6, 4) / 2)
-    assert LINK.startup_seconds(4) == pytest.approx(6 * 50e-6)
     assert LINK.all_reduce_seconds(100e6, 1) == 0
 
 

@@ -15,11 +15,12 @@ from lightning_ring.comm.backends.thread import ThreadTransport, ThreadWorld, ru
 from lightning_ring.comm.communicator import ReduceOp, shard
 from lightning_ring.comm.hierarchical import HierarchicalCommunicator
 from lightning_ring.comm.ring_communicator import RingCommunicator
-from lightning_ring.comm.waiting import Patience
+from lightning_ring.comm.waiting import WaitPolicy
 from lightning_ring.errors import CollectiveError, ConfigurationError
-from lightning_ring.job.topology import has_fabric, is_hierarchical
+from lightning_ring.job.members import has_rdma
+from lightning_ring.job.topology import is_hierarchical
 from tests.battery import check_names
-from tests.comm.test_ring import COMPLEX, FLOATS, INTEGERS, allowed, plain, tolerance, values
+from tests.checks.reductions import COMPLEX, FLOATS, INTEGERS, allowed, plain, tolerance, values
 
 # nodes, by the ranks on each: in blocks, round-robin, in no order; two and three nodes; two and three ranks a node
 NODES = [[[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0, 3], [1, 2]], [[0, 2, 4], [1, 3, 5]], [[0, 3], [1, 4], [2, 5]]]
@@ -42,10 +43,10 @@ def run_nested(
     def rank(comm: RingCommunicator) -> Any:
         node = next(index for index, ranks in enumerate(nodes) if comm.rank in ranks)
         local_rank = nodes[node].index(comm.rank)
-        patience = Patience(timedelta(seconds=timeout), comm.check)
+        policy = WaitPolicy(timedelta(seconds=timeout), comm._policy.check)
 
         def level(world: ThreadWorld, ranks: list[int]) -> RingCommunicator:
-            return RingCommunicator(ThreadTransport(world, ranks.index(comm.rank)), patience, ranks)
+            return RingCommunicator(ThreadTransport(world, ranks.index(comm.rank)), policy, ranks)
 
         nested = HierarchicalCommunicator(
             comm.transport,
@@ -53,7 +54,7 @@ def run_nested(
             level(outward[node], nodes[node]),
             level(across[local_rank], peers[local_rank]),
             peers,
-            patience,
+            policy,
             piece_bytes=piece_bytes,
         )
         try:
@@ -165,7 +166,7 @@ def test_a_bucket_is_reduced_in_the_node_while_another_one_is_on_the_wire():
     first_is_waiting, second_is_reduced = threading.Event(), threading.Event()
 
     def rank(comm):
-        across, inward = comm._across.all_reduce_, comm._inward.reduce_scatter_
+        across, inward = comm._across.all_reduce_, comm._intra_first.reduce_scatter_
 
         class SlowWire:
             def __init__(self, work):
@@ -188,7 +189,7 @@ def test_a_bucket_is_reduced_in_the_node_while_another_one_is_on_the_wire():
                 second_is_reduced.set()
             return work
 
-        comm._across.all_reduce_, comm._inward.reduce_scatter_ = slow_wire, watched
+        comm._across.all_reduce_, comm._intra_first.reduce_scatter_ = slow_wire, watched
         tensors = [torch.full((5000,), float(comm.rank)) for _ in range(2)]
         works = [comm.all_reduce_(tensor, name=f"bucket {index}") for index, tensor in enumerate(tensors)]
         for work in works:
@@ -219,7 +220,7 @@ def test_past_the_timeout_the_missing_rank_is_named_by_its_number_in_the_job():
     def agreed_but_gone(comm):
         """Rank 3 agrees to the call; its part of the node's reduce-scatter never comes."""
         if comm.rank == 3:
-            comm._inward.reduce_scatter_ = lambda *args, **kwargs: NeverOver()
+            comm._intra_first.reduce_scatter_ = lambda *args, **kwargs: NeverOver()
         began = time.monotonic()
         with pytest.raises(CollectiveError) as caught:
             comm.all_reduce_(torch.ones(90_000), name="bucket 7").wait()
@@ -273,11 +274,11 @@ def test_one_that_is_replaced_does_not_wait_for_what_a_peer_never_sent():
 
 
 def test_the_fabric_is_what_the_system_lists(tmp_path):
-    assert not has_fabric(tmp_path / "infiniband")
+    assert not has_rdma(tmp_path / "infiniband")
     (tmp_path / "infiniband").mkdir()
-    assert not has_fabric(tmp_path / "infiniband")
+    assert not has_rdma(tmp_path / "infiniband")
     (tmp_path / "infiniband" / "mlx5_0").mkdir()
-    assert has_fabric(tmp_path / "infiniband")
+    assert has_rdma(tmp_path / "infiniband")
 
 
 def test_gpus_are_left_to_nccl():

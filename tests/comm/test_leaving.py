@@ -10,6 +10,8 @@ import pytest
 from tests.comm import leaving_script
 from tests.processes import run
 
+pytestmark = pytest.mark.ranks
+
 
 @pytest.mark.timeout(150)
 def test_exit_codes_are_the_scripts_own(tmp_path: Path) -> None:

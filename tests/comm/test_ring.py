@@ -10,46 +10,11 @@ from lightning_ring.comm.backends.thread import run_ranks
 from lightning_ring.comm.communicator import ReduceOp, shard
 from lightning_ring.comm.exchange import all_reduce_directly_, broadcast_
 from lightning_ring.comm.ring import all_gather_, all_reduce_, reduce_scatter_, scratch_bytes
+from tests.checks.reductions import allowed, plain, tolerance, values
 
 WORLD_SIZES = [1, 2, 3, 4, 8]
 LENGTHS = [0, 1, 7, 1024, 5003]  # 0, 1, 7: some ranks get an empty shard
-FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
-INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
-COMPLEX = [torch.complex64, torch.complex128]
 SMALL_PIECES = 256  # bytes, so that short tensors travel in many pieces too
-
-
-def values(numel: int, dtype: torch.dtype, world_size: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(numel + world_size)
-    if dtype is torch.bool:
-        return [torch.rand(numel, generator=generator) < 0.5 for _ in range(world_size)]
-    if dtype in INTEGERS:
-        return [torch.randint(1, 4, (numel,), generator=generator).to(dtype) for _ in range(world_size)]
-    real = [torch.randn(numel, dtype=torch.float64, generator=generator) for _ in range(world_size)]
-    if dtype.is_complex:
-        return [torch.complex(part, part.flip(0) * 2).to(dtype) for part in real]
-    return [part.to(dtype) for part in real]
-
-
-def plain(inputs: list[Tensor], op: ReduceOp) -> Tensor:
-    """The same reduction without a ring, in double precision."""
-    dtype = inputs[0].dtype
-    wide = torch.stack([tensor.to(torch.float64 if dtype in FLOATS else dtype) for tensor in inputs])
-    if op is ReduceOp.MIN:
-        return wide.amin(0).to(dtype)
-    if op is ReduceOp.MAX:
-        return wide.amax(0).to(dtype)
-    if op is ReduceOp.PRODUCT:
-        return wide.prod(0).to(dtype)
-    total = wide.sum(0)
-    if op is ReduceOp.AVG:
-        total = total.div(len(inputs), rounding_mode="trunc" if dtype in INTEGERS else None)
-    return total.to(dtype)
-
-
-def tolerance(dtype: torch.dtype) -> dict[str, float]:
-    bits = {torch.float16: 2e-2, torch.bfloat16: 1e-1, torch.float32: 1e-4, torch.complex64: 1e-4}
-    return {"rtol": bits.get(dtype, 1e-9), "atol": bits.get(dtype, 1e-9)}
 
 
 def assert_reduced(outputs: list[Tensor], inputs: list[Tensor], op: ReduceOp) -> None:
@@ -80,12 +45,6 @@ def test_many_small_pieces_change_nothing(world_size, numel):
 
     for cut, whole in run_ranks(world_size, rank):
         assert torch.equal(cut, whole)
-
-
-def allowed() -> list[tuple[torch.dtype, ReduceOp]]:
-    pairs = [(dtype, op) for dtype in FLOATS + INTEGERS for op in ReduceOp]
-    pairs += [(dtype, op) for dtype in COMPLEX for op in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT)]
-    return [*pairs, (torch.bool, ReduceOp.MIN), (torch.bool, ReduceOp.MAX)]
 
 
 @pytest.mark.parametrize(("dtype", "op"), allowed())

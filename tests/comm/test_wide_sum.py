@@ -12,21 +12,14 @@ from lightning_ring.comm.exchange import all_reduce_directly_
 from lightning_ring.comm.ring import scratch_bytes
 from lightning_ring.comm.ring_communicator import RingCommunicator
 from lightning_ring.comm.wide_sum import all_reduce_, reduce_scatter_
+from tests.checks.reductions import HALVES, rounded_once
 
 SMALL_PIECES = 256
-HALVES = [torch.float16, torch.bfloat16]
 
 
 def values(numel: int, dtype: torch.dtype, world_size: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(numel)
     return [torch.randn(numel, generator=generator).to(dtype) for _ in range(world_size)]
-
-
-def rounded_once(inputs: list[Tensor], op: ReduceOp) -> Tensor:
-    total = inputs[0].float()
-    for tensor in inputs[1:]:
-        total = total + tensor.float()
-    return (total / len(inputs) if op is ReduceOp.AVG else total).to(inputs[0].dtype)
 
 
 @pytest.mark.parametrize("dtype", HALVES)

@@ -28,7 +28,7 @@ from lightning_ring.data import (
 from lightning_ring.data.packing.run import pack
 from lightning_ring.data.packing.settings import PackSettings
 from lightning_ring.errors import ConfigurationError, SampleError
-from tests.data.images import write_folder
+from tests.images import write_folder
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from lightning_ring.data.loading.pixels import decode_into
 from lightning_ring.data.packing.image import prepare_image
 from lightning_ring.data.sampling.counters import Stream, uniforms
 from lightning_ring.errors import ConfigurationError
-from tests.data.images import picture
+from tests.images import picture
 
 transforms = pytest.importorskip("torchvision.transforms.v2")
 functional = transforms.functional

@@ -17,7 +17,7 @@ from lightning_ring.data.loading.pixels import decode_into
 from lightning_ring.data.loading.regions import cut, read_layout
 from lightning_ring.data.packing.image import encode_jpeg
 from lightning_ring.data.sampling.counters import Stream, uniforms
-from tests.data.images import picture
+from tests.images import picture
 
 CROP = RandomResizedCrop(64, scale=(0.01, 0.9))
 

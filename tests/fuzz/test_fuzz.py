@@ -14,6 +14,7 @@ SEEDS = "0:32"
 SECONDS = 240  # two cores need some 45 s
 
 
+@pytest.mark.ranks
 @pytest.mark.timeout(SECONDS + 30)
 def test_strategies_agree() -> None:
     result = run([sys.executable, "-m", "tests.fuzz", "--seeds", SEEDS], timeout=SECONDS)

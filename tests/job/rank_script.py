@@ -1,6 +1,6 @@
 """What a rank of the process tests does: joins the job, then behaves as ``argv[1]`` says at rank 1.
 
-Rank 0 meanwhile waits as a communicator does, calling `JobWatch.check`, or with ``deaf`` in a way that nothing can
+Rank 0 meanwhile waits as a communicator does, calling `JobWatch.check`, or with ``sleep`` in a way that nothing can
 interrupt. ``argv[2]`` is a folder: each rank writes its pid there, and what it lived to see.
 """
 
@@ -14,17 +14,17 @@ from pathlib import Path
 
 import torch.distributed
 
-from lightning_ring.job.excepthook import install_excepthook
+from lightning_ring.job.excepthook import end_job_on_error
 from lightning_ring.job.ranks import discover_ranks
 from lightning_ring.job.rendezvous.store import open_store
 from lightning_ring.job.watch.watch import JobWatch
 
 action, folder = sys.argv[1], Path(sys.argv[2])
 info = discover_ranks()
-install_excepthook(info)
+end_job_on_error(info)
 store = open_store(info, timedelta(seconds=30))
 watch = JobWatch(info, store)
-install_excepthook(info, watch)
+end_job_on_error(info, watch)
 # as in a real job; torch wraps sys.excepthook here
 torch.distributed.init_process_group("gloo", store=store, rank=info.rank, world_size=info.world_size)
 stopped = []
@@ -72,13 +72,12 @@ elif action == "stop":  # what the strategy does: stop at the next step, save, e
 elif action == "gloo" and info.rank != 1:  # it sees a closed connection, not why
     torch.distributed.all_reduce(torch.ones(1))
 elif action in ("sleep", "wait") or info.rank != 1:
-    with watch.blocking("a test"):
-        wait_deaf() if action in ("deaf", "sleep") else wait_for_the_others()
+    wait_deaf() if action == "sleep" else wait_for_the_others()
 elif action in ("raise", "gloo"):
     raise ValueError("no such photo")
 elif action == "exit-3":
     sys.exit(3)
-elif action in ("leave", "deaf"):
+elif action == "leave":
     pass  # the script of rank 1 ends; the other waits for it
 elif action == "caught-exit":
     with contextlib.suppress(SystemExit):

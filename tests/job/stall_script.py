@@ -14,13 +14,13 @@ from pathlib import Path
 
 import torch
 
-from lightning_ring.comm import deputy, stall
 from lightning_ring.errors import CollectiveError
-from lightning_ring.job.excepthook import install_excepthook
-from lightning_ring.job.job import Job, connect, open_communicator
+from lightning_ring.job.communicators import open_communicator
+from lightning_ring.job.job import Job, connect
 from lightning_ring.job.ranks import discover_ranks
+from lightning_ring.job.stalls import report
 
-stall.RELAY_SECONDS = stall.ANSWER_SECONDS = deputy.CALL_SECONDS = 0.7
+report.RELAY_SECONDS = report.ANSWER_SECONDS = 0.7
 FOLDER = Path(sys.argv[1])
 WARNING = timedelta(seconds=1)
 CPU = torch.device("cpu")
@@ -59,7 +59,6 @@ def write_error(rank: int, error: CollectiveError) -> None:
 
 def main() -> None:
     info = discover_ranks()
-    install_excepthook(info)
     job = connect(info, CPU, timedelta(seconds=60))
     rank = info.rank
     (FOLDER / f"pid.{rank}").write_text(str(os.getpid()))
@@ -83,7 +82,6 @@ def main() -> None:
     phase("stopped", (2,), stop_for, 2.5)
     phase("rank 0 asleep", (0,), nap, 1.5)
     phase("rank 0 stopped", (0,), stop_for, 2.5)
-    phase("both stopped", (0, 1), stop_for, 2.9)
     phase("after", (1,), nap, 0.3)  # rank 0 hears only now what it was asked while it was stopped
     open_communicator(job, backend, CPU, timedelta(seconds=1.5), WARNING)
     try:

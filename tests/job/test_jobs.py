@@ -18,7 +18,7 @@ from tests.processes import ROOT, clean_env, default_signals, end_session, mpi_f
 SCRIPT = str(ROOT / "tests" / "job" / "rank_script.py")
 RINGRUN = [sys.executable, "-m", "lightning_ring.cli.ringrun"]
 needs_mpirun = pytest.mark.skipif(mpirun_path() is None, reason="no mpirun beside this Python")
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(120)]
 
 
 def started_by(launcher: str, action: str, folder: Path) -> list[str]:
@@ -149,16 +149,6 @@ def test_sys_exit_on_one_rank_ends_the_job_with_its_code(launcher, tmp_path):
         assert all_gone(pids, within=2)
     assert code == 3, output
     assert "exits with code 3 and ends the job" in output
-
-
-@needs_mpirun
-def test_a_script_that_ends_on_one_rank_while_the_other_waits(tmp_path):
-    """MPI_Finalize would block the one for ever, and the other waits for it in a way that cannot be interrupted."""
-    with job("mpirun", "deaf", tmp_path) as ranks:
-        code, output = ranks.finish(within=60)
-    assert code == 1, output
-    assert "rank 0 ends, waiting in a test: rank 1" in output
-    assert "has left the job" in output
 
 
 @needs_mpirun

@@ -21,7 +21,8 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 import torch
-from lightning_ring.job.job import connect, open_communicator
+from lightning_ring.job.communicators import open_communicator
+from lightning_ring.job.job import connect
 from lightning_ring.job.ranks import discover_ranks
 minute = timedelta(minutes=1)
 info = discover_ranks()

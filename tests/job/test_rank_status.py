@@ -1,4 +1,4 @@
-"""What is said about a collective that is late, from the ranks' places."""
+"""What is said about a collective that is late, from the ranks' statuses."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 from lightning_ring.comm.backends.thread import ThreadTransport, ThreadWorld
 from lightning_ring.comm.ring_communicator import RingCommunicator
-from lightning_ring.comm.waiting import Patience
-from lightning_ring.job.stalls.rank_status import Place, main_stack, own_place, stall_lines
+from lightning_ring.comm.waiting import WaitPolicy
+from lightning_ring.job.stalls.rank_status import RankStatus, main_stack, own_status, stall_lines
 
 LATE = 'all_reduce "bucket 4"'
 
@@ -20,12 +20,13 @@ def homes(world_size: int) -> dict[int, dict[str, Any]]:
 
 
 def test_the_cause_comes_first_and_ranks_at_the_same_place_share_a_line():
-    places: dict[int, Place] = {rank: Place(LATE, 60.0, progress="step 17") for rank in range(12)}
+    statuses: dict[int, RankStatus] = {rank: RankStatus(LATE, 60.0, progress="step 17") for rank in range(12)}
     for rank in (1, 9):
-        places[rank] = Place(last='all_reduce "bucket 3"', progress="step 17", stack=("train.py:3 load: open(path)",))
-    del places[6]
-    places[3] = Place('all_reduce "bucket 3"', 61.0, progress="step 16")
-    assert stall_lines(LATE, places, homes(12)) == [
+        stack = ("train.py:3 load: open(path)",)
+        statuses[rank] = RankStatus(last='all_reduce "bucket 3"', progress="step 17", stack=stack)
+    del statuses[6]
+    statuses[3] = RankStatus('all_reduce "bucket 3"', 61.0, progress="step 16")
+    assert stall_lines(LATE, statuses, homes(12)) == [
         "ranks 1, 9 (hosts node0, node2) are not in it, step 17; the last that they finished was "
         'all_reduce "bucket 3". '
         "The main thread, innermost call first:",
@@ -38,9 +39,9 @@ def test_the_cause_comes_first_and_ranks_at_the_same_place_share_a_line():
 
 
 def test_a_thousand_ranks_make_a_short_report():
-    places = {rank: Place(stack=(f"train.py:{rank} load: open(path)",) * 8) for rank in range(500)}
-    places |= {rank: Place(LATE, 60.0) for rank in range(600, 1000)}
-    lines = stall_lines(LATE, places, homes(1000))
+    statuses = {rank: RankStatus(stack=(f"train.py:{rank} load: open(path)",) * 8) for rank in range(500)}
+    statuses |= {rank: RankStatus(LATE, 60.0) for rank in range(600, 1000)}
+    lines = stall_lines(LATE, statuses, homes(1000))
     assert len(lines) < 50
     assert max(map(len, lines)) < 400
     assert lines[-3].startswith("ranks 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, … are not in it either")
@@ -49,16 +50,16 @@ def test_a_thousand_ranks_make_a_short_report():
 
 
 def test_where_nobody_is_missing_all_stacks_are_shown():
-    places = {rank: Place(LATE, 60.0, stack=("train.py:9 step: loss.backward()",)) for rank in range(3)}
-    assert stall_lines(LATE, places, homes(3))[-2:] == [
+    statuses = {rank: RankStatus(LATE, 60.0, stack=("train.py:9 step: loss.backward()",)) for rank in range(3)}
+    assert stall_lines(LATE, statuses, homes(3))[-2:] == [
         "The main thread of ranks 0, 1, 2:",
         "    train.py:9 step: loss.backward()",
     ]
 
 
-def test_a_place_survives_the_way_to_another_rank():
-    place = Place("a", 1.5, "b", "c", ("d", "e"))
-    assert Place.of_message({"kind": "stall place", "rank": 3} | place.message()) == place
+def test_a_status_survives_its_message():
+    status = RankStatus("a", 1.5, "b", "c", ("d", "e"))
+    assert RankStatus.of_message({"kind": "stall status", "rank": 3} | status.message()) == status
 
 
 def test_the_main_thread_is_seen_from_another_one():
@@ -66,18 +67,18 @@ def test_the_main_thread_is_seen_from_another_one():
     watcher = threading.Thread(target=lambda: seen.append(main_stack()))
     watcher.start()
     watcher.join(5)  # the line that is seen
-    assert any(line.startswith("test_place.py", line.rindex("/") + 1 if "/" in line else 0) for line in seen[0])
+    assert any(line.startswith("test_rank_status.py", line.rindex("/") + 1 if "/" in line else 0) for line in seen[0])
     assert any("watcher.join(5)  # the line that is seen" in line for line in seen[0])
     assert len(seen[0]) <= 8
 
 
 def test_a_rank_is_in_the_collective_that_it_called_and_later_had_finished_it():
-    world, patience = ThreadWorld(2), Patience(timedelta(seconds=10))
+    world, policy = ThreadWorld(2), WaitPolicy(timedelta(seconds=10))
     comms = [
-        RingCommunicator(ThreadTransport(world, 0), patience),
-        RingCommunicator(ThreadTransport(world, 1), Patience()),
+        RingCommunicator(ThreadTransport(world, 0), policy),
+        RingCommunicator(ThreadTransport(world, 1), WaitPolicy()),
     ]
-    assert own_place(patience, str).collective == own_place(patience, str).last == ""
+    assert own_status(policy, str).collective == own_status(policy, str).last == ""
 
     def broken() -> str:
         raise RuntimeError("the trainer is being taken apart")
@@ -87,12 +88,12 @@ def test_a_rank_is_in_the_collective_that_it_called_and_later_had_finished_it():
     waiting = threading.Thread(target=comms[0].barrier)
     waiting.start()
     time.sleep(0.1)
-    place = own_place(patience, broken)
-    assert (place.collective, place.progress) == ("barrier", "")
-    assert 0 < place.seconds < 5
+    status = own_status(policy, broken)
+    assert (status.collective, status.progress) == ("barrier", "")
+    assert 0 < status.seconds < 5
     waiting.join(5)
     other.join(5)
-    assert own_place(patience, lambda: "step 3").last == "barrier"
-    assert own_place(patience, lambda: "step 3").collective == ""
+    assert own_status(policy, lambda: "step 3").last == "barrier"
+    assert own_status(policy, lambda: "step 3").collective == ""
     for comm in comms:
         comm.close()

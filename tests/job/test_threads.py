@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import math
 import re
-import threading
 from dataclasses import replace
 
 import pytest
 import torch
-from torch.distributed import HashStore
 
+from lightning_ring.job.members import Member
 from lightning_ring.job.ranks import RankInfo
-from lightning_ring.job.threads import Cores, fit_threads, is_chosen, num_threads, report
+from lightning_ring.job.threads import fit_threads, is_chosen, num_threads, report
 
-EIGHT = Cores(node=0, bound_to=list(range(8)), quota=math.inf)
+EIGHT = Member(0, node=0, cores=tuple(range(8)))
 
 
-def bound(*cores: int) -> Cores:
-    return Cores(node=0, bound_to=list(cores), quota=math.inf)
+def bound(*cores: int) -> Member:
+    return Member(0, node=0, cores=cores)
 
 
 @pytest.mark.parametrize(
@@ -64,24 +62,19 @@ def test_what_the_user_chose_is_left_alone(monkeypatch):
 def test_it_is_said_once(caplog, monkeypatch, node, threads, level, text):
     monkeypatch.setattr("os.cpu_count", lambda: 8)
     caplog.set_level("INFO", logger="lightning_ring")
-    report(node, threads, chosen=False, say_fit=True)
+    report(node, threads, chosen=False, log_fit=True)
     (record,) = caplog.records
     assert record.levelname == level
     assert re.search(text, record.getMessage())
 
 
-def test_ranks_of_two_nodes_fit_their_own_node(monkeypatch, caplog):
+def test_ranks_of_two_nodes_fit_their_own_node(monkeypatch):
     set_to: list[int] = []
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr("lightning_ring.job.threads.bound_cores", lambda: list(range(12)))
     monkeypatch.setattr("os.cpu_count", lambda: 12)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 12)
     monkeypatch.setattr(torch, "set_num_threads", set_to.append)
-    store = HashStore()
-    infos = [RankInfo(rank, 3, min(rank, 1), 2 - rank // 2, rank // 2, 2, "torchrun") for rank in range(3)]
-    threads = [threading.Thread(target=fit_threads, args=(info, store)) for info in infos]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    assert sorted(set_to) == [6, 6]  # the rank that has its node to itself keeps all 12
+    members = [Member(rank, node=rank // 2, cores=tuple(range(12))) for rank in range(3)]
+    for rank in range(3):
+        fit_threads(RankInfo(rank, 3, min(rank, 1), 2 - rank // 2, rank // 2, 2, "torchrun"), members)
+    assert set_to == [6, 6]  # the rank that has its node to itself keeps all 12

@@ -17,7 +17,7 @@ from torch.distributed import HashStore, TCPStore
 from lightning_ring.errors import PeerFailedError
 from lightning_ring.job.ranks import SINGLE, RankInfo
 from lightning_ring.job.watch import watch as watch_module
-from lightning_ring.job.watch.peers import PeerLedger
+from lightning_ring.job.watch.peers import PeerEvents
 from lightning_ring.job.watch.watch import JobWatch
 
 
@@ -109,9 +109,7 @@ def test_rank_0_vanishing_is_seen_without_its_relay():
         relay = watches[0]._relay
         assert relay is not None
         assert eventually(lambda: len(relay.hellos()) == 3)
-        relay.close()  # a dead process tells nobody which connection was closed first
-        for connection in list(relay._ranks):
-            connection.socket.shutdown(socket.SHUT_RDWR)
+        relay.close()
         for rank in (1, 2):
             assert eventually(watches[rank].failure)
             with pytest.raises(PeerFailedError, match=r"rank 0 .* died"):
@@ -122,7 +120,7 @@ def test_a_rank_that_left_counts_only_after_a_while(monkeypatch):
     monkeypatch.setattr(watch_module, "LEFT_GRACE", 0.5)
     with job(2) as watches:
         watches[1].leave()
-        assert eventually(lambda: watches[0]._ledger.left)
+        assert eventually(lambda: watches[0]._peers.left)
         watches[0].check()  # what it sent before may be on the way
         time.sleep(0.6)
         watches[0].check(waited=0.1)  # a wait that has only begun
@@ -141,7 +139,7 @@ def test_a_new_fit_starts_clean(ended, monkeypatch):
         assert ended == []  # both have failed, and their users caught it
         watches[0].reset()
         watches[0].report(KeyError("in the second"))  # rank 1 has not come so far yet
-        assert eventually(lambda: len(watches[1]._ledger.events) == 2)
+        assert eventually(lambda: len(watches[1]._peers.failures) == 2)
         assert watches[0].failure() is None
         watches[1].reset()
         with pytest.raises(PeerFailedError, match="in the second"):
@@ -168,17 +166,6 @@ def test_a_rank_that_goes_on_is_ended_after_the_grace(ended, monkeypatch):
         assert "rank 0 ends, 0 s after it was told: rank 1" in ended[0]
         assert "ValueError: boom" in ended[0]
         assert ended[1] == "exit 1"
-
-
-def test_a_rank_blocked_in_c_is_ended_when_another_has_left(ended, monkeypatch):
-    monkeypatch.setattr(watch_module, "DEAD_GRACE", 0.3)
-    with job(2) as watches:
-        watches[1].leave()
-        time.sleep(1)
-        assert ended == []  # not waiting for anybody
-        with watches[0].blocking("barrier"):
-            assert eventually(lambda: ended)
-        assert "rank 0 ends, waiting in barrier: rank 1" in ended[0]
 
 
 def test_an_error_of_the_transport_is_explained():
@@ -251,12 +238,12 @@ def test_rank_0_stays_until_the_others_have_left():
         leaving.result(timeout=5)
 
 
-def test_ledger_blames_the_first_of_the_fit():
-    ledger = PeerLedger()
-    ledger.take({"kind": "failed", "rank": 3, "text": "old", "fit": 0}, fit=1)
-    assert ledger.failure(fit=1) is None
-    ledger.take({"kind": "failed", "rank": 1, "text": "echo", "echo": True, "fit": 1}, fit=1)
-    ledger.take({"kind": "dead", "rank": 2, "why": "Connection timed out"}, fit=1)
-    event = ledger.failure(fit=1)
+def test_peers_blames_the_first_of_the_fit():
+    peers = PeerEvents()
+    peers.add({"kind": "failed", "rank": 3, "text": "old", "fit": 0}, fit=1)
+    assert peers.failure(fit=1) is None
+    peers.add({"kind": "failed", "rank": 1, "text": "echo", "echo": True, "fit": 1}, fit=1)
+    peers.add({"kind": "dead", "rank": 2, "why": "Connection timed out"}, fit=1)
+    event = peers.failure(fit=1)
     assert event is not None
     assert "rank 2 (host ?, pid 0) was lost: Connection timed out" in str(event)

@@ -8,10 +8,7 @@ from tests.battery import Battery, check_names
 
 MODULE = "tests.checks.monitor"
 SECONDS = 150
-# of one and of three ranks, what their number can change
-NUMERIC = tuple(
-    name for name in check_names(MODULE) if any(word in name for word in ("slowest", "bytes", "norm", "one"))
-)
+BY_WORLD_SIZE = tuple(check_names(MODULE, "by_world_size"))
 
 
 @pytest.mark.timeout(SECONDS + 30)
@@ -21,7 +18,7 @@ def test_on_two_ranks(battery: Battery, check: str) -> None:
 
 
 @pytest.mark.timeout(SECONDS + 30)
-@pytest.mark.parametrize("check", NUMERIC)
+@pytest.mark.parametrize("check", BY_WORLD_SIZE)
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_on_other_numbers_of_ranks(battery: Battery, world_size: int, check: str) -> None:
-    battery(MODULE, world_size, check, timeout=SECONDS, only=NUMERIC)
+    battery(MODULE, world_size, check, timeout=SECONDS, only=BY_WORLD_SIZE)

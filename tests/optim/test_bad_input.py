@@ -135,6 +135,7 @@ def test_module_without_parameters():
         exclude_bias_and_norm(nn.ReLU(), 0.1)
 
 
+@pytest.mark.ranks
 def test_kernels_compile_in_several_processes_at_once(tmp_path):
     """Ranks share one cache folder and all begin with an empty one."""
     program = (

@@ -7,6 +7,7 @@ from lightning_ring.optim.engine import compiler
 from tests.optim.ways import every_optimizer, random_params, relative_difference, set_random_grads
 
 
+@pytest.mark.ranks
 @pytest.mark.skipif(compiler.find_compiler() is None, reason="torch.compile needs a C++ compiler on the CPU")
 @every_optimizer
 @pytest.mark.parametrize("kwargs", [{}, {"skip_nonfinite": True}], ids=str)

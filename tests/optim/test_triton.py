@@ -17,6 +17,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU on this machine")
 
 
+@pytest.mark.ranks
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreted run")
 @pytest.mark.timeout(600)
 def test_under_the_interpreter():

@@ -7,6 +7,8 @@ import re
 import sys
 from pathlib import Path
 
+import pytest
+
 from lightning_ring.cli.main import COMMANDS
 from lightning_ring.options import RingOptions
 from tests.processes import ROOT, mpirun_command, run
@@ -23,6 +25,7 @@ def on_two_ranks(script: str, folder: Path) -> str:
     return result.stdout
 
 
+@pytest.mark.ranks
 def test_the_script_moved_over_trains_and_saves_on_two_ranks(tmp_path: Path) -> None:
     output = on_two_ranks(AFTER, tmp_path)
     accuracies = [float(value) for value in re.findall(r"epoch \d: accuracy (0\.\d+)", output)]
@@ -31,6 +34,7 @@ def test_the_script_moved_over_trains_and_saves_on_two_ranks(tmp_path: Path) -> 
     assert sorted(file.name for file in tmp_path.glob("epoch*.ckpt")) == [f"epoch{epoch}.ckpt" for epoch in range(5)]
 
 
+@pytest.mark.ranks
 def test_collectives_work_without_a_trainer(tmp_path: Path) -> None:
     assert "mean 0.5 of rank 0, rank 1\n" in on_two_ranks(WITHOUT_TRAINER, tmp_path)
 

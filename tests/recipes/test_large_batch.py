@@ -22,7 +22,7 @@ from tests.processes import ROOT, run
 SETTINGS = Settings(epochs=1, copies=1, base_batch_size=32, weight_decay=0.0, widths=(4, 4))
 SGD = {"_target_": "torch.optim.SGD", "_partial_": True}
 TINY = [
-    "batch_sizes=[32,256]",
+    "batch_sizes=[128,256]",
     "seeds=[1,2]",
     "workers=1",
     "settings.epochs=3",
@@ -65,10 +65,12 @@ def test_every_method_has_the_same_budget():
 def test_whole_study_writes_its_report_and_goes_on_where_it_stopped(tmp_path, capsys):
     cells = study(compose_study(*TINY), tmp_path)
     assert [(cell.method, cell.batch_size) for cell in cells] == [
-        (label, size) for label in (node["label"] for node in compose_study()["methods"].values()) for size in (32, 256)
+        (label, size)
+        for label in (node["label"] for node in compose_study()["methods"].values())
+        for size in (128, 256)
     ]
     assert all(len(cell.accuracies) == 2 for cell in cells)
-    assert {cell.batch_size: cell.steps for cell in cells} == {32: 1295 // 32 * 3, 256: 1295 // 256 * 3}
+    assert {cell.batch_size: cell.steps for cell in cells} == {128: 1295 // 128 * 3, 256: 1295 // 256 * 3}
     assert (tmp_path / "large_batch.md").read_text() == table(cells)
     assert (tmp_path / "large_batch.png").read_bytes()[1:4] == b"PNG"
 
@@ -81,6 +83,7 @@ def test_whole_study_writes_its_report_and_goes_on_where_it_stopped(tmp_path, ca
     assert len(read(record)) == len(lines)
 
 
+@pytest.mark.ranks
 def test_processes_give_what_one_gives(tmp_path):
     """Through the command line: spawned workers must find the code, and results may not depend on who computed them."""
     few = [*TINY, "batch_sizes=[256]", "~methods.sgd_linear", "~methods.lars_warmup", "~methods.lamb_warmup"]

@@ -61,12 +61,14 @@ def test_ci_runs_the_readmes_test_command():
     assert COMMANDS[1].strip() in (ROOT / ".ci" / "run").read_text()
 
 
+@pytest.mark.ranks
 def test_ci_fails_when_the_environment_cannot_be_made(checkout):
     result = ci_run(checkout)
     assert result.returncode == 1
     assert result.stdout == "python3 -m venv .venv\n"
 
 
+@pytest.mark.ranks
 def test_ci_replaces_a_broken_environment(checkout):
     (checkout / ".venv" / "bin").mkdir(parents=True)
     (checkout / ".venv" / "bin" / "python").symlink_to("/nonexistent/python")

@@ -26,6 +26,7 @@ def test_ranks_that_share_cores_are_told(monkeypatch):
     assert "share" not in table(runs[:1])
 
 
+@pytest.mark.ranks
 @pytest.mark.timeout(200)
 def test_target_ends_a_run_before_its_last_epoch(tmp_path):
     options = ["experiment=digits", "--devices", "1", "--target", "0.5", "--folder", str(tmp_path)]

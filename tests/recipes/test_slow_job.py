@@ -8,6 +8,7 @@ import shlex
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from lightning_ring.cli.main import COMMANDS
@@ -28,6 +29,7 @@ def arguments(what: str, folder: Path) -> list[str]:
     return [*words, *SMALL[what], "--logs", str(folder / "logs")]
 
 
+@pytest.mark.ranks
 def test_the_slow_job_trains_on_two_ranks_and_packs(tmp_path: Path) -> None:
     options = slow_job.parse(arguments("draw", tmp_path))
     slow_job.draw(options.folder, options.num_images, options.scale)

@@ -15,6 +15,8 @@ from recipes.data.digits import Digits
 from recipes.models.resnet import SmallResNet
 from tests.processes import ROOT, mpirun_command, run
 
+pytestmark = pytest.mark.ranks
+
 SCRIPT = str(ROOT / "recipes" / "train.py")
 LAST_LINE = re.compile(r"test accuracy (\d\.\d{4}) on 359 images")
 SCALARS = {

@@ -87,7 +87,7 @@ def test_srun_as_the_readme_shows_it_on_uneven_nodes_and_two_steps_at_a_time(clu
 
 PLACES = {  # name: command, source and ranks that it has to find
     "batch": ("LOCAL_RANK=1 {place}", "single", 1),
-    "srun": ("LOCAL_RANK=0 WORLD_SIZE=8 srun -n 2 {place}", "slurm", 2),
+    "step": ("LOCAL_RANK=0 WORLD_SIZE=8 srun -n 2 {place}", "slurm", 2),
     "by-hand": ("RANK=0 WORLD_SIZE=2 srun -n 2 {place}", "slurm", 2),
     "no-environment": ("srun --export=NONE -n 2 {place}", "slurm", 2),
     "interactive": ("srun --job-name=interactive -n 2 {place}", "slurm", 2),

@@ -1,7 +1,8 @@
 """Writers of traces, each killed at some moment: ``python -m tests.timeline.killed_writers PATH NUMBER``.
 
-Prints how many events each file holds; one that does not hold exactly the first of those written is an error. Some
-writers have forked a process, as a data loader does, which lives on: it does not keep the next one from the path.
+Prints the number of events in each file and ``torn`` if its last line is torn. A file that does not hold exactly the
+first events that were written is an error. Some writers have forked a process, as a data loader does. It lives on and
+does not keep the next writer from the path.
 """
 
 from __future__ import annotations
@@ -15,26 +16,26 @@ import sys
 import time
 from pathlib import Path
 
-from lightning_ring.timeline.rank_file import PAGE, TraceFile
+from lightning_ring.timeline.rank_file import TraceFile, read_events, read_other
 
+PAGE = 4096  # SIGKILL ends a write(2) between two pages
 OTHER = {"generator": "lightning_ring", "run": "1"}
 
 
 def numbers(path: Path) -> list[int]:
-    trace = json.loads(path.read_bytes())
-    assert trace["otherData"]["run"] == "1"
-    return [event["i"] for event in trace["traceEvents"]]
+    assert read_other(path)["run"] == "1"
+    return [json.loads(event)["i"] for event in read_events(path)]
 
 
 def some_events(first: int, random_: random.Random) -> list[str]:
-    """Of lengths that end at, before and after the ends of pages."""
+    """Lines that end at, before and after the ends of pages."""
     lengths = [random_.choice([0, 3, 90, 150, 1000, 2040, PAGE - 40]) for _ in range(random_.randrange(25))]
     return [json.dumps({"i": first + number, "x": "x" * length}) for number, length in enumerate(lengths)]
 
 
 def write_for_ever(path: Path, seed: int, until_the_end: int, appended: mmap.mmap) -> None:
-    random_, written = random.Random(seed), 1
-    file = TraceFile(path, OTHER, '{"i":0}', max_bytes=1 << 26, first_size=2 * PAGE)
+    random_, written = random.Random(seed), 0
+    file = TraceFile(path, OTHER, max_bytes=1 << 28)
     if seed % 50 == 1 and os.fork() == 0:
         os.read(until_the_end, 1)
         os._exit(0)
@@ -45,8 +46,8 @@ def write_for_ever(path: Path, seed: int, until_the_end: int, appended: mmap.mma
         appended[0] = min(appended[0] + 1, 255)
 
 
-def kill_one(path: Path, seed: int, appends: int, after: float, pipe: tuple[int, int]) -> int:
-    """Kill a writer ``after`` seconds after its first ``appends``, and return how many events its file holds."""
+def kill_one(path: Path, seed: int, appends: int, after: float, pipe: tuple[int, int]) -> str:
+    """Kill a writer ``after`` seconds after its first ``appends``; the number of events in its file."""
     appended = mmap.mmap(-1, 1)  # shared with the writer
     writer = os.fork()
     if writer == 0:
@@ -56,15 +57,15 @@ def kill_one(path: Path, seed: int, appends: int, after: float, pipe: tuple[int,
         finally:
             os._exit(1)
     until = time.monotonic() + 5
-    while (appended[0] < appends or not path.exists()) and time.monotonic() < until:
+    while appended[0] < max(1, appends) and time.monotonic() < until:
         time.sleep(0.0001)
     time.sleep(after)
     os.kill(writer, signal.SIGKILL)
     _, status = os.waitpid(writer, 0)
     assert os.WIFSIGNALED(status), "it wrote until it was killed"
-    found = numbers(path)
+    found, torn = numbers(path), not path.read_bytes().endswith(b"\n")
     assert found == list(range(len(found))), "none but the last ones is missing"
-    return len(found)
+    return f"{len(found)}{' torn' * torn}"
 
 
 def main(path: Path, count: int) -> None:

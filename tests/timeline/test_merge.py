@@ -14,11 +14,11 @@ from lightning_ring.comm.backends.thread import run_ranks
 from lightning_ring.comm.recording import CollectiveRecord
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.timeline.gather import gather_files
-from lightning_ring.timeline.lanes import BACKWARD, EXPOSED, FORWARD, STEPS, Lanes
 from lightning_ring.timeline.merge import merge
 from lightning_ring.timeline.rank_file import TraceFile, read_other
 from lightning_ring.timeline.recorder import Recorder
-from tests.timeline.rules import lanes, read_trace, slices
+from lightning_ring.timeline.tracks import BACKWARD, EXPOSED, FORWARD, STEPS, Tracks
+from tests.checks.trace_format import read_trace, slices, tracks
 
 ZERO = 1000.0  # seconds of the rank's clock
 
@@ -41,11 +41,10 @@ def record(name: str, kind: str, at: float, ended: float, waited: float) -> Coll
 def record_rank(path: Path, rank: int, world_size: int, *, drift: float = 0.0, close: bool = True, **kw: Any) -> None:
     """Ten steps of 100 ms, by a clock that is ``offset`` and then, each second, ``drift`` seconds ahead."""
     other = about(rank, world_size, **kw)
-    file_lanes = Lanes(rank)
-    first, *rest = file_lanes.process(f"rank {rank} (host{rank})", "")
-    file = TraceFile(path.with_name(f"{path.stem}.rank{rank}.json"), other, first, max_bytes=1 << 22)
-    file.append(rest)
-    recorder = Recorder(file, file_lanes, other["rank"]["zero"])
+    file_tracks = Tracks(rank)
+    file = TraceFile(path.with_name(f"{path.stem}.rank{rank}.jsonl"), other, max_bytes=1 << 22)
+    file.append(file_tracks.process(f"rank {rank} (host{rank})", ""))
+    recorder = Recorder(file, file_tracks, other["rank"]["zero"])
 
     def clock(seconds: float) -> float:
         return other["rank"]["zero"] + seconds * (1 + drift)
@@ -78,7 +77,7 @@ def test_queues_and_waits_are_drawn(tmp_path: Path) -> None:
     assert (merged.ranks, merged.missing, merged.unfinished) == ([0], [], [])
     events = read_trace(tmp_path / "t.json")
     assert len(events) == merged.num_events
-    assert lanes(events, 0) == [
+    assert tracks(events, 0) == [
         "gradients of bucket 0",
         "waiting for communication",
         "gradients of bucket 1",
@@ -114,15 +113,15 @@ def test_after_a_crash_what_is_there_is_merged_and_what_is_missing_is_named(tmp_
     record_rank(path, 0, 4)
     record_rank(path, 1, 4, close=False)
     record_rank(path, 3, 4, run="a")  # of a run before
-    (tmp_path / "t.rank2.json").write_text("{")
+    (tmp_path / "t.rank2.jsonl").write_text("{")
     (tmp_path / "other.json").write_text("{}")
     assert main(["timeline", str(tmp_path)]) == 1
     out, err = capfd.readouterr()
     assert "2 of 4 rank(s)" in out
     assert "not closed by rank(s) 1" in err
-    assert "missing: rank(s) 2, 3. Copy t.rank2.json" in err
-    assert "left out: t.rank3.json: of an earlier run" in err
-    assert "left out: t.rank2.json: " in err
+    assert "missing: rank(s) 2, 3. Copy t.rank2.jsonl" in err
+    assert "left out: t.rank3.jsonl: of an earlier run" in err
+    assert "left out: t.rank2.jsonl: " in err
     events = read_trace(path)
     assert len(slices(events, "steps", 1)) == 10
     assert json.loads(path.read_bytes())["otherData"]["missing_ranks"] == [2, 3]
@@ -130,24 +129,22 @@ def test_after_a_crash_what_is_there_is_merged_and_what_is_missing_is_named(tmp_
 
 def test_an_event_that_is_just_being_written_is_left_out(tmp_path: Path) -> None:
     record_rank(tmp_path / "t.json", 0, 1, close=False)
-    file = tmp_path / "t.rank0.json"
-    whole = len(json.loads(file.read_bytes())["traceEvents"])
+    file = tmp_path / "t.rank0.jsonl"
     content = file.read_bytes()
-    end = content.rindex(b"}\n  ")
-    file.write_bytes(content[: end - 3] + b" " * 4 + content[end + 1 :])
+    whole = content.count(b"\n") - 1
+    file.write_bytes(content[:-3])
     merged = merge(tmp_path / "t.json")
     assert len(read_trace(tmp_path / "t.json")) == merged.num_events == whole - 1
 
 
 def test_of_a_file_that_was_cut_short_whole_events_are_taken(tmp_path: Path, capfd: Any) -> None:
     record_rank(tmp_path / "t.json", 0, 1)
-    file = tmp_path / "t.rank0.json"
-    content = file.read_bytes()
-    whole = len(json.loads(content)["traceEvents"])
-    file.write_bytes(content[: content.rindex(b"}}") + 1])  # only the last bracket of the last event is missing
+    file = tmp_path / "t.rank0.jsonl"
+    *lines, last_event, _ = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(b"".join(lines) + last_event[:-2])  # only the last bracket of the last event is missing
     assert main(["timeline", str(tmp_path)]) == 0
-    assert len(read_trace(tmp_path / "t.json")) == whole - 1
-    assert "left out: t.rank0.json: it is cut short" in capfd.readouterr().err
+    assert len(read_trace(tmp_path / "t.json")) == len(lines) - 1
+    assert "not closed by rank(s) 0: their job was killed or still runs, or a copy of a file" in capfd.readouterr().err
 
 
 def test_the_command_writes_where_it_is_told_and_draws(tmp_path: Path, capfd: Any) -> None:
@@ -166,8 +163,8 @@ def test_the_command_writes_where_it_is_told_and_draws(tmp_path: Path, capfd: An
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["{tmp}"], "holds no timeline: there is no file such as trace.rank0.json"),
-        (["{tmp}/gone.json"], "there is no gone.rank0.json or the like"),
+        (["{tmp}"], "holds no timeline: there is no file such as trace.rank0.jsonl"),
+        (["{tmp}/gone.json"], "there is no gone.rank0.jsonl or the like"),
         (["{tmp}", "--plot", "picture.bmp"], "must end in .png, .svg or .pdf"),
     ],
 )
@@ -198,17 +195,17 @@ def test_without_a_shared_folder_files_travel_to_rank_0(tmp_path: Path) -> None:
     assert len(results[0]) == 1
     assert "rank 2: " in results[0][0]
     assert "No such file" in results[0][0]
-    assert read_other(folders[0] / "t.rank1.json")["run"] == "b"
+    assert read_other(folders[0] / "t.rank1.jsonl")["run"] == "b"
     merged = merge(folders[0] / "t.json")
     assert (merged.ranks, merged.missing) == ([0, 1], [2])
 
 
 def test_slices_that_overlap_get_threads_of_their_own() -> None:
-    file_lanes = Lanes(0)
+    file_tracks = Tracks(0)
     events = [
         json.loads(text)
         for begin, end in [(0, 50), (10, 60), (50, 70), (61, 80)]
-        for text in file_lanes.slice(EXPOSED, "x", begin, end)
+        for text in file_tracks.slice(EXPOSED, "x", begin, end)
     ]
     names = [event["args"]["name"] for event in events if event["name"] == "thread_name"]
     assert names == ["waiting for communication", "waiting for communication (2)"]

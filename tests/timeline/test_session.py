@@ -13,10 +13,10 @@ import pytest
 from lightning_ring.comm.backends.thread import run_ranks
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.errors import ConfigurationError
-from lightning_ring.timeline.lanes import STEPS
 from lightning_ring.timeline.rank_file import TraceFile
 from lightning_ring.timeline.session import start_session
-from tests.timeline.rules import read_trace, slices
+from lightning_ring.timeline.tracks import STEPS
+from tests.checks.trace_format import read_trace, slices
 
 SIZE = 1 << 22
 
@@ -35,20 +35,20 @@ def refused(path: Path, world_size: int = 2) -> str:
 
 
 def test_a_disk_that_rank_0_filled_is_the_error_of_rank_1_on_both(tmp_path: Path, monkeypatch: Any) -> None:
-    """Rank 0's file is there, and the disk has no room for another, not even for a copy of that one."""
-    opened, parts = os.open, []
+    """Rank 0's file is there, and the disk has no room for another."""
+    opened, opens = os.open, []
 
     def no_room(path: Any, *arguments: Any, **keywords: Any) -> int:
-        if str(path).endswith(".part"):
-            parts.append(Path(path).name)
-            if parts.count("trace.rank0.json.part") != 1 or "rank1" in parts[-1]:
+        if str(path).endswith(".jsonl"):
+            opens.append(Path(path).name)
+            if opens.count("trace.rank0.jsonl") != 1 or "rank1" in opens[-1]:
                 raise OSError(28, "No space left on device")
         return opened(path, *arguments, **keywords)
 
     monkeypatch.setattr(os, "open", no_room)
     said = refused(tmp_path / "trace.json")
-    assert f"cannot be written (rank 1: {tmp_path}/trace.rank1.json: No space left on device)" in said
-    assert sorted(parts) == ["trace.rank0.json.part", "trace.rank1.json.part"]
+    assert f"cannot be written (rank 1: {tmp_path}/trace.rank1.jsonl: No space left on device)" in said
+    assert sorted(opens) == ["trace.rank0.jsonl", "trace.rank1.jsonl"]
     assert not list(tmp_path.iterdir())
 
 
@@ -57,10 +57,10 @@ def test_a_path_that_another_job_writes_is_refused_on_every_rank(tmp_path: Path,
     monkeypatch.setattr("lightning_ring.timeline.session._times_started", {})  # another process has none
     first.recorder.slice(STEPS, "step 0", 0.0, 1.0)
     said = refused(tmp_path / "t.json")
-    assert f"t.json is in use: t.rank0.json, of process {os.getpid()} on {socket.gethostname()}, another job" in said
+    assert f"t.json is in use: t.rank0.jsonl, of process {os.getpid()} on {socket.gethostname()}, another job" in said
     first.finish()
     assert [event["name"] for event in slices(read_trace(tmp_path / "t.json"), "steps", 0)] == ["step 0"]
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["t.json", "t.rank0.json"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["t.json", "t.rank0.jsonl"]
 
     second = start_session(tmp_path / "t.json", None, max_bytes=SIZE, about={})
     second.finish()
@@ -69,7 +69,7 @@ def test_a_path_that_another_job_writes_is_refused_on_every_rank(tmp_path: Path,
 
 def test_a_rank_whose_own_file_is_taken_is_named(tmp_path: Path) -> None:
     """As where another job's other rank runs on its host."""
-    file = TraceFile(tmp_path / "t.rank1.json", {"generator": "another"}, "{}", max_bytes=SIZE)
+    file = TraceFile(tmp_path / "t.rank1.jsonl", {"generator": "another"}, max_bytes=SIZE)
     before = file.path.read_bytes()
     assert f"(rank 1: {file.path}: another job is writing it now)" in refused(tmp_path / "t.json")
     assert file.path.read_bytes() == before
@@ -78,15 +78,14 @@ def test_a_rank_whose_own_file_is_taken_is_named(tmp_path: Path) -> None:
 
 
 def test_of_two_that_start_together_one_is_refused(tmp_path: Path) -> None:
-    """The second opens the copy that the first is about to give the name."""
-    part = tmp_path / "t.rank0.json.part"
-    with open(part, "wb") as other:
+    path = tmp_path / "t.rank0.jsonl"
+    with open(path, "wb") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         other.write(b"of the first")
         other.flush()
         with pytest.raises(OSError, match="another job is writing it now"):
-            TraceFile(tmp_path / "t.rank0.json", {}, "{}", max_bytes=SIZE)
-        assert part.read_bytes() == b"of the first"
+            TraceFile(path, {}, max_bytes=SIZE)
+        assert path.read_bytes() == b"of the first"
 
 
 def test_a_home_is_found(tmp_path: Path, monkeypatch: Any) -> None:

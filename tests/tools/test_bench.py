@@ -161,6 +161,7 @@ def test_ratios_are_the_peers_median_over_each_median() -> None:
     assert [float(line.split()[-1]) for line in lines] == [4.0, 1.0]
 
 
+@pytest.mark.ranks
 def test_it_starts_ranks_measures_every_backend_and_writes_what_it_found(tmp_path: Path) -> None:
     files = ["--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png")]
     asked = ["-n", "2", "--device", "cpu", "--sizes", "1K,10001,300K", "--seconds", "0.01", "--compare", "torch-gloo"]
@@ -185,6 +186,7 @@ def test_it_starts_ranks_measures_every_backend_and_writes_what_it_found(tmp_pat
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.ranks
 def test_a_backend_that_the_launcher_rules_out_is_an_error_that_says_so() -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "lightning_ring.cli.main"]
     result = run([*launcher, "bench", "--backends", "mpi", "--sizes", "1K"], timeout=90)
@@ -192,6 +194,7 @@ def test_a_backend_that_the_launcher_rules_out_is_an_error_that_says_so() -> Non
     assert "mpi cannot be measured here: torchrun started the ranks, not MPI. There are: auto, gloo" in result.stdout
 
 
+@pytest.mark.ranks
 def test_under_mpirun_it_uses_those_ranks() -> None:
     words = ["--backends", "mpi", "--collectives", "all_gather", "--sizes", "4K", "--seconds", "0.01"]
     result = run(mpirun_command(3, *COMMAND, *words), timeout=90)

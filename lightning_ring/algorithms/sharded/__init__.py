@@ -1,5 +1,5 @@
 """Each rank steps its shard of the parameters, and holds its shard of the optimizer's state."""
 
-from lightning_ring.algorithms.sharded.sharding import Sharding
+from lightning_ring.algorithms.sharded.algorithm import Sharded
 
-__all__ = ["Sharding"]
+__all__ = ["Sharded"]

@@ -27,7 +27,7 @@ _READS_NO_VALUES = {  # a parameter that is on its way is not waited for
 }
 
 
-class Coverage:
+class ParameterReads:
     """Parameters wait for the all-gather of their bucket where they are read.
 
     Two things see a read coming: a forward pre-hook on each module that has parameters of its own, and inside
@@ -139,12 +139,12 @@ class Coverage:
 class _BeforeForward:
     """The hook on each module. A copy of the module, or a pickled one, belongs to nobody: there it does nothing."""
 
-    def __init__(self, coverage: Coverage | None = None) -> None:
-        self._coverage = coverage
+    def __init__(self, reads: ParameterReads | None = None) -> None:
+        self._reads = reads
 
     def __call__(self, module: nn.Module, _: Any) -> None:
-        if self._coverage is not None:
-            self._coverage.before_forward(module)
+        if self._reads is not None:
+            self._reads.before_forward(module)
 
     def __reduce__(self) -> Any:
         return _BeforeForward, ()
@@ -156,8 +156,8 @@ def _own_parameters(module: nn.Module) -> Iterator[Parameter]:
 
 
 class _Watch(TorchFunctionMode):
-    def __init__(self, coverage: Coverage) -> None:
-        self._coverage = coverage
+    def __init__(self, reads: ParameterReads) -> None:
+        self._reads = reads
         super().__init__()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -167,7 +167,7 @@ class _Watch(TorchFunctionMode):
             if kwargs:
                 self._look_at(kwargs.values())
             if func in NORMS:
-                self._coverage.on_norm(args)
+                self._reads.on_norm(args)
         return func(*args, **kwargs)
 
     def _look_at(self, values: Iterable[Any]) -> None:
@@ -178,4 +178,4 @@ class _Watch(TorchFunctionMode):
             elif kind is dict:
                 self._look_at(value.values())
             else:
-                self._coverage.look_at(value)
+                self._reads.look_at(value)

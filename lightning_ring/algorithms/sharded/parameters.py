@@ -222,7 +222,7 @@ class ShardedParameters:
 
     def hide(self) -> None:
         """Reading what has not arrived is an error from now on, unless it is waited for."""
-        with torch._C.DisableTorchFunction():  # in manual optimization `Coverage` would take it for a read
+        with torch._C.DisableTorchFunction():  # in manual optimization `ParameterReads` would take it for a read
             for bucket in list(self._coming):
                 if bucket.can_be_hidden:
                     bucket.hide()
@@ -240,7 +240,7 @@ class ShardedParameters:
             self._wait_for(next(iter(self._coming)))
 
     def _wait_for(self, bucket: ParameterBucket) -> None:
-        # `torch.func`, and modes such as that of `Coverage`, would take part in what waiting computes
+        # `torch.func`, and modes such as that of `ParameterReads`, would take part in what waiting computes
         with torch._C.DisableTorchFunction(), temporarily_clear_interpreter_stack():
             self._coming[bucket].wait()
             # taken out after the wait: an interrupted one is asked for again

@@ -15,7 +15,7 @@ from lightning_ring.algorithms.sharded import norms
 from lightning_ring.algorithms.sharded.aliases import check_nothing_aliases
 from lightning_ring.algorithms.sharded.elementwise import check_can_be_sharded
 from lightning_ring.algorithms.sharded.optimizer import SlicedOptimizer
-from lightning_ring.algorithms.sharded.parameter_reads import Coverage
+from lightning_ring.algorithms.sharded.parameter_reads import ParameterReads
 from lightning_ring.algorithms.sharded.parameters import ShardedParameters
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.gradients.shard_reducer import ShardReducer
@@ -50,7 +50,7 @@ class Sharding:
         self._warn = warn
         self._quiet_about_norms = False  # lightning_ring takes one itself, or the user was told
         self._parameters = ShardedParameters(comm, reducer)
-        self._coverage = Coverage(self._parameters, module, warn, self._on_norm)
+        self._reads = ParameterReads(self._parameters, module, warn, self._on_norm)
         self._set: list[SlicedOptimizer] = []  # the others live as long as their optimizers, whose hooks they are
         self._optimizers: WeakValueDictionary[int, SlicedOptimizer] = WeakValueDictionary()
         try:
@@ -74,13 +74,13 @@ class Sharding:
 
     def reading(self) -> AbstractContextManager[None]:
         """Around code that may read parameters, or take norms of gradients."""
-        return self._coverage.watching(norms=True) if self.overlaps else nullcontext()
+        return self._reads.watching(norms=True) if self.overlaps else nullcontext()
 
     @contextmanager
     def forward(self, *, wait: bool) -> Iterator[None]:
         """Around code that computes a loss; ``wait`` on leaving it for what it did not read."""
-        self._coverage.begin_forward()
-        with self._coverage.watching(norms=not wait) if self.overlaps else nullcontext():
+        self._reads.begin_forward()
+        with self._reads.watching(norms=not wait) if self.overlaps else nullcontext():
             yield
         if wait:
             self._parameters.wait()
@@ -89,7 +89,7 @@ class Sharding:
         """Modules or parameters were added."""
         self.make_whole()
         check_nothing_aliases(self._module)
-        self._coverage.follow()
+        self._reads.follow()
 
     def make_whole(self) -> None:
         """Return when all parameters are whole."""
@@ -141,7 +141,7 @@ class Sharding:
             self.make_whole()
         for optimizer in list(self._optimizers.values()):
             optimizer.release()
-        self._coverage.remove()
+        self._reads.remove()
         self._parameters.release()
 
     def _on_norm(self, values: Iterable[Any]) -> None:
@@ -158,7 +158,7 @@ class Sharding:
 
     def _stepped(self, changed: list[Parameter]) -> None:
         self._parameters.gather(changed)
-        if self.overlaps and self._coverage.trusted:
+        if self.overlaps and self._reads.trusted:
             self._parameters.hide()
         else:
             self._parameters.wait()

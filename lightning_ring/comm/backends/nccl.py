@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_ring.comm.agreement import describe
-from lightning_ring.comm.communicator import ReduceOp, Work, as_bytes, shard
+from lightning_ring.comm.arguments import check_all_to_all
+from lightning_ring.comm.communicator import Communicator, ReduceOp, Work, as_bytes, shard
 from lightning_ring.comm.ring import check_reducible, finish_
-from lightning_ring.comm.ring_communicator import check_all_to_all
-from lightning_ring.comm.waiting import Check, transport_error
+from lightning_ring.comm.waiting import transport_error
 from lightning_ring.errors import ConfigurationError, RingError
 
 if TYPE_CHECKING:
     from lightning_ring.comm.backends.gloo import GlooCommunicator
-
-T = TypeVar("T")
 
 _OPS = {
     ReduceOp.SUM: dist.ReduceOp.SUM,
@@ -30,8 +28,8 @@ _OPS = {
 }
 
 
-class NCCLCommunicator:
-    """CUDA tensors over an NCCL ``group``; CPU tensors, objects and barriers go over ``host``.
+class NCCLCommunicator(Communicator):
+    """CUDA tensors over an NCCL ``group``; CPU tensors, and with them objects and barriers, go over ``host``.
 
     `Work.wait` orders the current stream after the collective. A collective that does not finish is ended by NCCL's
     watchdog in torch, after the timeout the group was made with. Shards that NCCL cannot split evenly (length not a
@@ -46,21 +44,6 @@ class NCCLCommunicator:
         self._closed = False
         self.rank = host.rank
         self.world_size = host.world_size
-
-    @property
-    def shard_index(self) -> int:
-        return self.rank
-
-    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(numel, dtype=dtype, device=device)
-
-    @property
-    def check(self) -> Check | None:
-        return self._host.check
-
-    @check.setter
-    def check(self, check: Check | None) -> None:
-        self._host.check = check
 
     def all_reduce_(self, tensor: Tensor, *, op: ReduceOp = ReduceOp.SUM, name: str = "") -> Work:
         if not self._serves(tensor):
@@ -112,14 +95,6 @@ class NCCLCommunicator:
             finish,
         )
 
-    def all_gather(self, tensor: Tensor, *, name: str = "") -> list[Tensor]:
-        if not self._serves(tensor):
-            return self._host.all_gather(tensor, name=name)
-        rows = tensor.new_empty(self.world_size, tensor.numel())
-        rows[self.rank] = tensor.detach().reshape(-1)
-        self.all_gather_(rows.view(-1), name=name).wait()
-        return [row.view(tensor.shape) for row in rows]
-
     def all_to_all(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], *, name: str = "") -> Work:
         if not any(map(self._serves, (*inputs, *outputs))):
             return self._host.all_to_all(inputs, outputs, name=name)
@@ -139,18 +114,6 @@ class NCCLCommunicator:
             describe("broadcast", f"from rank {src}", tensor.dtype, f"{tensor.numel()} elements", name=name),
             lambda: dist.broadcast(as_bytes(tensor), source, group=self._group, async_op=True),
         )
-
-    def broadcast_object(self, obj: T, *, src: int = 0) -> T:
-        return self._host.broadcast_object(obj, src=src)
-
-    def all_gather_object(self, obj: Any) -> list[Any]:
-        return self._host.all_gather_object(obj)
-
-    def barrier(self) -> None:
-        self._host.barrier()
-
-    def abandon(self) -> None:
-        self.close()  # NCCL itself ends what does not finish
 
     def close(self) -> None:
         if not self._closed:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_ring.comm.communicator import as_bytes
 from lightning_ring.comm.ring_communicator import RingCommunicator
-from lightning_ring.comm.waiting import CHECK_SECONDS, Check, Patience
+from lightning_ring.comm.waiting import CHECK_SECONDS, WaitPolicy
 from lightning_ring.errors import CollectiveError, PeerFailedError, RingError
 
 T = TypeVar("T")
@@ -108,13 +108,11 @@ class ThreadCommunicator(RingCommunicator):
         self,
         world: ThreadWorld,
         rank: int,
+        policy: WaitPolicy,
         *,
-        timeout: timedelta = timedelta(seconds=60),
-        check: Check | None = None,
-        num_lanes: int = 1,
+        num_channels: int = 1,
     ) -> None:
-        patience = Patience(timeout, check or world.raise_if_failed)
-        super().__init__(ThreadTransport(world, rank), patience, num_lanes=num_lanes)
+        super().__init__(ThreadTransport(world, rank), policy, num_channels=num_channels)
 
 
 def run_ranks(
@@ -122,7 +120,7 @@ def run_ranks(
     fn: Callable[[ThreadCommunicator], T],
     *,
     timeout: timedelta = timedelta(seconds=60),
-    num_lanes: int = 1,
+    num_channels: int = 1,
 ) -> list[T]:
     """Run ``fn(comm)`` on ``world_size`` thread-ranks and return their results, by rank.
 
@@ -136,7 +134,7 @@ def run_ranks(
     results: dict[int, T] = {}
 
     def run_rank(rank: int) -> None:
-        comm = ThreadCommunicator(world, rank, timeout=timeout, num_lanes=num_lanes)
+        comm = ThreadCommunicator(world, rank, WaitPolicy(timeout, world.raise_if_failed), num_channels=num_channels)
         try:
             results[rank] = fn(comm)
         except BaseException as error:

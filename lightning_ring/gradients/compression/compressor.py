@@ -1,4 +1,4 @@
-"""What a compressor is: gradients that travel as something shorter than they are."""
+"""The interface of a compressor: gradients that travel as something shorter than they are."""
 
 from __future__ import annotations
 
@@ -6,55 +6,88 @@ from abc import abstractmethod
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
+from torch import Tensor
 
 from lightning_ring.comm.communicator import Communicator, Work
-from lightning_ring.gradients.bucket import Bucket
+from lightning_ring.errors import ConfigurationError
+
+
+class GradientLayout(Protocol):
+    """The gradients that lie in a flat tensor; a `Bucket` is one.
+
+    Attributes:
+        names: Of the parameters.
+        views: The gradients, as dense views of the flat tensor with the parameters' shapes.
+        contributed: For each whether this rank has a gradient in this backward. A gradient that no rank has is not
+            handed to its parameter, whatever arrives.
+        used: Once a collective has ended: positive for each gradient that some rank has.
+    """
+
+    names: list[str]
+    views: list[Tensor]
+    contributed: list[bool]
+    used: Tensor
 
 
 @runtime_checkable
 class Compressor(Protocol):
-    """Sends buckets of gradients in its own way. Subclass it; what is written here are defaults.
+    """Averages flat tensors of gradients in its own way. A subclass writes `all_reduce`; the rest has defaults.
 
     Every method but `accepts` and `wire_bytes` is called on all ranks, in the same order and in the thread that runs
-    backward; so is `Work.wait` of the works it returns, which may start further collectives of ``comm``.
+    backward; so is `Work.wait` of the works it returns, which may start further collectives of the communicator.
 
     Attributes:
         name: How messages call it.
         can_shard: Whether it offers `reduce_scatter`, which a sharded optimizer needs.
+        buffer_dtype: If set, the flat tensors handed to it have this dtype: gradients are converted while they are
+            copied together, and their average is converted back. `prepare` is not called then.
     """
 
     name: str = "a compressor"
     can_shard: ClassVar[bool] = False
+    buffer_dtype: torch.dtype | None = None
 
     def accepts(self, dtype: torch.dtype) -> bool:
         """Whether it sends gradients of ``dtype``; the others travel as they are."""
         return dtype is torch.float32
 
-    def wire_bytes(self, dtype: torch.dtype) -> int | None:
-        """What an element takes on the wire, if that is all there is to it: ``bucket_cap_mb="auto"`` needs to know."""
+    def wire_bytes(self, numel: int, world_size: int) -> float | None:
+        """Size of the uncompressed all-reduce that costs as much as that of ``numel`` gradients.
+
+        In bytes: a rank sends 2·(N−1)/N of it. `None` where it does not follow from the number of gradients;
+        ``bucket_cap_mb="auto"`` is then refused.
+        """
         return None
 
-    def prepare(self, bucket: Bucket) -> None:
-        """``bucket`` was just built. Buckets are built again when their order of travel or their sizes change."""
+    def is_lossy(self) -> bool:
+        """Whether the messages of this backward lose anything."""
+        return True
+
+    def prepare(self, flat: Tensor, layout: GradientLayout) -> None:
+        """The tensor ``flat`` will be sent, again and again. It replaces those that held the same parameters."""
 
     def begin_backward(self) -> None:
         """A backward whose gradients will be sent begins."""
 
     @abstractmethod
-    def all_reduce(self, bucket: Bucket, comm: Communicator, *, divisor: int, name: str) -> Work:
-        """Start to replace ``bucket.flat`` by the sum over ranks of ``bucket.wire.flat``, divided by ``divisor``.
+    def all_reduce(self, flat: Tensor, comm: Communicator, *, lost: Tensor | None = None, name: str = "") -> Work:
+        """Start to replace 1-D ``flat`` by its average over ranks. All ranks end with the same bits.
 
-        All ranks end with the same bits. The flags in the bucket's tail (`Bucket.used`, `Bucket.stop`) are 0 or 1 on
-        each rank; afterwards they are positive where any rank had a 1, else 0.
+        Args:
+            flat: Gradients of this rank, and zeros between them.
+            comm: The ranks, and the collectives.
+            lost: If given, of the size of ``flat``: when the work has ended it is to hold the part of this rank's
+                gradients that did not travel (`ErrorFeedback`). Where the average is not finite it stays as it was.
+            name: Of the collectives, for errors and traces.
         """
         ...
 
-    def reduce_scatter(self, bucket: Bucket, comm: Communicator, *, divisor: int, name: str) -> Work:
-        """The same, but only for the shard ``comm.shard_index`` of ``bucket.flat``; the rest of it is scratch.
+    def reduce_scatter(self, flat: Tensor, comm: Communicator, *, name: str = "") -> Work:
+        """The same, but only for the shard ``comm.shard_index`` of ``flat``; the rest of it is scratch.
 
         The shard gets the bits that `all_reduce` would give it.
         """
-        raise NotImplementedError(f"{self.name} cannot reduce to shards")
+        raise ConfigurationError(f"{self.name} cannot leave each rank its shard of an average; use 'fp16' or 'bf16'.")
 
     def state_dict(self, comm: Communicator) -> dict[str, Any]:
         """What a checkpoint needs, of all ranks; collective. Empty if nothing is kept from step to step."""

@@ -27,20 +27,25 @@ class FP16(SixteenBit):
     def begin_backward(self) -> None:
         self._report_overflow()  # on CUDA, of the last backward: reading it at once would stop the host
 
-    def look_at(self, average: Tensor, name: str) -> None:
-        if not self._reported:
-            self._sums.append((name, average.sum()))  # one pass, and not finite if any element is not
-            if not average.is_cuda:
-                self._report_overflow()
+    def inspect(self, average: Tensor, name: str) -> None:
+        if self._reported:
+            return
+        if average.is_cuda:
+            self._sums.append((name, average.sum(dtype=torch.float32)))  # not finite if any element is not
+        elif not average.sum().isfinite() and not average.isfinite().all():  # a sum in float16 may itself overflow
+            self._report(name)
 
     def _report_overflow(self) -> None:
         sums, self._sums = self._sums, []
         for name, total in sums:
             if not self._reported and not total.isfinite():
-                self._reported = True
-                log.warning(
-                    "lightning_ring: the averaged gradient in %s holds inf or nan after it travelled as float16, whose "
-                    "largest value is 65504. A loss scaler skips such a step; without one the parameters are lost: use "
-                    'compression="bf16", which has the range of float32.',
-                    name,
-                )
+                self._report(name)
+
+    def _report(self, name: str) -> None:
+        self._reported = True
+        log.warning(
+            "lightning_ring: the averaged gradient in %s holds inf or nan after it travelled as float16, whose "
+            "largest value is 65504. A loss scaler skips such a step; without one the parameters are lost: use "
+            'compression="bf16", which has the range of float32.',
+            name,
+        )

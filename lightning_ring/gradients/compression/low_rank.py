@@ -13,25 +13,24 @@ from torch import Tensor
 class Matrix:
     """One gradient, n × m, with the factors P (n × r) and Q (m × r) that travel for it.
 
-    ``q`` is the same on every rank and starts the next power iteration; ``error`` is this rank's own.
+    ``q`` is the same on every rank and starts the next power iteration.
     """
 
     name: str
     gradient: Tensor
     p: Tensor
     q: Tensor
-    error: Tensor
 
 
 @dataclass(slots=True)
 class Plan:
-    """What of a bucket travels how: ``matrices`` as factors, the ``rest`` (its flags too) as it is.
+    """The two messages of a flat tensor of gradients: ``matrices`` travel as factors, the ``rest`` as it is.
 
-    ``first`` holds all P and then the rest, ``second`` all Q: one message each.
+    ``first`` holds all P and then the rest, ``second`` all Q.
     """
 
+    names: list[str]
     matrices: list[Matrix]
-    indices: list[int]
     rest: list[Tensor]
     first: Tensor
     second: Tensor
@@ -56,6 +55,12 @@ def as_matrix(flat: Tensor, view: Tensor) -> Tensor:
     strides = [(stride, size) for stride, size in zip(view.stride(), view.size(), strict=True) if size > 1]
     rows = max(strides)[1] if strides and view.numel() else 1
     return in_memory_order(flat, view).view(rows, view.numel() // rows)
+
+
+def counterpart(other: Tensor, flat: Tensor, part: Tensor) -> Tensor:
+    """The elements of ``other`` at the place of ``part`` in ``flat``, with the shape of ``part``."""
+    start = part.storage_offset() - flat.storage_offset()
+    return other[start : start + part.numel()].view_as(part)
 
 
 def side_by_side(parts: Sequence[Tensor], room: int, like: Tensor) -> tuple[Tensor, list[Tensor]]:

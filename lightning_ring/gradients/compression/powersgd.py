@@ -1,4 +1,4 @@
-"""Gradients that travel as low-rank factors, with what that loses added to the next ones: PowerSGD.
+"""Gradients that travel as low-rank factors, with error feedback: PowerSGD.
 
 Source: Vogels, Karimireddy and Jaggi, "PowerSGD: practical low-rank gradient compression for distributed optimization"
 (2019), arXiv:1905.13727, algorithms 1 and 2. torch's `powerSGD_hook` speaks to a torch process group and reshapes
@@ -9,20 +9,21 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_ring.comm.communicator import Communicator, ReduceOp, Work
+from lightning_ring.comm.communicator import ChainedWork, Communicator, ReduceOp, Work
 from lightning_ring.errors import ConfigurationError
-from lightning_ring.gradients.bucket import Bucket
-from lightning_ring.gradients.compression.compressor import Compressor
+from lightning_ring.gradients.compression.compressor import Compressor, GradientLayout
+from lightning_ring.gradients.compression.error_feedback import ErrorFeedback
 from lightning_ring.gradients.compression.low_rank import (
     Matrix,
     Plan,
     as_matrix,
+    counterpart,
     in_memory_order,
     orthonormal,
     side_by_side,
@@ -31,23 +32,17 @@ from lightning_ring.gradients.compression.low_rank import (
 log = logging.getLogger(__name__)
 
 
-class PowerSGD(Compressor):
-    """``compression="powersgd"``: every matrix as two thin ones, found by one step of power iteration a backward.
+class LowRank(Compressor):
+    """Every matrix as two thin factors, found by one step of power iteration a backward (algorithm 1).
 
     Replicas hold the same bits where they multiply matrices alike: on the same kind of processor, with as many threads.
-    Under a loss scaler the error keeps the scale of the step it is from.
-
-    Args:
-        rank: Columns of the factors: 1 to 4 as a rule. More cost more and lose less.
-        start_iter: Backward passes whose gradients travel whole before the first compressed one. torch's hook has this
-            default and advises a tenth of all steps, the warm-up included.
-        min_compression: A gradient whose factors have not this many times fewer elements travels as it is; so do
-            vectors.
-        seed: Of the first Q.
+    The arguments are those of `PowerSGD`.
 
     Raises:
         ConfigurationError: An argument cannot work.
     """
+
+    name = "powersgd"
 
     def __init__(self, rank: int = 2, start_iter: int = 1000, min_compression: float = 2.0, seed: int = 0) -> None:
         if rank < 1 or start_iter < 0 or min_compression < 1:
@@ -55,37 +50,37 @@ class PowerSGD(Compressor):
                 f"PowerSGD got rank={rank}, start_iter={start_iter}, min_compression={min_compression}; expected a "
                 "rank of 1 or more, 0 or more passes, and a ratio of at least 1."
             )
-        self.name = "powersgd"
         self.rank = rank
         self.start_iter = start_iter
         self.min_compression = min_compression
         self.seed = seed
         self.num_backwards = 0
-        self._plans: dict[Bucket, Plan] = {}
+        self._plans: dict[Tensor, Plan] = {}
         self._matrices: dict[str, Matrix] = {}
-        self._loaded: dict[str, tuple[Tensor, Tensor]] = {}
+        self._loaded: dict[str, Tensor] = {}
 
     def accepts(self, dtype: torch.dtype) -> bool:
         return dtype in (torch.float32, torch.float64)
 
-    def prepare(self, bucket: Bucket) -> None:
-        """Plan ``bucket``. What its parameters remember survives buckets that are built anew."""
-        matrices, indices, rest = [], [], []
-        for index, (name, view) in enumerate(zip(bucket.names, bucket.views, strict=True)):
-            gradient = as_matrix(bucket.flat, view)
+    def is_lossy(self) -> bool:
+        return self.num_backwards > self.start_iter
+
+    def prepare(self, flat: Tensor, layout: GradientLayout) -> None:
+        """Plan ``flat``. The factors of its parameters survive buckets that are built anew."""
+        matrices, rest = [], []
+        for name, view in zip(layout.names, layout.views, strict=True):
+            gradient = as_matrix(flat, view)
             if self._pays(gradient):
                 matrices.append(self._remember(name, gradient))
-                indices.append(index)
             else:
-                rest.append(in_memory_order(bucket.flat, view))
-        rest += [bucket.used, bucket.stop]
-        first, ps = side_by_side([m.p for m in matrices], sum(part.numel() for part in rest), like=bucket.flat)
-        second, qs = side_by_side([m.q for m in matrices], 0, like=bucket.flat)
+                rest.append(in_memory_order(flat, view))
+        first, ps = side_by_side([m.p for m in matrices], sum(part.numel() for part in rest), like=flat)
+        second, qs = side_by_side([m.q for m in matrices], 0, like=flat)
         for matrix, p, q in zip(matrices, ps, qs, strict=True):
             matrix.p, matrix.q = p, q
-        taken = set(bucket.names)
-        self._plans = {other: plan for other, plan in self._plans.items() if taken.isdisjoint(other.names)}
-        self._plans[bucket] = Plan(matrices, indices, rest, first, second)
+        replaced = set(layout.names)
+        self._plans = {other: plan for other, plan in self._plans.items() if replaced.isdisjoint(plan.names)}
+        self._plans[flat] = Plan(list(layout.names), matrices, rest, first, second)
 
     def begin_backward(self) -> None:
         self.num_backwards += 1
@@ -100,51 +95,35 @@ class PowerSGD(Compressor):
                 factors,
             )
 
-    def all_reduce(self, bucket: Bucket, comm: Communicator, *, divisor: int, name: str) -> Work:
-        factor = comm.world_size / divisor
-        plan = self._plans[bucket]
-        if self.num_backwards <= self.start_iter or not plan.matrices:
-            work = comm.all_reduce_(bucket.flat, op=ReduceOp.AVG, name=name)
-            return _Steps([work.wait, lambda: _scale(bucket.flat, factor)])
+    def all_reduce(self, flat: Tensor, comm: Communicator, *, lost: Tensor | None = None, name: str = "") -> Work:
+        plan = self._plans[flat]
+        if not self.is_lossy() or not plan.matrices:
+            if lost is not None:
+                lost.zero_()
+            return comm.all_reduce_(flat, op=ReduceOp.AVG, name=name)
         for matrix in plan.matrices:
-            matrix.gradient.add_(matrix.error)
             torch.mm(matrix.gradient, orthonormal(matrix.q), out=matrix.p)
-        rest = plan.first[plan.first.numel() - sum(part.numel() for part in plan.rest) :]
-        torch.cat([part.reshape(-1) for part in plan.rest], out=rest)
+        if plan.rest:
+            torch.cat(plan.rest, out=plan.first[plan.first.numel() - sum(part.numel() for part in plan.rest) :])
         work = comm.all_reduce_(plan.first, op=ReduceOp.AVG, name=name)
-        return _Steps(
-            [
-                work.wait,
-                lambda: _put_back(rest, plan.rest),
-                lambda: _send_second(plan, comm, name),
-                lambda: self._decompress(bucket, plan),
-                lambda: _scale(bucket.flat, factor),
-            ]
+        return ChainedWork(
+            work,
+            lambda: _put_back(plan),
+            lambda: _send_second(plan, comm, name),
+            lambda: self._decompress(plan, flat, lost),
         )
 
     def state_dict(self, comm: Communicator) -> dict[str, Any]:
-        """Every Q once, and every rank's errors: for N ranks up to N times the model's bytes, on rank 0 only."""
-        errors: list[dict[str, Tensor]] = [{} for _ in range(comm.world_size)]
-        for name, matrix in sorted(self._matrices.items()):
-            for rank, error in enumerate(comm.all_gather(matrix.error, name=f"error of {name}")):
-                if comm.rank == 0:
-                    errors[rank][name] = error.cpu()
         factors = {name: matrix.q.cpu().clone() for name, matrix in self._matrices.items()}
-        return {"num_backwards": self.num_backwards, "rank": self.rank, "q": factors, "errors": errors}
+        return {"num_backwards": self.num_backwards, "rank": self.rank, "q": factors}
 
     def load_state_dict(self, state: dict[str, Any], rank: int, world_size: int) -> str | None:
-        if not state:
-            return "the checkpoint holds no state of PowerSGD; its errors start at zero, and its first passes anew."
         self.num_backwards = state["num_backwards"]
-        if len(state["errors"]) != world_size or state["rank"] != self.rank:
-            return (
-                f"the checkpoint holds PowerSGD's errors of {len(state['errors'])} ranks with factors of rank "
-                f"{state['rank']}; this job has {world_size} ranks and rank {self.rank}. They start again at zero: "
-                "what the steps before the checkpoint left out of the gradients is lost."
-            )
-        self._loaded = {name: (q, state["errors"][rank][name]) for name, q in state["q"].items()}
-        for name, matrix in self._matrices.items():
-            self._restore(name, matrix)
+        if state["rank"] != self.rank:
+            return f"the checkpoint holds factors of rank {state['rank']}, not {self.rank}: they start at random ones."
+        self._loaded = dict(state["q"])
+        for matrix in self._matrices.values():
+            self._restore(matrix)
         return None
 
     def _pays(self, gradient: Tensor) -> bool:
@@ -160,11 +139,10 @@ class PowerSGD(Compressor):
             return known
         n, m = gradient.shape
         columns = min(n, m, self.rank)
-        factors = gradient.new_zeros(n, columns), gradient.new_zeros(m, columns)
-        matrix = Matrix(name, gradient, *factors, error=torch.zeros_like(gradient))
+        matrix = Matrix(name, gradient, gradient.new_zeros(n, columns), gradient.new_zeros(m, columns))
         self._matrices[name] = matrix
         self._draw(matrix)
-        self._restore(name, matrix)
+        self._restore(matrix)
         return matrix
 
     def _draw(self, matrix: Matrix) -> None:
@@ -172,43 +150,54 @@ class PowerSGD(Compressor):
         generator = torch.Generator().manual_seed(zlib.crc32(matrix.name.encode()) + self.seed)
         matrix.q.copy_(torch.randn(matrix.q.shape, generator=generator, dtype=matrix.q.dtype))
 
-    def _decompress(self, bucket: Bucket, plan: Plan) -> None:
-        """Put what was sent into the bucket, and what was not into the errors."""
+    def _decompress(self, plan: Plan, flat: Tensor, lost: Tensor | None) -> None:
+        """Put the product of the factors into ``flat``, and the rest of this rank's gradients into ``lost``."""
         if not plan.second.sum().isfinite():  # a loss scaler will skip this step: it has not been taken
             for matrix in plan.matrices:
                 matrix.gradient.fill_(torch.nan)
                 self._draw(matrix)
             return
-        used = None if all(bucket.contributed) else bucket.used.tolist()
-        for index, matrix in zip(plan.indices, plan.matrices, strict=True):
-            if used is not None and used[index] <= 0:
-                continue  # nobody gets this gradient, so the error is still owed
-            matrix.error.copy_(matrix.gradient)
+        for matrix in plan.matrices:
+            if lost is None:
+                torch.mm(matrix.p, matrix.q.t(), out=matrix.gradient)
+                continue
+            error = counterpart(lost, flat, matrix.gradient).copy_(matrix.gradient)
             torch.mm(matrix.p, matrix.q.t(), out=matrix.gradient)
-            matrix.error.sub_(matrix.gradient)
+            error.sub_(matrix.gradient)
+        if lost is not None and plan.rest:
+            torch._foreach_zero_([counterpart(lost, flat, part) for part in plan.rest])
 
-    def _restore(self, name: str, matrix: Matrix) -> None:
-        q, error = self._loaded.pop(name, (None, None))
-        if q is not None and error is not None and error.shape == matrix.error.shape:
+    def _restore(self, matrix: Matrix) -> None:
+        q = self._loaded.pop(matrix.name, None)
+        if q is not None and q.shape == matrix.q.shape:
             matrix.q.copy_(q)
-            matrix.error.copy_(error)
 
 
-class _Steps:
-    """A `Work` that is made of ``steps``, taken in the thread that waits: the second message needs the first."""
+class PowerSGD(ErrorFeedback):
+    """``compression="powersgd"``: `LowRank` with error feedback (algorithm 2).
 
-    __slots__ = ("_steps",)
+    Args:
+        rank: Columns of the factors: 1 to 4 as a rule. More cost more and lose less.
+        start_iter: Backward passes whose gradients travel whole before the first compressed one. torch's hook has this
+            default and advises a tenth of all steps, the warm-up included.
+        min_compression: A gradient whose factors have not this many times fewer elements travels as it is; so do
+            vectors.
+        seed: Of the first Q.
 
-    def __init__(self, steps: Sequence[Callable[[], object]]) -> None:
-        self._steps = list(steps)
+    Raises:
+        ConfigurationError: An argument cannot work.
+    """
 
-    def wait(self) -> None:
-        while self._steps:
-            self._steps[0]()
-            self._steps.pop(0)
+    def __init__(self, rank: int = 2, start_iter: int = 1000, min_compression: float = 2.0, seed: int = 0) -> None:
+        super().__init__(LowRank(rank, start_iter, min_compression, seed))
 
-    def done(self) -> bool:
-        return not self._steps
+
+def _put_back(plan: Plan) -> None:
+    """Copy the gradients that travelled whole, behind the P in the first message, back to their places."""
+    parts: Sequence[Tensor] = plan.rest
+    sizes = [part.numel() for part in parts]
+    for part, arrived in zip(parts, plan.first[plan.first.numel() - sum(sizes) :].split(sizes), strict=True):
+        part.copy_(arrived)
 
 
 def _send_second(plan: Plan, comm: Communicator, name: str) -> None:
@@ -216,13 +205,3 @@ def _send_second(plan: Plan, comm: Communicator, name: str) -> None:
         matrix.p.copy_(orthonormal(matrix.p))
         torch.mm(matrix.gradient.t(), matrix.p, out=matrix.q)
     comm.all_reduce_(plan.second, op=ReduceOp.AVG, name=f"{name}, second factors").wait()
-
-
-def _put_back(flat: Tensor, parts: Sequence[Tensor]) -> None:
-    for part, arrived in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
-        part.copy_(arrived)
-
-
-def _scale(flat: Tensor, factor: float) -> None:
-    if factor != 1:
-        flat.mul_(factor)

@@ -109,7 +109,7 @@ class AutoBuckets:
         ordered = sorted(params, key=lambda pair: (ready.get(pair[0], last), position[pair[0]]))
         ends, exposed, fixed = [], 0.0, 0.0
         for members in _by_kind(ordered):
-            sizes = [param.numel() * self._wire_bytes(param.dtype) for _, param in members]
+            sizes = [self._wire_bytes(param) for _, param in members]
             times = [ready.get(name, last) for name, _ in members]
             chosen = merge(sizes, times, self._seconds(cost))
             ends.append(chosen)
@@ -142,9 +142,11 @@ class AutoBuckets:
         collective = cost.reduce_scatter_seconds if self._halves else cost.all_reduce_seconds
         return lambda num_bytes: collective(num_bytes, self._comm.world_size)
 
-    def _wire_bytes(self, dtype: torch.dtype) -> int:
-        compressed = self._compressor.wire_bytes(dtype) if self._compressor is not None else None
-        return dtype.itemsize if compressed is None else compressed
+    def _wire_bytes(self, param: Parameter) -> float:
+        if self._compressor is None or not self._compressor.accepts(param.dtype):
+            return param.nbytes
+        compressed = self._compressor.wire_bytes(param.numel(), self._comm.world_size)
+        return param.nbytes if compressed is None else compressed
 
     def _in_words(self, choice: Choice, buckets: Sequence[Bucket]) -> str:
         sizes = ", ".join(f"{bucket.flat.nbytes / _MIB:.3g}" for bucket in buckets)

@@ -71,7 +71,7 @@ class BufferBroadcast:
         )
 
 
-class AfterSwaps(pl.Callback):
+class BroadcastAfterSwap(pl.Callback):
     """The last of all callbacks: broadcasts again where another one may have put other buffers into the module.
 
     Lightning's `WeightAveraging` does so in ``on_validation_epoch_start``, which follows the strategy's

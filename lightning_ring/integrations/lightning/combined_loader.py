@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities._pytree import _tree_flatten
 from lightning.pytorch.utilities.data import sized_len
@@ -16,10 +17,13 @@ from lightning_ring.comm.communicator import Communicator
 from lightning_ring.errors import UnevenBatchesError
 from lightning_ring.integrations.lightning.uneven import (
     WHAT_TO_DO,
+    agree_on_batches,
+    batches_until_the_end,
     different_numbers,
     is_stream,
     limited,
     ran_out,
+    say_what_is_padded,
     several_cannot_join,
 )
 
@@ -104,6 +108,21 @@ class TrainingLoaders:
 
     def __init__(self) -> None:
         self.combined: AgreedCombinedLoader | None = None
+
+    def prepare(self, dataloader: Any, trainer: Trainer, comm: Communicator, policy: Literal["error", "join"]) -> Any:
+        """The loader that ``trainer`` reads in place of ``dataloader``, which it has made for this rank. Collective.
+
+        Args:
+            policy: ``RingStrategy(uneven=)``.
+        """
+        say_what_is_padded(dataloader, comm.world_size)
+        if trainer.state.stage != RunningStage.TRAINING or trainer.state.fn != TrainerFn.FITTING:
+            return dataloader
+        limit, needed = trainer.limit_train_batches, batches_until_the_end(trainer)
+        if self.combined is None:
+            return agree_on_batches(dataloader, comm, policy, limit=limit, needed=needed)
+        self.combined.add(dataloader, comm, policy=policy, limit=limit, needed=needed)
+        return dataloader
 
     def follow(self, trainer: Trainer) -> None:
         """From now on, also when loaders are reloaded."""

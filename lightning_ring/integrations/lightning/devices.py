@@ -1,4 +1,4 @@
-"""What the Trainer was asked for, which devices the ranks take, and who starts them."""
+"""The devices and the launcher of the ranks, from the Trainer's arguments."""
 
 from __future__ import annotations
 
@@ -22,37 +22,37 @@ from lightning_ring.options import RingOptions
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """``Trainer(devices=, num_nodes=)`` as written: ``"auto"`` and 1 where nothing was."""
+class DeviceRequest:
+    """``Trainer(devices=, num_nodes=)`` as the user wrote them; ``"auto"`` and 1 by default."""
 
     devices: Any = "auto"
     num_nodes: int = 1
 
 
-def asked_of_trainer() -> Asked:
+def requested_devices() -> DeviceRequest:
     """The arguments of the Trainer that is being built.
 
-    Lightning replaces ``devices="auto"`` by a number before a strategy sees it; whether the user asked for one device
-    or for none in particular can only be read from the connector's own arguments, which are still on the stack.
+    Lightning replaces ``devices="auto"`` by a number before a strategy sees it; only the connector's own
+    arguments, which are still on the stack, tell a request for one device from none.
     """
     frame = sys._getframe(1)
     while frame is not None:
         if isinstance(frame.f_locals.get("self"), _AcceleratorConnector) and frame.f_code.co_name == "__init__":
-            return Asked(frame.f_locals["devices"], frame.f_locals["num_nodes"])
+            return DeviceRequest(frame.f_locals["devices"], frame.f_locals["num_nodes"])
         frame = frame.f_back  # type: ignore[assignment]
-    return Asked()
+    return DeviceRequest()
 
 
-def check_asked(asked: Asked, environment: RingEnvironment) -> None:
-    """Compare what the Trainer was asked for with what the launcher started; what was left open is taken from there.
+def check_request(request: DeviceRequest, environment: RingEnvironment) -> None:
+    """Compare the Trainer's arguments with the ranks that the launcher started; those left out follow the launcher.
 
     Raises:
         RankDiscoveryError: They disagree; states both.
     """
-    num_devices = environment.local_size() if asked.devices == "auto" else _count(asked.devices)
+    num_devices = environment.local_size() if request.devices == "auto" else _count(request.devices)
     # 1 is also what Lightning makes of a num_nodes that nobody wrote
-    if num_devices != environment.local_size() or asked.num_nodes not in (1, environment.num_nodes()):
-        environment.validate_settings(num_devices, asked.num_nodes)
+    if num_devices != environment.local_size() or request.num_nodes not in (1, environment.num_nodes()):
+        environment.validate_settings(num_devices, request.num_nodes)
 
 
 def _count(devices: Any) -> int:
@@ -66,7 +66,7 @@ def _count(devices: Any) -> int:
 
 
 def devices_for(
-    accelerator: Accelerator | None, asked: list[torch.device] | None, local_size: int
+    accelerator: Accelerator | None, requested: list[torch.device] | None, local_size: int
 ) -> list[torch.device]:
     """One device for each of the ``local_size`` ranks that the launcher started on this node.
 
@@ -75,8 +75,8 @@ def devices_for(
     """
     if accelerator is None or isinstance(accelerator, CPUAccelerator):
         return [torch.device("cpu")] * local_size
-    if asked is not None and len(asked) == local_size:
-        return asked
+    if requested is not None and len(requested) == local_size:
+        return requested
     there = accelerator.auto_device_count()
     if (there == 1 and local_size > 1) or there < local_size:
         raise RankDiscoveryError(
@@ -88,7 +88,7 @@ def devices_for(
 
 
 class StartedRank(_Launcher):
-    """Where a launcher started the process nothing is left to start; `comm.job.connect` fits threads to the node."""
+    """For a process that a launcher started: there is nothing to start."""
 
     @property
     def is_interactive_compatible(self) -> bool:
@@ -104,7 +104,7 @@ class StartedRank(_Launcher):
 def choose_launcher(
     strategy: DDPStrategy, environment: RingEnvironment, options: RingOptions, num_nodes: int
 ) -> _Launcher | None:
-    """Who makes the Trainer's function run on every rank; `None` where this process is the only one."""
+    """The launcher that runs the Trainer's function on every rank; `None` for a single process."""
     if environment.creates_processes_externally:
         return StartedRank()
     if options.start_method != "popen":

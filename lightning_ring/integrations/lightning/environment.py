@@ -1,4 +1,4 @@
-"""Tells Lightning who the ranks are."""
+"""Rank and world size for Lightning."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
 from lightning_ring.errors import RankDiscoveryError
+from lightning_ring.job.job import current_job
 from lightning_ring.job.launchers import LaunchVariables, launcher_variables
 from lightning_ring.job.ranks import SINGLE, RankInfo, discover_ranks, info_from_variables
 
@@ -21,10 +22,10 @@ log = logging.getLogger(__name__)
 class RingEnvironment(ClusterEnvironment):
     """Rank and world size for Lightning, from one `RankInfo`.
 
-    Built without ``info`` it reads the launcher's variables, and where they are missing the process group that is open
-    already, and opens nothing; MPI starts at `discover`, or at the first question that only MPI can answer
-    (`node_rank`, with several nodes). A process that no launcher started, and without such a group, is one rank until
-    Lightning starts more (``start_method`` spawn and fork: `set_world_size`, `set_global_rank`).
+    Without ``info`` it takes the ranks of this process's open job, else the launcher's variables, else the process
+    group that is open, and opens nothing. MPI starts at `discover`, or at the first question that only MPI can answer
+    (`node_rank`, with several nodes). A process with none of these is one rank until Lightning starts more
+    (``start_method`` spawn and fork: `set_world_size`, `set_global_rank`).
 
     Raises:
         RankDiscoveryError: The launcher's variables are incomplete or contradict each other.
@@ -34,7 +35,7 @@ class RingEnvironment(ClusterEnvironment):
         self._variables: LaunchVariables | None = None
         self._info = info
         self._main: tuple[str, int] | None = None
-        if info is None:
+        if info is None and self._of_current_job() is None:
             self._variables = _launcher_or_open_group()
             if self._variables is None:
                 self._info = SINGLE
@@ -49,9 +50,18 @@ class RingEnvironment(ClusterEnvironment):
 
     def discover(self) -> RankInfo:
         """This process's full `RankInfo`. Collective the first time where MPI started the ranks; starts MPI then."""
-        if self._info is None:
+        if self._of_current_job() is None and self._info is None:
             by_group = self._variables is not None and self._variables.source == "group"
             self._info = _info_from_open_group() if by_group else discover_ranks()
+        assert self._info is not None
+        return self._info
+
+    def _of_current_job(self) -> RankInfo | None:
+        """Take rank and size from the job of this process: it may have gone on with fewer ranks than were launched."""
+        job = current_job()
+        if job is None or job.info.source in ("single", "spawn"):
+            return None
+        self._info = job.info
         return self._info
 
     @property
@@ -60,25 +70,21 @@ class RingEnvironment(ClusterEnvironment):
 
     @property
     def main_address(self) -> str:
-        return self._main_place()[0]
+        return self._address_and_port()[0]
 
     @property
     def main_port(self) -> int:
-        return self._main_place()[1]
+        return self._address_and_port()[1]
 
-    def set_main_place(self, address: str, port: int) -> None:
-        """Where the ranks meet, as `open_store` found it."""
-        self._main = (address, port)
-
-    def _main_place(self) -> tuple[str, int]:
+    def _address_and_port(self) -> tuple[str, int]:
         if self._main is None:
             address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
             if address and port:
                 self._main = (address, int(port))
             elif self.creates_processes_externally:
                 raise RankDiscoveryError(
-                    "The ranks have no meeting place yet: lightning_ring chooses it in Strategy.setup_environment. "
-                    "Ask for main_address and main_port after that, or set MASTER_ADDR and MASTER_PORT yourself."
+                    "main_address and main_port are not known: the ranks of this launcher meet without them. Set "
+                    "MASTER_ADDR to rank 0's host and MASTER_PORT to a free port there if your code needs them."
                 )
             else:  # asked by Lightning's launcher in the parent, before it spawns or forks the ranks
                 self._main = ("127.0.0.1", _free_port())
@@ -126,10 +132,10 @@ class RingEnvironment(ClusterEnvironment):
             self._info = _spawned(rank, max(self.world_size(), rank + 1))
         _set_rank_zero_only(self.global_rank())
 
-    def _refuse_other(self, what: str, wanted: int, started: int) -> None:
+    def _refuse_other(self, name: str, wanted: int, started: int) -> None:
         """Lightning computes ranks from node and local rank, which holds only for ranks placed in blocks."""
         if wanted != started:
-            log.debug("Lightning computed %s %d; %s stays %d, as the launcher started it", what, wanted, what, started)
+            log.debug("Lightning computed %s %d; %s stays %d, as the launcher started it", name, wanted, name, started)
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
         """Refuse a Trainer whose ``devices`` and ``num_nodes`` are not what the launcher started.
@@ -154,8 +160,8 @@ class RingEnvironment(ClusterEnvironment):
 
 
 def _launcher_or_open_group() -> LaunchVariables | None:
-    """What the launcher says. Lightning's DDP starts ranks with fewer variables, and takes one away after a fit; where
-    it, or the script, has initialised torch.distributed, that knows the rest."""
+    """The launcher's variables. Lightning's DDP starts ranks with fewer, and removes one after a fit: an open process
+    group of torch.distributed then has the rest."""
     group = _variables_of_open_group()
     try:
         return launcher_variables(os.environ) or group
@@ -173,7 +179,7 @@ def _variables_of_open_group() -> LaunchVariables | None:
 
 
 def _info_from_open_group() -> RankInfo:
-    """This process's place in torch.distributed's default group. Collective over it."""
+    """Rank and sizes from torch.distributed's default group. Collective over it."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     hosts: list[str] = [""] * world_size
     dist.all_gather_object(hosts, socket.gethostname())
@@ -184,7 +190,7 @@ def _info_from_open_group() -> RankInfo:
 
 
 def _set_rank_zero_only(rank: int) -> None:
-    """Messages and warnings come from rank 0 alone: until somebody says so, every MPI rank takes itself for it."""
+    """Messages and warnings come from rank 0 alone; Lightning takes every rank of MPI for rank 0 until this is set."""
     rank_zero_only.rank = rank  # type: ignore[attr-defined]
 
 

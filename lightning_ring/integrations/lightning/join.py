@@ -11,21 +11,21 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_ring.integrations.lightning.uneven import AgreedLoader, Turn, check_join_allowed
+from lightning_ring.integrations.lightning.uneven import AgreedLoader, BatchStatus, check_join_allowed
 
 
-class Turns:
+class ActiveRanks:
     """Which ranks hold data for the batch at hand. Without an `AgreedLoader` that joins all of them do.
 
     Attributes:
         loader: The training loader that goes on until the last rank has no data.
-        during_step: The current turn while a training step runs, else `None`.
+        during_step: The current status while a training step runs, else `None`.
     """
 
     def __init__(self) -> None:
         self.loader: AgreedLoader | None = None
-        self.during_step: Turn | None = None
-        self._current: Turn | None = None
+        self.during_step: BatchStatus | None = None
+        self._current: BatchStatus | None = None
         self._window_ranks = 0
 
     @property
@@ -53,7 +53,7 @@ class Turns:
         if self.loader is None:
             self._current = None  # the loader before this one may have ended without data on this rank
             return None
-        self._current = self.loader.take_turn()
+        self._current = self.loader.next_status()
         if batch_idx % accumulate_grad_batches == 0:
             self._window_ranks = self._current.active_ranks
         return self._window_ranks

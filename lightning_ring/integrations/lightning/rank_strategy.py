@@ -20,11 +20,12 @@ from torch import Tensor
 
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.recording import Listener, RecordedCommunicator
-from lightning_ring.integrations.lightning.devices import asked_of_trainer, check_asked, choose_launcher, devices_for
+from lightning_ring.integrations.lightning.devices import check_request, choose_launcher, devices_for, requested_devices
 from lightning_ring.integrations.lightning.environment import RingEnvironment
-from lightning_ring.integrations.lightning.join import Turns
+from lightning_ring.integrations.lightning.join import ActiveRanks
 from lightning_ring.integrations.lightning.reduce import reduce_, reduce_op_of
-from lightning_ring.job.job import Job, connect, open_communicator
+from lightning_ring.job.communicators import open_communicator
+from lightning_ring.job.job import Job, connect
 from lightning_ring.job.rendezvous.interfaces import withdraw_interface
 from lightning_ring.monitor.step_timeline import StepTimeline
 from lightning_ring.monitor.terminal import widen_terminal
@@ -67,9 +68,8 @@ class RankedStrategy(DDPStrategy):
         self.options = options
         self.listeners: list[Listener] = []
         self.timeline = StepTimeline(timeline_settings(options.timeline, os.environ), self.listeners)
-        self._recorded: RecordedCommunicator | None = None
         self._job: Job | None = None
-        self._turns = Turns()
+        self._active_ranks = ActiveRanks()
 
     # -- ranks and devices
 
@@ -88,12 +88,12 @@ class RankedStrategy(DDPStrategy):
         rank_zero_only.rank = fabric_rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
     def _configure_launcher(self) -> None:
-        asked = asked_of_trainer()
+        request = requested_devices()
         environment = self.ring_environment
         if environment.creates_processes_externally:
-            check_asked(asked, environment)
+            check_request(request, environment)
             self.parallel_devices = devices_for(self.accelerator, self.parallel_devices, environment.local_size())
-        self._launcher = choose_launcher(self, environment, self.options, asked.num_nodes)
+        self._launcher = choose_launcher(self, environment, self.options, request.num_nodes)
 
     def setup_environment(self) -> None:
         assert self.accelerator is not None
@@ -143,7 +143,7 @@ class RankedStrategy(DDPStrategy):
         if group is not None or op is None or tensor.device.type != self.root_device.type:
             return super().reduce(tensor, group, reduce_op)
         comm = RecordedCommunicator(self._comm, self.listeners) if self.listeners else self._comm
-        return reduce_(tensor, comm, op, self._turns.during_step)
+        return reduce_(tensor, comm, op, self._active_ranks.during_step)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         if self._comm is None and group is None:
@@ -163,7 +163,7 @@ class RankedStrategy(DDPStrategy):
     @property
     def has_data(self) -> bool:
         """Whether this rank's batch counts; not where it ran out of data and repeats one (``uneven="join"``)."""
-        return self._turns.has_data
+        return self._active_ranks.has_data
 
     @property
     def _comm(self) -> Communicator | None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_ring.comm.communicator import Communicator, ReduceOp
-from lightning_ring.integrations.lightning.uneven import Turn
+from lightning_ring.integrations.lightning.uneven import BatchStatus
 
 _OPS: dict[Any, ReduceOp] = {  # as `sync_dist`, torchmetrics and users spell them
     **{name: op for op in ReduceOp for name in (op.value, op.value.upper())},
@@ -23,19 +23,19 @@ def reduce_op_of(spelled: Any) -> ReduceOp | None:
     return _OPS.get(spelled)
 
 
-def reduce_(tensor: Tensor, comm: Communicator, op: ReduceOp, turn: Turn | None) -> Tensor:
+def reduce_(tensor: Tensor, comm: Communicator, op: ReduceOp, status: BatchStatus | None) -> Tensor:
     """Reduce ``tensor`` over the ranks, in place, and return it. A mean of integers is a new float tensor instead:
     Lightning divides epoch means by one, which DDP cuts to an integer.
 
-    ``turn`` is given inside a training step where some ranks may have run out of data: those repeat their last batch,
+    ``status`` is given inside a training step where some ranks may have run out of data: those repeat their last batch,
     which counted already, so they add nothing to a sum, and a mean divides by the others.
     """
     flat = tensor.detach().clone(memory_format=torch.contiguous_format)
-    if turn is not None and not turn.has_data and op in (ReduceOp.SUM, ReduceOp.AVG):
+    if status is not None and not status.has_data and op in (ReduceOp.SUM, ReduceOp.AVG):
         flat.zero_()
-    divide_by = turn.active_ranks if turn is not None else comm.world_size
+    divide_by = status.active_ranks if status is not None else comm.world_size
     through_autograd = tensor.requires_grad and torch.is_grad_enabled()
-    divide_here = op is ReduceOp.AVG and (turn is not None or not flat.is_floating_point() or through_autograd)
+    divide_here = op is ReduceOp.AVG and (status is not None or not flat.is_floating_point() or through_autograd)
     comm.all_reduce_(flat, op=ReduceOp.SUM if divide_here else op, name="reduce").wait()
     if divide_here and not flat.is_floating_point():
         return flat / divide_by

@@ -14,12 +14,11 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from lightning_ring.algorithms import ALGORITHMS
 from lightning_ring.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins.environments import ClusterEnvironment
-
-STRATEGIES: dict[str, dict[str, Any]] = {"ring": {}, "ring_sharded": {"shard_optimizer": True}}
 
 
 def register_strategies() -> None:
@@ -31,9 +30,9 @@ def register_strategies() -> None:
 def _register() -> None:
     from lightning.pytorch.strategies import StrategyRegistry
 
-    for name, arguments in STRATEGIES.items():
+    for name in ALGORITHMS:
         if name not in StrategyRegistry:
-            StrategyRegistry.register(name, _ring, description="see lightning_ring.RingStrategy", **arguments)
+            StrategyRegistry.register(name, _ring, description="see lightning_ring.RingStrategy", algorithm=name)
     _choose_our_environment()
 
 
@@ -50,7 +49,7 @@ def _choose_our_environment() -> None:
 
     @functools.wraps(choose)
     def choose_ours_for_ours(connector: _AcceleratorConnector) -> ClusterEnvironment:
-        if not (isinstance(connector._strategy_flag, str) and connector._strategy_flag in STRATEGIES):
+        if not (isinstance(connector._strategy_flag, str) and connector._strategy_flag in ALGORITHMS):
             return choose(connector)
         from lightning_ring.integrations.lightning.environment import RingEnvironment
 
@@ -74,15 +73,17 @@ def _ring(**arguments: Any) -> Any:
 def _register_with_the_other_package() -> None:
     from pytorch_lightning.strategies import StrategyRegistry
 
-    for name in STRATEGIES:
+    for name in ALGORITHMS:
         if name not in StrategyRegistry:
             StrategyRegistry.register(name, _refuse)
 
 
 def _refuse(**_: Any) -> None:
-    from lightning_ring.integrations.lightning.pytorch_lightning import foreign_trainer_error
-
-    raise foreign_trainer_error()
+    raise ConfigurationError(
+        "Trainer(strategy='ring') of pytorch_lightning was called. lightning_ring works with the package `lightning`: "
+        "write `import lightning as L` or `import lightning.pytorch as pl` in place of "
+        "`import pytorch_lightning as pl`, everywhere."
+    )
 
 
 def _after_import(name: str, then: Callable[[], None]) -> None:

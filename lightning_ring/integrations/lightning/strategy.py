@@ -1,44 +1,55 @@
-"""`RingStrategy`: its arguments, set-up, evaluation and checkpoints; its training steps are those that it extends."""
+"""`RingStrategy`: translates Lightning's hooks into calls of an `Algorithm` and of the parts that it holds."""
 
 from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.fabric.utilities.optimizer import _optimizer_to_device, _optimizers_to_device
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import CheckpointIO, Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
 
+from lightning_ring.algorithms.algorithm import Algorithm
+from lightning_ring.algorithms.sharded import Sharded
+from lightning_ring.algorithms.step_hooks import StepHooks
 from lightning_ring.comm.communicator import Communicator
+from lightning_ring.comm.recording import RecordedCommunicator
 from lightning_ring.comm.replicate import broadcast_module, broadcast_optimizer_state, check_same_model
+from lightning_ring.errors import RingError
 from lightning_ring.gradients.compression import Compressor
 from lightning_ring.host.malloc import keep_freed_memory, return_freed_memory
-from lightning_ring.integrations.lightning.averaged_steps import AveragedSteps
-from lightning_ring.integrations.lightning.buffers import AfterSwaps, BufferBroadcast
-from lightning_ring.integrations.lightning.compressor_state import CompressionState
-from lightning_ring.integrations.lightning.join import Turns
+from lightning_ring.integrations.lightning.algorithm_state import AlgorithmState
+from lightning_ring.integrations.lightning.buffers import BroadcastAfterSwap, BufferBroadcast
+from lightning_ring.integrations.lightning.combined_loader import TrainingLoaders
+from lightning_ring.integrations.lightning.join import ActiveRanks
 from lightning_ring.integrations.lightning.loader_state import count_trained_batches
+from lightning_ring.integrations.lightning.manual_backward import calls_manual_backward
 from lightning_ring.integrations.lightning.no_sync import add_no_sync, remove_no_sync
-from lightning_ring.integrations.lightning.pytorch_lightning import explain_foreign_modules
 from lightning_ring.integrations.lightning.random_state import RandomStates
+from lightning_ring.integrations.lightning.rank_strategy import RankedStrategy
+from lightning_ring.integrations.lightning.sharded_hooks import ShardedHooks
 from lightning_ring.integrations.lightning.slurm_requeue import in_slurm_job, save_and_requeue
-from lightning_ring.integrations.lightning.stop_signals import (
+from lightning_ring.integrations.lightning.stop_requests import (
     Request,
+    StopRequests,
     leave_sigterm_to_the_buckets,
-    on_requeue_signal,
-    on_stop_signal,
     stop_signals,
 )
 from lightning_ring.integrations.lightning.worker_signals import ignore_in_workers
+from lightning_ring.integrations.lightning.zero_loss import ZeroLoss
 from lightning_ring.monitor.ring_monitor import add_monitor
 from lightning_ring.options import (
     Backend,
@@ -52,7 +63,7 @@ from lightning_ring.options import (
 )
 
 
-class RingStrategy(AveragedSteps):
+class RingStrategy(RankedStrategy):
     """Synchronous data-parallel training over a ring all-reduce: ``Trainer(strategy="ring")``.
 
     Gradients travel in flat buckets while backward goes on, and are averaged over all ranks. The module is not wrapped.
@@ -71,6 +82,9 @@ class RingStrategy(AveragedSteps):
             own dtype. Parameters and buffers always travel as they are.
         shard_optimizer: Each rank steps 1/N of the parameters and holds 1/N of the optimizer's state; new parameters
             arrive while the next forward goes on. ``Trainer(strategy="ring_sharded")``.
+        algorithm: How replicas are kept together: a name of `lightning_ring.algorithms.ALGORITHMS`, or an `Algorithm`,
+            which then has its own ``bucket_cap_mb`` and ``compression``. `None`: ``"ring"``, or ``"ring_sharded"`` with
+            ``shard_optimizer``.
         broadcast_buffers: When rank 0's buffers (BatchNorm statistics) replace the other ranks': at the ``"start"``,
             also at each training ``"epoch"``, evaluation and checkpoint, or also at each training ``"step"``. With
             ``"epoch"``, buffers other than normalization statistics that training changes differently on each rank are
@@ -109,6 +123,7 @@ class RingStrategy(AveragedSteps):
         topology: Topology = "auto",
         compression: Compression | Compressor | None = None,
         shard_optimizer: bool = False,
+        algorithm: str | Algorithm | None = None,
         broadcast_buffers: BroadcastBuffers = "epoch",
         uneven: Uneven = "error",
         start_method: StartMethod = "popen",
@@ -130,6 +145,7 @@ class RingStrategy(AveragedSteps):
             topology=topology,
             compression=compression,
             shard_optimizer=shard_optimizer,
+            algorithm=algorithm,
             broadcast_buffers=broadcast_buffers,
             uneven=uneven,
             start_method=start_method,
@@ -148,13 +164,52 @@ class RingStrategy(AveragedSteps):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        explain_foreign_modules()
-        self._request = Request.NONE
+        self.algorithm = Algorithm()  # of the current fit, or the last one
+        self._step_hooks: StepHooks | None = None  # in a fit of several ranks
+        self._sharded_hooks: ShardedHooks | None = None
+        self._recorded: RecordedCommunicator | None = None
+        self._zero_loss = ZeroLoss()
+        self._calls_manual_backward = False
+        self._training_loaders = TrainingLoaders()
+        self._requests = StopRequests(self.options.requeue_signal, self._ask_all_ranks)
+        self._stopping_together = False  # all ranks leave the training loop at the same step
         self._keeps_freed_memory = False
         self._random_states = RandomStates()
-        self._compression_state = CompressionState()
+        self._algorithm_state = AlgorithmState()
         self._buffers = BufferBroadcast(self.options.broadcast_buffers, _warn)
-        self._after_swaps = AfterSwaps(self._broadcast_buffers)
+        self._after_swap = BroadcastAfterSwap(self._broadcast_buffers)
+
+    # -- what users call
+
+    def wait_parameters(self) -> None:
+        """Return when all parameters are whole: before reading one in code that lightning_ring cannot see reading.
+
+        In every module's forward its own are whole. Inside ``training_step`` and the hooks that run between two
+        training steps a call of torch from Python waits for those that it is given; in all other hooks all are whole.
+        What is left is scripted and compiled code that a module's own attributes and methods do not name, and threads.
+        Nothing to do for ``strategy="ring"``.
+        """
+        self.algorithm.make_whole()
+
+    def clip_grad_norm_(self, parameters: Iterable[Parameter], max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale gradients so that their norm over all ``parameters`` is at most ``max_norm``; returns it as it was.
+
+        What `torch.nn.utils.clip_grad_norm_` does, where each rank has its shard of the gradients. All ranks call it,
+        with the same parameters. Lightning's ``gradient_clip_val`` and ``self.clip_gradients`` end here by themselves.
+        """
+        return self.algorithm.clip_grad_norm_(parameters, max_norm, norm_type)
+
+    @property
+    def num_buckets(self) -> int:
+        """Number of gradient buckets as they are laid out now; the same on every rank."""
+        return self.algorithm.num_buckets
+
+    def gradient_squares(self, parameters: Sequence[Parameter]) -> Tensor:
+        """This rank's part of the squared norms of gradients: of each bucket, then of gradients outside buckets.
+
+        1-D, float64. All ranks call it, with the same parameters, where gradients are averaged already.
+        """
+        return self.algorithm.gradient_squares(parameters)
 
     # -- set-up and tear-down
 
@@ -170,32 +225,69 @@ class RingStrategy(AveragedSteps):
         if self._comm is not None:
             check_same_model(self.model, self._comm)
             broadcast_module(self.model, self._comm)
-            self._after_swaps.follow(trainer)
+            self._after_swap.follow(trainer)
         if fitting:
-            self.configure_ddp()
+            self._stopping_together = False
+            self.algorithm = self.options.new_algorithm() if self._comm is not None else Algorithm()
             add_no_sync(self.model, self.block_backward_sync)
             if self._comm is not None:
                 self._training_loaders.follow(trainer)
-            if self.options.monitor and self._comm is not None:
-                add_monitor(trainer)
-            if self._reducer is not None and self.world_size > 1:
-                self._reducer.stop_requested = self._request != Request.NONE  # a signal during an evaluation before
-                leave_sigterm_to_the_buckets(trainer)
+                if self.options.monitor:
+                    add_monitor(trainer)
+                if self.world_size > 1:
+                    # a signal may have come during an evaluation before the fit
+                    self.algorithm.ask_to_stop(self._requests.pending != Request.NONE)
+                    leave_sigterm_to_the_buckets(trainer)
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
-            self._follow_optimizers(trainer)
+            if self._comm is not None:
+                self._attach(trainer, self._comm)
             self.timeline.prepare(trainer, self._comm)
 
+    def _attach(self, trainer: pl.Trainer, comm: Communicator) -> None:
+        assert self.model is not None
+        self._calls_manual_backward = calls_manual_backward(trainer.lightning_module)
+        self._recorded = RecordedCommunicator(comm, self.listeners)
+        self._step_hooks = StepHooks(self.algorithm)
+        self.algorithm.attach(self.model, self.optimizers, self._recorded, _warn, _inform)
+        if isinstance(self.algorithm, Sharded):
+            self._sharded_hooks = ShardedHooks(trainer, self.precision_plugin, self.algorithm, self._make_whole)
+        _inform(
+            f"{self.world_size} ranks on {self.ring_environment.num_nodes()} node(s), gradients by "
+            f"{type(comm).__name__}{self.algorithm.description()}"
+        )
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        return super().optimizers
+
+    @optimizers.setter
+    def optimizers(self, optimizers: list[Optimizer]) -> None:
+        """Lightning sets them, and ``trainer.optimizers = [...]`` in the middle of a training."""
+        RankedStrategy.optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
+        if getattr(self, "_step_hooks", None) is not None:  # DDPStrategy's constructor sets them too
+            self.algorithm.set_optimizers(optimizers)
+
     def teardown(self) -> None:
+        # other code would meet these, and the rest may raise, as where a device is out of memory
+        if self._step_hooks is not None:
+            self._step_hooks.remove()
+            self._step_hooks = None
         self.timeline.abandon()
         if self.model is not None:
             remove_no_sync(self.model)
         if self._trainer is not None:
-            self._after_swaps.leave(self._trainer)
-        super().teardown()
-        self._turns = Turns()
+            self._after_swap.leave(self._trainer)
+            self._training_loaders.release(self._trainer)
+        if self._sharded_hooks is not None:
+            self._sharded_hooks.remove()
+            self._sharded_hooks = None
+        self.algorithm.detach(wait=not self._alone)
+        with self.algorithm.states_shown():
+            super().teardown()
+        self._active_ranks = ActiveRanks()
         self._buffers = BufferBroadcast(self.options.broadcast_buffers, _warn)
         if self._keeps_freed_memory:
             self._keeps_freed_memory = False
@@ -203,8 +295,19 @@ class RingStrategy(AveragedSteps):
 
     # -- training
 
+    def process_dataloader(self, dataloader: object) -> object:
+        if in_slurm_job(os.environ):
+            requeue_signal = self.options.requeue_signal
+            signals = [*stop_signals(), *([requeue_signal] if requeue_signal else [])]
+            ignore_in_workers(dataloader, signals, self.global_rank)
+        if self._comm is None or self._trainer is None:
+            return dataloader
+        return self._training_loaders.prepare(dataloader, self._trainer, self._comm, self.options.uneven)
+
     def on_train_start(self) -> None:
         self._catch_stop_signals()
+        if self._sharded_hooks is not None:
+            self._sharded_hooks.begin_training()
         super().on_train_start()
         self.timeline.begin_training()
         if self.options.keep_freed_memory and self.root_device.type == "cpu":
@@ -213,28 +316,101 @@ class RingStrategy(AveragedSteps):
             rank_zero_info("lightning_ring: memory that a step frees is kept for the next one (keep_freed_memory=True)")
 
     def on_train_end(self) -> None:
+        self._make_whole()
         super().on_train_end()
         self.timeline.stop()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.timeline.begin_batch()
-        if self._comm is None and self._trainer is not None and self._request != Request.NONE:
-            self._follow_requests(self._trainer)
-        if self._reducer is not None and self._trainer is not None:
-            if self._reducer.agreed_to_stop():
-                self._follow_requests(self._trainer)
-            self._begin_batch(self._trainer, self._reducer, batch_idx)
+        trainer = self._trainer
+        if self._comm is None and trainer is not None and self._requests.pending != Request.NONE:
+            self._follow_requests(trainer)
+        if self._step_hooks is not None and trainer is not None:
+            if self.algorithm.agreed_to_stop():
+                self._follow_requests(trainer)
+            self._active_ranks.find_loader(trainer)
+            self.algorithm.begin_batch(self._active_ranks.take(batch_idx, trainer.accumulate_grad_batches))
         if self.model is not None and (comm := self._buffers_comm) is not None:
-            accumulate = self._trainer.accumulate_grad_batches if self._trainer is not None else 1
+            accumulate = trainer.accumulate_grad_batches if trainer is not None else 1
             self._buffers.before_batch(self.model, comm, batch_idx, accumulate)
         super().on_train_batch_start(batch, batch_idx)
 
-    def process_dataloader(self, dataloader: object) -> object:
-        if in_slurm_job(os.environ):
-            requeue_signal = self.options.requeue_signal
-            signals = [*stop_signals(), *([requeue_signal] if requeue_signal else [])]
-            ignore_in_workers(dataloader, signals, self.global_rank)
-        return super().process_dataloader(dataloader)
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        module = self.lightning_module
+        assert module is not None
+        self._zero_loss.in_use = False
+        automatic = module.automatic_optimization
+        plain = not automatic and not self._calls_manual_backward
+        with (
+            self._reporting_failures(),
+            self._active_ranks.step(module),
+            self.algorithm.plain_backwards(reduced=plain),
+            self.algorithm.forward(wait=automatic),
+        ):
+            output = super().training_step(*args, **kwargs)
+        has_data = self._active_ranks.has_data
+        if self._step_hooks is None or not automatic or (output is not None and has_data):
+            return output
+        return self._zero_loss.new(output, self.root_device, has_data=has_data, rank=self.global_rank)
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        if self._step_hooks is None:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        module, plugin, algorithm = self.lightning_module, self.precision_plugin, self.algorithm
+        assert module is not None
+        self.pre_backward(closure_loss)
+        with algorithm.plain_backwards(reduced=False):  # a backward in the user's hook
+            closure_loss = plugin.pre_backward(closure_loss, module)
+        # gradients are averaged before the precision plugin's `post_backward`, which calls the user's
+        # `on_after_backward`: there they are equal on all ranks already
+        with self._reporting_failures(), algorithm.backward():
+            self._zero_loss.repeat_backward(algorithm)
+            plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
+        with algorithm.plain_backwards(reduced=False):
+            closure_loss = plugin.post_backward(closure_loss, module)
+        self.post_backward(closure_loss)
+        return closure_loss
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        with self.algorithm.no_sync():
+            yield
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        algorithm = self.algorithm
+        if self._step_hooks is None:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        reduced = algorithm.reduces_plain_backwards  # inside a manual training_step
+
+        def closure_or_none() -> Any:
+            with algorithm.plain_backwards(reduced=reduced):
+                loss = closure()
+            algorithm.check_gradients(optimizer)
+            if not self._zero_loss.in_use or any(
+                p.grad is not None for g in optimizer.param_groups for p in g["params"]
+            ):
+                return loss
+            return None  # no rank has a gradient: a loss scaler must not look for one
+
+        with algorithm.plain_backwards(reduced=False):  # a backward in on_before_optimizer_step
+            return super().optimizer_step(optimizer, closure_or_none, model, **kwargs)
+
+    def _make_whole(self) -> None:
+        try:
+            self.algorithm.make_whole()
+        except RingError as error:
+            if not self._alone or not isinstance(self.algorithm, Sharded):
+                raise
+            self.algorithm.show()
+            rank_zero_warn(
+                "lightning_ring: after the exception some parameters did not arrive from the ranks that stepped them "
+                f"({type(error).__name__}). On this rank the weights, and a checkpoint of them, mix those before and "
+                "after the last step: go on from an earlier checkpoint."
+            )
+
+    def _progress(self) -> str:
+        text, more = super()._progress(), self.algorithm.progress()
+        return f"{text} and {more}" if text and more else text
 
     # -- evaluation
 
@@ -273,16 +449,16 @@ class RingStrategy(AveragedSteps):
     @property
     def _buffers_comm(self) -> Communicator | None:
         """In a fit listeners are told of broadcasts: here, too, the others wait for a rank that is late."""
-        return self._recorded if self._reducer is not None else self._comm
+        return self._recorded if self._step_hooks is not None else self._comm
 
     # -- checkpoints
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         together = None if self._alone else self._comm
+        self._random_states.save(checkpoint, together)
         if together is not None:
             self._broadcast_buffers()
-        self._random_states.save(checkpoint, together)
-        self._compression_state.save(checkpoint, together, self._compressor)
+            self._algorithm_state.save(checkpoint, self.algorithm)
         if self._trainer is not None:
             count_trained_batches(checkpoint, self._trainer)
         super().save_checkpoint(checkpoint, filepath, storage_options)
@@ -290,57 +466,75 @@ class RingStrategy(AveragedSteps):
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         self._random_states.load(checkpoint)
-        self._compression_state.load(checkpoint)
+        self._algorithm_state.load(checkpoint)
         return checkpoint
 
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        self._make_whole()
+        return super().lightning_module_state_dict()
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        self._make_whole()  # values that arrive later would overwrite the loaded ones
+        super().load_model_state_dict(checkpoint, strict=strict)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The ordinary state dict of the whole optimizer; under ``ring_sharded`` on rank 0, and empty elsewhere."""
+        if not self.algorithm.sharded:
+            return super().optimizer_state(optimizer)
+        if self._alone and not self._stopping_together:
+            rank_zero_warn(
+                "lightning_ring: a checkpoint after an exception holds no optimizer state under ring_sharded: the "
+                "other ranks, which have their shards of it, may be gone."
+            )
+            return {}
+        return self.algorithm.optimizer_state_dict(optimizer, is_rank_zero=self.is_global_zero)
+
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        super().load_optimizer_state_dict(checkpoint)
-        if self._comm is not None and self._sharding is None:
+        states = checkpoint["optimizer_states"]
+        held = [pair for pair in zip(self.optimizers, states, strict=False) if pair[1]]
+        if len(held) < min(len(self.optimizers), len(states)):
+            rank_zero_warn(
+                "lightning_ring: the checkpoint holds no state for some of the optimizers (ring_sharded leaves it out "
+                "of what is saved after an exception): those start anew."
+            )
+        for optimizer, state in held:
+            self.algorithm.load_optimizer_state_dict(optimizer, state)
+            if not self.algorithm.sharded:
+                _optimizer_to_device(optimizer, self.root_device)
+        if self._comm is not None and not self.algorithm.sharded:
             for optimizer in self.optimizers:
                 broadcast_optimizer_state(optimizer, self._comm)
-        self._compression_state.restore(self._compressor, self.global_rank, self.world_size)
+        if self._comm is not None:
+            self._algorithm_state.restore(self.algorithm)
         # here, and not later: the loaders' iterators that come next draw their seeds from this state
         self._random_states.restore(self.global_rank, self.world_size)
 
     # -- requests to stop
 
     def _catch_stop_signals(self) -> None:
-        # instead of Lightning's handler, which starts a collective wherever the signal happens to find the rank
-        if self._comm is not None and self.world_size > 1:
-            on_stop_signal(self._ask_to_stop)
-        if in_slurm_job(os.environ) and self.options.requeue_signal is not None:
-            on_requeue_signal(self.options.requeue_signal, self._ask_to_requeue)
+        self._requests.catch_signals(several_ranks=self._comm is not None and self.world_size > 1)
 
-    def _ask_to_stop(self) -> None:
-        self._ask(Request.STOP)
-
-    def _ask_to_requeue(self) -> None:
-        self._ask(Request.REQUEUE)
-
-    def _ask(self, request: Request) -> None:
-        self._request = max(self._request, request)
-        if self._reducer is not None:
-            self._reducer.stop_requested = True
+    def _ask_all_ranks(self, asked: bool) -> None:
+        self.algorithm.ask_to_stop(asked)
 
     def _follow_requests(self, trainer: pl.Trainer) -> None:
-        """Do together what some rank was asked for, between two batches. Collective."""
-        mine = Request.STOP if trainer.received_sigterm else self._request  # a single rank's SIGTERM is Lightning's
-        asked = max(self._comm.all_gather_object(mine)) if self._comm is not None else mine
-        if self._request == mine and asked != Request.STOP:
-            self._request = Request.NONE
-            if self._reducer is not None:
-                self._reducer.stop_requested = False
-        if asked == Request.NONE:  # a flag that was under way when the request was met
+        """Between two batches do what some rank was asked for, on all ranks. Collective."""
+        request = self._requests.agree(self._comm, received_sigterm=trainer.received_sigterm)
+        if request == Request.NONE:  # the request was met already, while this flag travelled
             return
         self._make_whole()
-        if asked == Request.STOP or save_and_requeue(trainer):
+        if request == Request.STOP or save_and_requeue(trainer):
             self._stopping_together = True
             raise SIGTERMException(143)  # 128 + SIGTERM, on every rank at the same step
 
     def _stop_if_asked(self) -> None:
-        if self._request == Request.STOP and self._reducer is None:
+        if self._requests.pending == Request.STOP and self._step_hooks is None:
             raise SIGTERMException(143)
 
 
 def _warn(message: str) -> None:  # no lambda: ``start_method="spawn"`` pickles the strategy
     rank_zero_warn(f"lightning_ring: {message}")
+
+
+def _inform(message: str) -> None:
+    rank_zero_info(f"lightning_ring: {message}")

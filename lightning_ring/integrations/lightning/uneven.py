@@ -20,7 +20,7 @@ from lightning_ring.errors import ConfigurationError, UnevenBatchesError
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class BatchStatus:
     """One batch of the training loader: how many ranks had data for it, and whether this one did."""
 
     active_ranks: int
@@ -32,7 +32,7 @@ class AgreedLoader:
 
     It stands in where lengths are unknown (iterable data sets), or where ``uneven="join"`` lets ranks run out at
     different steps: it then goes on, on every rank, until the last one has no data. A rank that ran out repeats its own
-    last batch (`lightning_ring.integrations.lightning.join.Turns.step`).
+    last batch (`lightning_ring.integrations.lightning.join.ActiveRanks.step`).
 
     Raises:
         UnevenBatchesError: With ``policy="error"``, on every rank, at the step for which some rank has no batch.
@@ -43,9 +43,9 @@ class AgreedLoader:
         self._comm = comm
         self._policy = policy
         self._length = length
-        # Lightning fetches ahead: a turn is taken when its batch is trained on. With "error" nobody needs to take any:
-        # all ranks have data whenever one has.
-        self._turns: deque[Turn] = deque()
+        # Lightning fetches batches ahead, so a status waits here until its batch is trained on. With "error" none is
+        # needed: all ranks have data whenever one has.
+        self._statuses: deque[BatchStatus] = deque()
 
     def __getattr__(self, name: str) -> Any:
         if name == "_loader":  # being unpickled: nothing to delegate to yet
@@ -58,7 +58,7 @@ class AgreedLoader:
         return self._length
 
     def __iter__(self) -> Iterator[Any]:
-        self._turns.clear()
+        self._statuses.clear()
         batches = iter(self._loader)
         last: Any = None
         step = 0
@@ -73,7 +73,7 @@ class AgreedLoader:
             if not all(having):
                 self._allow(having, step)
             if self.joins:
-                self._turns.append(Turn(sum(having), has_data))
+                self._statuses.append(BatchStatus(sum(having), has_data))
             yield batch
             last, step = batch, step + 1
 
@@ -85,8 +85,8 @@ class AgreedLoader:
     def joins(self) -> bool:
         return self._policy == "join"
 
-    def take_turn(self) -> Turn:
-        return self._turns.popleft()
+    def next_status(self) -> BatchStatus:
+        return self._statuses.popleft()
 
     def _allow(self, having: list[bool], step: int) -> None:
         if self._policy == "error":

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_ring.gradients import Reducer
+from lightning_ring.algorithms.algorithm import Algorithm
 
 log = logging.getLogger(__name__)
 
 
-class StandInLoss:
+class ZeroLoss:
     """Depends on no parameter: its backward takes part in the reduction with zeros.
 
     Attributes:
@@ -34,12 +34,12 @@ class StandInLoss:
         self.in_use = True
         return torch.zeros((), device=device, requires_grad=True)
 
-    def repeat_backward(self, reducer: Reducer) -> None:
+    def repeat_backward(self, algorithm: Algorithm) -> None:
         """On a rank that ran out of data: the collectives inside backward (`all_gather` with gradients, SyncBatchNorm)
         need this rank too; what it adds to them is zeros."""
         loss, self._repeated_loss = self._repeated_loss, None
         if loss is not None and loss.requires_grad:
-            with reducer.discarding():
+            with algorithm.discarding():
                 loss.backward(torch.zeros_like(loss))
 
 

@@ -1,4 +1,4 @@
-"""How ranks find rank 0's store: one line over TCP that proves who answered.
+"""Ranks find rank 0's store by a greeting: one line over TCP, with a token that only the job knows.
 
 torch's ``TCPStore`` waits for ever, whatever its timeout, for a server that accepts a connection and then says
 nothing, as any other program does on a port that was taken. A greeting, all of whose waits are bounded, comes first.
@@ -13,7 +13,7 @@ import time
 
 from lightning_ring.errors import RankDiscoveryError
 
-ANSWER_SECONDS = 5.0  # how long a server that accepted may take to say its line
+ANSWER_SECONDS = 5.0  # a server that accepted has to send its line within this time
 
 
 def listen(address: str, port: int = 0) -> socket.socket:
@@ -39,7 +39,7 @@ def listen(address: str, port: int = 0) -> socket.socket:
 
 
 class Greeter:
-    """Tells each of ``count`` callers, once they say who they are, where the store is (`greet` calls). A thread."""
+    """A thread in rank 0 that sends each of ``count`` callers of `greet` a word, such as the store's port."""
 
     def __init__(self, listener: socket.socket, token: str, count: int) -> None:
         self._listener = listener
@@ -85,10 +85,10 @@ def greet(
     """Ask the `Greeter` at ``address``; its payload, and this host's address on the way there.
 
     With ``listening`` the greeter is known to be up, so that a refusal is an answer; without, it may still start.
-    Who accepts and says nothing for ``answer_seconds`` is no greeter.
+    A server that accepts and sends nothing for ``answer_seconds`` is another program.
 
     Raises:
-        RankDiscoveryError: Nobody answered within ``timeout`` seconds, or somebody else did.
+        RankDiscoveryError: Nothing answered within ``timeout`` seconds, or another program did.
     """
     deadline = time.monotonic() + timeout
     while True:
@@ -116,7 +116,7 @@ def greet(
 
 
 def _ask(connection: socket.socket, rank: int) -> str:
-    """The server's line; empty if it says none in time, which no `Greeter` does."""
+    """The server's line; empty if none came in time, which means another program."""
     try:
         connection.sendall(f"{rank}\n".encode())
         return _read_line(connection)

@@ -1,4 +1,4 @@
-"""This host's network interfaces, and which of them is worth trying first."""
+"""Network interfaces of this host, in the order in which other hosts should try them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def interface_of(address: str) -> str | None:
 
 
 class _Preferred:
-    """The interface that leads to rank 0, once this process has met it."""
+    """The interface that leads to rank 0, known after the rendezvous."""
 
     name: str | None = None
     offered = False  # the variable is ours

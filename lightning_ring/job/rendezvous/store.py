@@ -1,11 +1,12 @@
-"""Where the ranks of a job meet: the key-value store that torch.distributed and the job watch start from."""
+"""The key-value store through which ranks meet; torch.distributed and the job watch start from it."""
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -13,9 +14,10 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
+from lightning_ring.comm.backends.mpi_library import import_mpi
 from lightning_ring.errors import RankDiscoveryError
-from lightning_ring.job.launchers import first_host
-from lightning_ring.job.ranks import RankInfo, import_mpi
+from lightning_ring.job.launchers.slurm import first_host
+from lightning_ring.job.ranks import RankInfo
 from lightning_ring.job.rendezvous.greeting import ANSWER_SECONDS, Greeter, greet, listen
 from lightning_ring.job.rendezvous.interfaces import prefer_interface, reachable_candidates
 
@@ -44,12 +46,46 @@ def open_store(info: RankInfo, timeout: timedelta) -> Store:
         address, port = _variable("MASTER_ADDR"), int(_variable("MASTER_PORT"))
         prefer_interface(LOOPBACK if info.num_nodes == 1 else _own_address_towards(address))
         return _connect(address, port, info.rank, timeout)
-    address, port, token = _known_place(info)
+    address, port, token = _known_address(info)
     return _open_at(address, port, token, info, timeout)
 
 
+def hand_over_store(store: Store, rank: int, ranks: Sequence[int], address: str, timeout: timedelta) -> Store | None:
+    """A new store for ``ranks`` of a job, found through its ``store``; `None` on other ranks.
+
+    The first of ``ranks`` serves it at ``address``, where the others reach it; empty where all are on one node. Rank 0
+    returns once nobody needs ``store`` any more.
+
+    Raises:
+        RankDiscoveryError: The server of either store could not be reached.
+    """
+    old = PrefixStore("next", store)
+    new: Store | None = None
+    try:
+        if rank in ranks and len(ranks) == 1:
+            new = HashStore()
+        elif rank == ranks[0]:
+            new = _serve("" if address else LOOPBACK, timeout)
+            old.set("address", json.dumps([address or LOOPBACK, new.port]))
+        elif rank in ranks:
+            host, port = json.loads(old.get("address"))
+            new = _connect(host, port, rank, timeout)
+            prefer_interface(LOOPBACK if host == LOOPBACK else _own_address_towards(host))
+        if rank in ranks:
+            old.set(f"arrived/{rank}", "")
+        if rank == 0:
+            old.wait([f"arrived/{other}" for other in ranks], timeout)
+    except RuntimeError as error:  # DistNetworkError and DistStoreError
+        raise RankDiscoveryError(
+            f"Rank {rank} could not open the next generation of the job (ranks {', '.join(map(str, ranks))}): "
+            f"{str(error).splitlines()[0]}. Rank 0 serves the store through which the ranks meet: it has to take part, "
+            "and every rank of the next generation too."
+        ) from error
+    return new
+
+
 def _store_of_open_group(info: RankInfo) -> Store | None:
-    """That of torch.distributed's default group, whose ranks have met; it may hold the port in MASTER_PORT."""
+    """The store of torch.distributed's default group, which may hold the port in MASTER_PORT."""
     if not dist.is_initialized():
         return None
     if (dist.get_rank(), dist.get_world_size()) != (info.rank, info.world_size):
@@ -70,8 +106,8 @@ def _store_of_open_group(info: RankInfo) -> Store | None:
     return PrefixStore("lightning_ring", store)
 
 
-def _known_place(info: RankInfo) -> tuple[str, int, str]:
-    """Address and port that every rank knows beforehand, and what names the job there."""
+def _known_address(info: RankInfo) -> tuple[str, int, str]:
+    """Address and port that every rank knows beforehand, and a token that identifies the job there."""
     if info.source == "ringrun":
         address, _, number = _variable("RING_STORE").rpartition(":")
         return address, int(number), os.environ.get("RING_JOB", "ringrun")
@@ -98,13 +134,13 @@ def _variable(name: str) -> str:
 def _open_at(address: str, port: int, token: str, info: RankInfo, timeout: timedelta) -> Store:
     """Rank 0 greets at ``address``:``port`` and serves the store beside it, on a port of the system's choice."""
     if info.rank == 0:
-        door = _inherited_listener() or listen("" if info.num_nodes > 1 else address, port)
+        listener = _inherited_listener() or listen("" if info.num_nodes > 1 else address, port)
         store = _serve("" if info.num_nodes > 1 else address, timeout)
-        Greeter(door, token, info.world_size - 1).start(str(store.port))
+        Greeter(listener, token, info.world_size - 1).start(str(store.port))
         prefer_interface(LOOPBACK if info.num_nodes == 1 else _own_address_towards(address))
         return store
     seconds = timeout.total_seconds()
-    # our launcher's socket listens before rank 0 has imported torch; anybody else's silence means a stranger
+    # our launcher's socket listens before rank 0 has imported torch; of another program nothing may come at all
     answer_seconds = seconds if info.source == "ringrun" else ANSWER_SECONDS
     store_port, own_address = greet(address, port, token, info.rank, seconds, answer_seconds=answer_seconds)
     prefer_interface(own_address)
@@ -153,32 +189,32 @@ def _open_over_mpi(info: RankInfo, timeout: timedelta) -> Store:
     world = import_mpi().COMM_WORLD
     address = LOOPBACK if info.num_nodes == 1 else _agree_on_address(world, info)
     store: TCPStore | None = None
-    place: tuple[str, int] | RankDiscoveryError | None = None
+    served: tuple[str, int] | RankDiscoveryError | None = None
     if info.rank == 0:
         try:
             store = _serve(address, timeout)
-            place = (address, store.port)
+            served = (address, store.port)
         except RankDiscoveryError as error:
-            place = error
-    place = world.bcast(place)
-    if not isinstance(place, tuple):
-        raise place if place is not None else RankDiscoveryError("rank 0 handed out no store")
+            served = error
+    served = world.bcast(served)
+    if not isinstance(served, tuple):
+        raise served if served is not None else RankDiscoveryError("rank 0 handed out no store")
     if store is not None:
         prefer_interface(address)
         return store
     if info.num_nodes == 1:
         prefer_interface(LOOPBACK)
-    return _connect(*place, info.rank, timeout)
+    return _connect(*served, info.rank, timeout)
 
 
 def _agree_on_address(world: Any, info: RankInfo) -> str:
     """The first of rank 0's addresses that every rank reaches. Collective over MPI."""
     if info.rank == 0:
-        door = listen("")
+        listener = listen("")
         candidates = reachable_candidates(os.environ)
         token = secrets.token_hex(8)
-        world.bcast((candidates, door.getsockname()[1], token))
-        greeter = Greeter(door, token, info.world_size)  # one more than will ever call: it answers until it is closed
+        world.bcast((candidates, listener.getsockname()[1], token))
+        greeter = Greeter(listener, token, info.world_size)  # one more than calls: it answers until it is closed
         greeter.start("here")
         reached: dict[str, str] = dict.fromkeys(candidates, "")
     else:

@@ -1,15 +1,18 @@
-"""Messages of the job watch: one JSON object a line, over a TCP connection that never blocks its owner."""
+"""Messages of the job watch: one JSON object a line, over a non-blocking TCP connection."""
 
 from __future__ import annotations
 
 import json
+import os
 import socket
 import sys
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 Message = dict[str, Any]
 
-_LONGEST_LINE = 4 * 1024 * 1024  # bytes; every rank's stacks fit, an endless stream from a stranger does not
+_LONGEST_LINE = 4 * 1024 * 1024  # bytes; the stacks of all ranks fit
 LOST_SECONDS = 15  # a peer that acknowledges nothing for so long is lost: its host is down, or the link is cut
 
 
@@ -26,8 +29,8 @@ def watch_for_loss(connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, LOST_SECONDS * 1000)
 
 
-class LineConnection:
-    """One end of the connection. Not thread-safe: its owner's thread reads and writes."""
+class MessageConnection:
+    """One end of a connection. Not thread-safe."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
@@ -79,8 +82,19 @@ class LineConnection:
         self.socket.close()
 
 
+def in_forked_children(method: Callable[[], None]) -> None:
+    """Call ``method``, a bound one, in every process forked from this one, as long as its object lives."""
+    reference = weakref.WeakMethod(method)
+
+    def call() -> None:
+        if (alive := reference()) is not None:
+            alive()
+
+    os.register_at_fork(after_in_child=call)
+
+
 def parse(line: bytes) -> Message | None:
-    """The message on ``line``; `None` if it is none."""
+    """The message on ``line``; `None` for anything else."""
     try:
         message = json.loads(line)
     except ValueError:

@@ -1,4 +1,4 @@
-"""What became of the other ranks, as the job watch heard it."""
+"""Failures, deaths and departures of other ranks, as the job watch learns of them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,7 @@ _TRANSPORT_WORDS = ("gloo/transport", "connection closed by peer", "connection r
 
 
 def comes_from_a_peer(error: BaseException) -> bool:
-    """Whether ``error`` says that another rank is to blame, rather than this one's own code.
-
-    Gloo and NCCL know that somebody closed a connection, not who or why.
-    """
+    """Whether another rank caused ``error``: Gloo and NCCL see a closed connection, and not the reason."""
     if isinstance(error, PeerFailedError):
         return True
     text = str(error).lower()
@@ -27,7 +24,7 @@ class PeerEvent:
     """``kind``: ``"failed"`` (it raised), ``"dead"`` (it vanished) or ``"left"`` (its script ended).
 
     ``echo``: it failed only because another one had. ``fit`` counts its fits, so that an old failure does not end
-    a new fit. ``time`` is this process's monotonic clock when the news came.
+    a new fit. ``time`` is this process's monotonic clock when the message came.
     """
 
     kind: str
@@ -41,30 +38,30 @@ class PeerEvent:
 
     @property
     def lost(self) -> bool:
-        """Whether it is the host or the way to it that has gone, rather than the process."""
+        """Whether the host or the link to it has gone, rather than the process."""
         return self.kind == "dead" and self.text != "closed"
 
     def __str__(self) -> str:
-        who = f"rank {self.rank} (host {self.host}, pid {self.pid})"
+        name = f"rank {self.rank} (host {self.host}, pid {self.pid})"
         if self.kind == "failed":
-            return f"{who} failed: {self.text}"
+            return f"{name} failed: {self.text}"
         if self.kind == "left":
-            return f"{who} has left the job: its script ended while other ranks were waiting for it"
+            return f"{name} has left the job: its script ended while other ranks were waiting for it"
         if self.lost:
-            return f"{who} was lost: {self.text} (its host is down, or the link to it is cut)"
-        return f"{who} died: its process ended without a word (killed, out of memory, or crashed in C code)"
+            return f"{name} was lost: {self.text} (its host is down, or the link to it is cut)"
+        return f"{name} died: its process ended without a word (killed, out of memory, or crashed in C code)"
 
 
-class PeerLedger:
-    """Keeps the news of all other ranks. Not thread-safe."""
+class PeerEvents:
+    """Failures, deaths and departures of the other ranks. Not thread-safe."""
 
     def __init__(self) -> None:
-        self.events: list[PeerEvent] = []
+        self.failures: list[PeerEvent] = []
         self.left: dict[int, PeerEvent] = {}
         self.gone: set[int] = set()
 
-    def take(self, message: Message, fit: int) -> None:
-        """Enter a message of another rank; ``fit`` stands in where it names none."""
+    def add(self, message: Message, fit: int) -> None:
+        """Add a message of another rank; ``fit`` is used where it names none."""
         kind, rank = message["kind"], message["rank"]
         if kind in ("dead", "gone"):
             self.gone.add(rank)
@@ -83,11 +80,11 @@ class PeerLedger:
             if kind == "left":
                 self.left[rank] = event
             else:
-                self.events.append(event)
+                self.failures.append(event)
 
     def failure(self, fit: int) -> PeerEvent | None:
-        """The failure of ``fit`` to blame: the first that is no echo. A dead rank counts in every fit."""
-        current = [event for event in self.events if event.kind == "dead" or event.fit == fit]
+        """The first failure in ``fit`` that is no echo, else the first echo. A dead rank counts in every fit."""
+        current = [event for event in self.failures if event.kind == "dead" or event.fit == fit]
         return min(current, key=lambda event: (event.echo, event.time), default=None)
 
     def first_left(self) -> PeerEvent | None:

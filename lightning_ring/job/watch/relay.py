@@ -1,4 +1,4 @@
-"""The job watch's server: a thread of rank 0 that passes every rank's messages to all, and says who vanished."""
+"""The server of the job watch: a thread of rank 0 that passes on messages and reports connections that ended."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from torch.distributed import PrefixStore, Store, TCPStore
 from lightning_ring.errors import RankDiscoveryError
 from lightning_ring.job.ranks import RankInfo
 from lightning_ring.job.rendezvous.greeting import listen
-from lightning_ring.job.watch.messages import LineConnection, Message
+from lightning_ring.job.watch.messages import Message, MessageConnection, in_forked_children
 
 
-def join_relay(info: RankInfo, store: Store) -> tuple[Relay | None, LineConnection, Message]:
-    """Start the relay in rank 0, which hands out its place through ``store``, and connect this rank to it. Collective.
+def join_relay(info: RankInfo, store: Store) -> tuple[Relay | None, MessageConnection, Message]:
+    """Start the relay in rank 0, which publishes its address in ``store``, and connect this rank to it. Collective.
 
     Returns the relay (in rank 0), this rank's connection, and rank 0's ``host`` and ``pid``.
 
@@ -35,10 +35,10 @@ def join_relay(info: RankInfo, store: Store) -> tuple[Relay | None, LineConnecti
         token = secrets.token_hex(16)
         relay = Relay(listener, token)
         relay.start()
-        store.set("place", json.dumps([listener.getsockname()[1], token, home]))
+        store.set("relay", json.dumps([listener.getsockname()[1], token, home]))
     try:
-        port, token, rank_0 = json.loads(store.get("place"))
-        connection = LineConnection(socket.create_connection((address, port), timeout=30))
+        port, token, rank_0 = json.loads(store.get("relay"))
+        connection = MessageConnection(socket.create_connection((address, port), timeout=30))
     except (OSError, RuntimeError) as error:  # RuntimeError: the store's timeout
         raise RankDiscoveryError(
             f"Rank {info.rank} could not reach the job watch in rank 0, on {address}: {str(error).splitlines()[0]}. "
@@ -61,16 +61,16 @@ class Relay:
 
     A message with a rank under ``"to"`` goes to that one and to its sender only.
     A connection that ends without a ``failed`` or ``left`` message of its rank becomes a ``dead`` message; otherwise a
-    ``gone`` one. All ranks get all messages in the same order. A rank that connects late gets what was said before.
+    ``gone`` one. All ranks get all messages in the same order. A rank that connects late gets the earlier failures.
     """
 
     def __init__(self, listener: socket.socket, token: str) -> None:
         self._listener = listener
         self._token = token
         self._selector = selectors.DefaultSelector()
-        self._ranks: dict[LineConnection, Message] = {}  # its hello, once it has said it
-        self._by_rank: dict[int, LineConnection] = {}
-        self._excused: set[int] = set()  # ranks that said failed or left
+        self._ranks: dict[MessageConnection, Message] = {}  # its hello message, empty before that
+        self._by_rank: dict[int, MessageConnection] = {}
+        self._excused: set[int] = set()  # ranks that sent failed or left
         self._history: list[Message] = []
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="ring-watch-relay", daemon=True)
@@ -78,7 +78,7 @@ class Relay:
     def start(self) -> None:
         self._listener.setblocking(False)
         self._selector.register(self._listener, selectors.EVENT_READ, None)
-        os.register_at_fork(after_in_child=self._forget)
+        in_forked_children(self._close_sockets)
         self._thread.start()
 
     def hellos(self) -> dict[int, Message]:
@@ -86,11 +86,11 @@ class Relay:
         return {hello["rank"]: hello for hello in list(self._ranks.values()) if hello}
 
     def close(self) -> None:
-        """End the thread. What was said before has been handed to the kernel."""
+        """End the thread. Earlier messages have been handed to the kernel."""
         self._closing.set()
         self._thread.join(timeout=2)
 
-    def _forget(self) -> None:
+    def _close_sockets(self) -> None:
         """A forked child (a data-loader worker) must not hold the connections open when its parent is killed."""
         with contextlib.suppress(OSError):
             self._listener.close()
@@ -100,22 +100,24 @@ class Relay:
     def _serve(self) -> None:
         while not self._closing.is_set():
             for key, _ in self._selector.select(timeout=0.5):
-                connection: LineConnection | None = key.data
+                connection: MessageConnection | None = key.data
                 if connection is None:
                     self._accept()
                 else:
                     self._read(connection)
             for connection in list(self._ranks):
                 self._flush(connection)
+        self._close_sockets()
+        self._selector.close()
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
             accepted, _ = self._listener.accept()
-            connection = LineConnection(accepted)
+            connection = MessageConnection(accepted)
             self._ranks[connection] = {}
             self._selector.register(accepted, selectors.EVENT_READ, connection)
 
-    def _read(self, connection: LineConnection) -> None:
+    def _read(self, connection: MessageConnection) -> None:
         messages, over = connection.receive()
         for message in messages:
             if not self._ranks[connection]:
@@ -130,16 +132,16 @@ class Relay:
         if over is not None:
             self._drop(connection, over)
 
-    def _welcome(self, connection: LineConnection, hello: Message) -> str | None:
+    def _welcome(self, connection: MessageConnection, hello: Message) -> str | None:
         if hello["kind"] != "hello" or hello.get("token") != self._token:
-            return "a stranger"
+            return "not a rank of this job"
         self._ranks[connection] = hello
         self._by_rank[hello["rank"]] = connection
         for message in self._history:
             connection.send(message)
         return None
 
-    def _drop(self, connection: LineConnection, why: str) -> None:
+    def _drop(self, connection: MessageConnection, why: str) -> None:
         self._selector.unregister(connection.socket)
         hello = self._ranks.pop(connection)
         connection.close()
@@ -155,7 +157,7 @@ class Relay:
         for rank in receivers & self._by_rank.keys():
             self._by_rank[rank].send(message)
 
-    def _flush(self, connection: LineConnection) -> None:
+    def _flush(self, connection: MessageConnection) -> None:
         connection.flush()
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.unsent else 0)
         self._selector.modify(connection.socket, events, connection)

@@ -14,8 +14,10 @@ from torch import Tensor
 from lightning_ring.comm.backends.gloo import open_torch_communicator
 from lightning_ring.comm.backends.mpi import MPICommunicator
 from lightning_ring.comm.communicator import Communicator, shard
+from lightning_ring.comm.waiting import WaitPolicy
 from lightning_ring.errors import ConfigurationError
-from lightning_ring.job.job import Job, open_communicator
+from lightning_ring.job.communicators import open_communicator
+from lightning_ring.job.job import Job
 from lightning_ring.tools.bench.names import BACKENDS
 
 
@@ -70,14 +72,11 @@ class Backend:
 
 
 def _open_auto(job: Job, timeout: timedelta) -> Communicator:
-    open_communicator(job, "auto", torch.device("cpu"), timeout, stall_warning=timeout)
-    comm, job.communicator = job.communicator, None  # else the job closes it as soon as it opens another
-    assert comm is not None
-    return comm
+    return open_communicator(job, "auto", torch.device("cpu"), timeout, stall_warning=timeout)
 
 
 def _open_mpi(job: Job, timeout: timedelta) -> Communicator:
-    return MPICommunicator(timeout=timeout, check=job.check)
+    return MPICommunicator(policy=WaitPolicy(timeout, job.check))
 
 
 def _mpi_missing(job: Job) -> str:
@@ -85,7 +84,7 @@ def _mpi_missing(job: Job) -> str:
 
 
 def _open_over_torch(backend: str) -> Callable[[Job, timedelta], Communicator]:
-    return lambda job, timeout: open_torch_communicator(backend, timeout=timeout, check=job.check)
+    return lambda job, timeout: open_torch_communicator(backend, WaitPolicy(timeout, job.check))
 
 
 _WAYS = {

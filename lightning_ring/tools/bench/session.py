@@ -13,6 +13,7 @@ import torch
 
 from lightning_ring.comm.backends.gloo import open_torch_communicator
 from lightning_ring.comm.communicator import Communicator
+from lightning_ring.comm.waiting import WaitPolicy
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.job.job import connect
 from lightning_ring.job.ranks import RankInfo, discover_ranks, pick_gpu
@@ -37,7 +38,7 @@ def run(options: argparse.Namespace, sizes: Sequence[int]) -> int:
     if options.compare and options.compare not in contenders:
         raise ConfigurationError(f"--compare {options.compare}: {missing[options.compare]}.")
     check_memory(max(sizes) * (len(contenders) + 2) * info.local_size, device)
-    control = open_torch_communicator("gloo", timeout=TIMEOUT, check=job.check)
+    control = open_torch_communicator("gloo", WaitPolicy(TIMEOUT, job.check))
     world = {"world_size": info.world_size, "num_nodes": info.num_nodes, "device": device_name(device)}
     if info.rank == 0:
         print(f"{info.world_size} ranks on {info.num_nodes} node(s), {world['device']}, float32, sum", flush=True)

@@ -18,8 +18,10 @@ from typing import Any
 import torch
 
 from lightning_ring.comm.backends.gloo import open_torch_communicator
+from lightning_ring.comm.waiting import WaitPolicy
 from lightning_ring.host.cores import bound_cores
-from lightning_ring.job.job import Job, connect, open_communicator
+from lightning_ring.job.communicators import open_communicator
+from lightning_ring.job.job import Job, connect
 from lightning_ring.job.ranks import discover_ranks, pick_gpu
 
 PREFIX = "lightning_ring.tools.doctor "
@@ -44,7 +46,7 @@ def main(arguments: list[str]) -> None:
         device = torch.device("cuda", index)
         torch.cuda.set_device(device)
     job = connect(info, device, _TIMEOUT)
-    control = open_torch_communicator("gloo", timeout=_TIMEOUT, check=job.check)
+    control = open_torch_communicator("gloo", WaitPolicy(_TIMEOUT, job.check))
     ranks = control.all_gather_object({"host": socket.gethostname(), "cores": bound_cores()})
     _say(job, {"ranks": ranks, "source": info.source})
     for backend in arguments[1:]:
@@ -72,9 +74,7 @@ class _Notes(logging.Handler):
 
 def _all_reduce(job: Job, backend: str, device: torch.device) -> str:
     """The class that did it."""
-    open_communicator(job, backend, device, _TIMEOUT, stall_warning=_TIMEOUT)
-    comm, job.communicator = job.communicator, None
-    assert comm is not None
+    comm = open_communicator(job, backend, device, _TIMEOUT, stall_warning=_TIMEOUT)
     numbers = torch.arange(_NUMEL, dtype=torch.float32, device=device) % 1000  # sums stay exact for thousands of ranks
     summed = numbers * (comm.rank + 1)
     comm.all_reduce_(summed, name=f"doctor, {backend}").wait()
@@ -82,7 +82,6 @@ def _all_reduce(job: Job, backend: str, device: torch.device) -> str:
     if not torch.equal(summed, expected):
         wrong = int((summed != expected).sum())
         raise RuntimeError(f"{backend}: {wrong} of {_NUMEL} sums are wrong")
-    comm.close()
     return type(comm).__name__
 
 

@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from lightning_ring.comm.cost import FIRST_BUCKET_MB, CostModel, default_cap_mb, num_nested_pieces, number_by_size
+from lightning_ring.gradients.compression.registry import COMPRESSORS
 from lightning_ring.tools.plan.profile import Gradient, Profile
 
 MIB = 2**20
-COMPRESSED = {"fp16": 2, "bf16": 2}  # bytes of a float32 on the wire
+PREDICTABLE = {name: known.wire_bytes for name, known in COMPRESSORS.items() if known.wire_bytes is not None}
 _PASSES = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1}
 
 Seconds = Callable[[float], float]
@@ -106,7 +107,7 @@ def predict(profile: Profile, cluster: Cluster, settings: Settings) -> Step:
     if profile.run.device == "cpu" and cluster.num_nodes > 1 and settings.topology == "flat":
         cluster = replace(cluster, node=cluster.network)  # inside a node, too, one ring over all ranks talks TCP
     cap = settings.bucket_cap_mb or default_cap_mb(profile.run.device, cluster.world_size)
-    buckets = cut_buckets(profile.gradients, cap, settings.compression)
+    buckets = cut_buckets(profile.gradients, cap, settings.compression, cluster.world_size)
     between = phases.data + phases.copy + phases.other
     if not settings.shard_optimizer:
         reduced = _Wire("all_reduce", cluster, settings)
@@ -127,7 +128,7 @@ def predict(profile: Profile, cluster: Cluster, settings: Settings) -> Step:
     return Step(cluster.world_size, phases.alone - shorter + exposed + delay, exposed + delay, busy, phases.alone)
 
 
-def cut_buckets(gradients: Sequence[Gradient], cap_mb: float, compression: str | None) -> list[Bucket]:
+def cut_buckets(gradients: Sequence[Gradient], cap_mb: float, compression: str | None, world_size: int) -> list[Bucket]:
     """As `gradients.bucket.plan_buckets` cuts them: one dtype to a bucket, in the order in which they can leave."""
     numbered: list[tuple[int, Bucket]] = []
     for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
@@ -138,17 +139,18 @@ def cut_buckets(gradients: Sequence[Gradient], cap_mb: float, compression: str |
             bucket = buckets.get(number, (0, Bucket()))[1]
             bucket.members.append(gradient)
             bucket.num_bytes += gradient.num_bytes
-            bucket.wire_bytes += gradient.numel * wire_bytes(gradient, compression)
+            bucket.wire_bytes += wire_bytes(gradient, compression, world_size)
             bucket.ready = max(bucket.ready, gradient.ready)
             buckets[number] = position, bucket
         numbered += buckets.values()
     return [bucket for _, bucket in sorted(numbered, key=lambda pair: pair[0])]
 
 
-def wire_bytes(gradient: Gradient, compression: str | None) -> float:
-    """Of one element."""
-    own = gradient.num_bytes / gradient.numel if gradient.numel else 0.0
-    return COMPRESSED[compression] if compression is not None and gradient.dtype == "float32" else own
+def wire_bytes(gradient: Gradient, compression: str | None, world_size: int) -> float:
+    """Size of ``gradient``'s part of a message, as `Compressor.wire_bytes` counts it."""
+    if compression is None or gradient.dtype != "float32":
+        return gradient.num_bytes
+    return PREDICTABLE[compression](gradient.numel, world_size)
 
 
 class _Wire:

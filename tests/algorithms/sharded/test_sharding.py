@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 
-from lightning_ring.algorithms.sharded import Sharding
+from lightning_ring.algorithms.sharded.sharding import Sharding
 from lightning_ring.comm.backends.thread import ThreadCommunicator, run_ranks
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.gradients import ShardReducer

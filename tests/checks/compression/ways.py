@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -12,41 +13,60 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_ring.comm.communicator import Work
-from lightning_ring.gradients import Bucket, Reducer
-from lightning_ring.gradients.compression import COMPRESSORS, Compressor, PowerSGD
-from lightning_ring.gradients.sending import average_
+from lightning_ring.comm.communicator import ChainedWork, ReduceOp, Work
+from lightning_ring.gradients import Reducer
+from lightning_ring.gradients.compression import BF16, COMPRESSORS, Compressor, ErrorFeedback, PowerSGD
 from tests.checks.world import communicator
 
 torch.set_num_threads(1)
 
 
-class Ternary(Compressor):
-    """A user's own, as the documentation describes one: signs and a scale, with error feedback, and nothing but
-    `all_reduce`."""
+class Signs(Compressor):
+    """A user's own, as the documentation describes one: signs and a scale, and nothing but `all_reduce`."""
 
-    name = "ternary"
+    name = "signs"
 
-    def __init__(self) -> None:
-        self.errors: dict[str, Tensor] = {}
-
-    def all_reduce(self, bucket: Bucket, comm: Any, *, divisor: int, name: str) -> Work:
-        size = bucket.flat.numel() - bucket.used.numel() - 1
-        gradient = bucket.flat[:size]
-        error = self.errors.setdefault(bucket.names[0], torch.zeros_like(gradient))
-        wanted = gradient + error
-        gradient.copy_(wanted.sign() * wanted.abs().mean())
-        error.copy_(wanted - gradient)
-        return average_(bucket.flat, comm, divisor, name)
+    def all_reduce(self, flat: Tensor, comm: Any, *, lost: Tensor | None = None, name: str = "") -> Work:
+        if lost is not None:
+            lost.copy_(flat)
+        flat.copy_(flat.sign() * flat.abs().mean())
+        if lost is not None:
+            lost.sub_(flat)
+        return comm.all_reduce_(flat, op=ReduceOp.AVG, name=name)
 
 
-WAYS: dict[str, Callable[[], Compressor]] = {**COMPRESSORS, "ternary": Ternary}
+class TopK(Compressor):
+    """Another one: every rank's largest tenth, as values and indices, in one all-gather."""
+
+    name = "topk"
+
+    def wire_bytes(self, numel: int, world_size: int) -> float:
+        return 8 * math.ceil(numel / 10) * world_size / 2
+
+    def all_reduce(self, flat: Tensor, comm: Any, *, lost: Tensor | None = None, name: str = "") -> Work:
+        indices = flat.abs().topk(math.ceil(flat.numel() / 10)).indices
+        rows = torch.empty(comm.world_size, 2, indices.numel())
+        rows[comm.shard_index] = torch.stack([flat[indices], indices.float()])
+
+        def arrived() -> None:
+            if lost is not None:
+                lost.copy_(flat)
+                lost[indices] = 0
+            flat.zero_()
+            for values, places in rows:
+                flat.index_add_(0, places.long(), values / comm.world_size)
+
+        return ChainedWork(comm.all_gather_(rows.view(-1), name=name), arrived)
 
 
+WAYS: dict[str, Callable[[], Compressor]] = {name: known.build for name, known in COMPRESSORS.items()}
+WAYS["signs"] = lambda: ErrorFeedback(Signs())
+WAYS["topk"] = lambda: ErrorFeedback(TopK())
+WAYS["bf16 with error feedback"] = lambda: ErrorFeedback(BF16())
 WAYS["powersgd"] = partial(PowerSGD, rank=2, start_iter=0)
 
 
-ERROR_FED = ("powersgd", "ternary")
+ERROR_FED = ("powersgd", "signs", "topk")
 
 
 def parameters(seed: int = 0) -> list[tuple[str, Parameter]]:

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_ring.gradients import AutoBuckets, Reducer, ShardReducer
+from lightning_ring.gradients.compression import COMPRESSORS
 from lightning_ring.gradients.sparse import sparse_weights
-from lightning_ring.options import COMPRESSORS
 from tests.checks.gradients.nets import fresh_gradients
 from tests.checks.world import communicator
 
@@ -166,7 +166,7 @@ def check_sparse_gradient_first_seen_later_travels_dense_with_one_warning() -> N
 
 def check_sharded_and_compressed_say_what_becomes_of_sparse_gradients() -> None:
     warned: list[str] = []
-    _make(compressor=COMPRESSORS["bf16"](), warn=warned.append)
+    _make(compressor=COMPRESSORS["bf16"].build(), warn=warned.append)
     assert sum("does not take sparse gradients" in message for message in warned) == 1
     warned.clear()
     net = _Net(sparse=True)

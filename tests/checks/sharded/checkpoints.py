@@ -22,18 +22,21 @@ from torch.utils.data import DistributedSampler
 
 from lightning_ring import RingStrategy
 from lightning_ring.errors import CollectiveError, ConfigurationError, RingError
+from lightning_ring.integrations.lightning.stop_requests import Request
+from tests.checks.marks import by_world_size
 from tests.checks.models import RANK, SIZE, Classifier, data, fit, loader, parameters, relative_difference, trainer
 from tests.checks.sharded.late import Late, LateRing, LateWork, run_late
 from tests.checks.sharded.references import CAP, With, assert_same, make_sgd, sharded
 
 
+@by_world_size
 def check_state_is_a_share_and_its_checkpoint_is_ordinary(tmp_path: Path) -> None:
     make = functools.partial(With, lambda m: AdamW(m.parameters(), lr=0.01))
     states = []
     for index, strategy in enumerate((sharded(), RingStrategy(bucket_cap_mb=CAP))):
         L.seed_everything(7, verbose=False)
         run = fit(strategy, make(), max_epochs=1)
-        with run.strategy._sharding.states_shown() if not index else contextlib.nullcontext():
+        with run.strategy.algorithm.sharding.states_shown() if not index else contextlib.nullcontext():
             state = dict(run.optimizers[0].state)
         states.append(sum(v.numel() for s in state.values() for v in s.values() if v.dim()))
         run.save_checkpoint(tmp_path / f"{index}.ckpt")  # after the end of fit, too
@@ -94,7 +97,7 @@ def check_a_stop_of_all_ranks_saves_the_whole_state(tmp_path: Path) -> None:
     class Stopping(With):
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
             if batch_idx == 1 and RANK == SIZE - 1:
-                self.trainer.strategy._ask_to_stop()
+                self.trainer.strategy._requests.request(Request.STOP)
 
     make = functools.partial(Stopping, lambda m: AdamW(m.parameters(), lr=0.01))
     with pytest.raises(SIGTERMException):
@@ -137,7 +140,7 @@ def check_sizes_chosen_later_go_on_with_the_state_of_a_checkpoint(tmp_path: Path
         run = trainer(strategy, max_epochs=2)
         run.fit(results[-1], loader(), ckpt_path=tmp_path / "half.ckpt")
         if shard_optimizer:
-            assert strategy._sharding._parameters.buckets  # parts were stepped in the end
+            assert strategy.algorithm.sharding._parameters.buckets  # parts were stepped in the end
     assert_same(*results)
 
 

@@ -80,7 +80,7 @@ class Patient(LateRing):
 
     def on_train_start(self) -> None:
         super().on_train_start()
-        self._sharding.overlaps = False
+        self.algorithm.sharding.overlaps = False
 
 
 class Noting(Callback):

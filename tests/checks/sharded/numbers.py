@@ -20,6 +20,7 @@ from torch.optim import SGD, AdamW
 from lightning_ring import RingStrategy
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.optim import LAMB, LARS, exclude_bias_and_norm
+from tests.checks.marks import by_world_size
 from tests.checks.models import RANK, SIZE, Classifier, assert_all_ranks_equal, fit, parameters
 from tests.checks.sharded.references import With, assert_same, both, make_sgd, sharded
 
@@ -67,6 +68,7 @@ def check_groups_schedules_and_clipping_by_value_equal_whole_ones() -> None:
     assert_same(*both(functools.partial(With, make), accumulate_grad_batches=2, **clipping))
 
 
+@by_world_size
 def check_clipping_by_norm_is_global() -> None:
     make = functools.partial(With, lambda m: SGD(m.parameters(), lr=0.5, momentum=0.9))
     mine, reference = both(make, gradient_clip_val=0.05)
@@ -219,7 +221,7 @@ def check_sizes_chosen_later_and_a_short_wire_equal_whole_ones() -> None:
         strategy = RingStrategy(shard_optimizer=shard_optimizer, bucket_cap_mb="auto", compression="bf16")
         run = fit(strategy, module)
         if shard_optimizer:
-            assert strategy._sharding._parameters.buckets  # parts were stepped in the end
+            assert strategy.algorithm.sharding._parameters.buckets  # parts were stepped in the end
             ratios = run.optimizers[0].trust_ratios
             assert torch.isfinite(ratios).all()
             assert ratios.shape == (4,)

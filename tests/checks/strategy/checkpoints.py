@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_ring import RingStrategy
 from lightning_ring.gradients.compression import PowerSGD
+from tests.checks.marks import by_world_size
 from tests.checks.models import RANK, SIZE, Classifier, assert_all_ranks_equal, ddp, fit, loader, parameters, trainer
 from tests.checks.strategy.references import WORLD
 
@@ -31,6 +32,7 @@ class _Drops(Classifier):
         return super().training_step(batch, batch_idx) * (1 + 0.1 * random.random() + 0.1 * np.random.rand())
 
 
+@by_world_size
 def check_resuming_equals_never_stopping(tmp_path: Path) -> None:
     def run(max_epochs: int, ckpt_path: str | None, folder: str, seed: int) -> Any:
         L.seed_everything(5, verbose=False)  # the sampler's order
@@ -87,15 +89,15 @@ def check_powersgd_resumes_where_it_stopped_and_says_where_it_cannot(tmp_path: P
     assert not torch.equal(parameters(run(4, None, "exact", 1000)), parameters(whole))  # it did compress
     if RANK == 0:  # as another number of ranks would have left it
         checkpoint = torch.load(half, weights_only=True)
-        checkpoint["lightning_ring_compression"]["state"]["errors"].append({})
+        checkpoint["lightning_ring_algorithm"]["state"]["errors"].append({})
         torch.save(checkpoint, tmp_path / "other.ckpt")
     WORLD.Barrier()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         module = run(4, str(tmp_path / "other.ckpt"), "reset")
-    said = [str(warning.message) for warning in caught if "PowerSGD" in str(warning.message)]
+    said = [str(warning.message) for warning in caught if "powersgd" in str(warning.message)]
     assert len(said) == (RANK == 0), said
-    assert all(f"errors of {SIZE + 1} ranks" in text for text in said)
+    assert all(f"of {SIZE + 1} ranks" in text for text in said)
     assert_all_ranks_equal(parameters(module))
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
+from tests.checks.marks import by_world_size
 from tests.checks.models import SIZE, Classifier, fit
 from tests.checks.strategy.references import assert_like_ddp, both
 from tests.process_state import changed, process_state
@@ -84,6 +85,7 @@ class _WithItsOwnNoSync(Classifier):
         assert self.trainer.model.no_sync() == "mine"
 
 
+@by_world_size
 def check_optimizer_that_is_no_torch_optimizer_equals_ddp() -> None:
     for automatic in (True, False):
         if SIZE == 1:
@@ -92,6 +94,7 @@ def check_optimizer_that_is_no_torch_optimizer_equals_ddp() -> None:
             assert_like_ddp(*both(lambda automatic=automatic: _WithOwnSGD(automatic=automatic), max_epochs=1))
 
 
+@by_world_size
 def check_no_sync_of_the_trainers_model_equals_ddp() -> None:
     if SIZE == 1:
         fit("ring", _Accumulating())

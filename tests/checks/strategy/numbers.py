@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_ring import RingStrategy
+from tests.checks.marks import by_world_size
 from tests.checks.models import (
     RANK,
     SIZE,
@@ -46,6 +47,7 @@ class Convolutions(nn.Module):
         return self.head(F.relu(x + self.branch(x)).mean((2, 3)))
 
 
+@by_world_size
 def check_equals_ddp_in_convolutions_with_batch_norm() -> None:
     """ResNet-18 on two ranks, whose bits are equal. (With more the order of additions differs, and BatchNorm over the
     few values of its last layers makes a rounding error 1e5 times larger in six steps.) A small network on any."""
@@ -75,6 +77,7 @@ def check_equals_ddp_in_convolutions_with_batch_norm() -> None:
         assert_like_ddp(ring, reference)
 
 
+@by_world_size
 def check_equals_one_process_on_the_whole_batch() -> None:
     module = Classifier().double()
     whole = copy.deepcopy(module)
@@ -90,6 +93,7 @@ def check_equals_one_process_on_the_whole_batch() -> None:
     assert relative_difference(parameters(module), parameters(whole)) < 1e-12
 
 
+@by_world_size
 def check_gradients_are_equal_in_on_after_backward() -> None:
     module = Classifier()
     fit("ring", module)
@@ -97,6 +101,7 @@ def check_gradients_are_equal_in_on_after_backward() -> None:
         assert_all_ranks_equal(gradient)
 
 
+@by_world_size
 def check_accumulation_clipping_and_schedules_equal_ddp() -> None:
     class Scheduled(Classifier):
         def configure_optimizers(self) -> Any:
@@ -108,6 +113,7 @@ def check_accumulation_clipping_and_schedules_equal_ddp() -> None:
     assert_like_ddp(*both(Scheduled, gradient_clip_val=0.01, gradient_clip_algorithm="value"))
 
 
+@by_world_size
 def check_precisions_equal_ddp() -> None:
     for precision, tolerance in (("bf16-mixed", 1e-2), ("bf16-true", 1e-2), ("64-true", 1e-12)):
         assert_like_ddp(*both(Classifier, precision=precision), tolerance)
@@ -129,6 +135,7 @@ def check_loss_scaling_skips_the_same_steps_on_all_ranks() -> None:
     assert_all_ranks_equal(parameters(module))
 
 
+@by_world_size
 def check_manual_optimization_of_a_gan_equals_ddp() -> None:
     class Gan(L.LightningModule):
         def __init__(self, toggle: bool) -> None:

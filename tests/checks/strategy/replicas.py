@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_ring import RingStrategy
 from lightning_ring.errors import ModelMismatchError
-from lightning_ring.integrations.lightning.buffers import AfterSwaps
+from lightning_ring.integrations.lightning.buffers import BroadcastAfterSwap
 from tests.checks.models import RANK, SIZE, Classifier, assert_all_ranks_equal, fit, loader, parameters
 from tests.checks.strategy.references import WORLD, assert_like_ddp, both
 
@@ -42,7 +42,7 @@ def check_averages_of_buffers_that_a_callback_puts_in_for_a_validation_follow_ra
     module.seen["mean"] = []
     run = fit("ring", module, val=loader(), callbacks=[EMAWeightAveraging(decay=0.5)])
     assert len(set(WORLD.allgather(module.seen["mean"][-1].numpy().tobytes()))) == 1
-    assert not any(isinstance(callback, AfterSwaps) for callback in run.callbacks)
+    assert not any(isinstance(callback, BroadcastAfterSwap) for callback in run.callbacks)
 
 
 class Queue(Classifier):

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_ring.errors import ConfigurationError
+from tests.checks.marks import by_world_size
 from tests.checks.models import RANK, SIZE, Classifier, fit, loader
 from tests.checks.strategy.references import assert_like_ddp, both
 
@@ -45,6 +46,7 @@ class _WordsAndLayers(_Words):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
+@by_world_size
 def check_sparse_adam_equals_ddp() -> None:
     if SIZE == 1:
         fit("ring", _Words())
@@ -64,6 +66,7 @@ def check_sparse_adam_under_ring_sharded_is_refused_with_advice_that_works() -> 
     assert not torch.equal(module.net.weight, before)
 
 
+@by_world_size
 def check_sparse_join_goes_on_while_a_rank_has_data() -> None:
     from lightning_ring import RingStrategy
 

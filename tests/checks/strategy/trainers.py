@@ -12,11 +12,13 @@ from lightning.pytorch.callbacks import EarlyStopping, LearningRateFinder
 from torch import Tensor
 
 from lightning_ring import RingStrategy
-from lightning_ring.errors import CollectiveError, ConfigurationError, RingError
+from lightning_ring.errors import CollectiveError, RingError
+from tests.checks.marks import by_world_size
 from tests.checks.models import RANK, SIZE, Classifier, assert_all_ranks_equal, fit, loader, parameters, trainer
 from tests.checks.strategy.references import WORLD, assert_like_ddp, both
 
 
+@by_world_size
 def check_sync_dist_and_all_gather() -> None:
     class Gathering(Classifier):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -143,7 +145,7 @@ def check_module_of_the_other_lightning_is_refused() -> None:
     class Foreign(pytorch_lightning.LightningModule):
         pass
 
-    with pytest.raises(ConfigurationError, match="Foreign is a pytorch_lightning module"):
+    with pytest.raises(TypeError, match="must be a `LightningModule`"):
         fit("ring", Foreign())
 
 

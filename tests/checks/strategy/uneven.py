@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from lightning_ring import RingStrategy
 from lightning_ring.errors import ConfigurationError, UnevenBatchesError
+from tests.checks.marks import by_world_size
 from tests.checks.models import (
     RANK,
     SIZE,
@@ -33,6 +34,7 @@ def _uneven_loader(extra: int = 2) -> DataLoader:
     return DataLoader(Subset(data(), range(RANK * 4, RANK * 4 + num)), batch_size=4)
 
 
+@by_world_size
 def check_uneven_batches_are_an_error_on_every_rank() -> None:
     if SIZE == 1:
         return
@@ -66,6 +68,7 @@ class _Stream(IterableDataset):
         return iter(self.rows)
 
 
+@by_world_size
 def check_uneven_streams_are_an_error_at_the_step() -> None:
     if SIZE == 1:
         return
@@ -74,6 +77,7 @@ def check_uneven_streams_are_an_error_at_the_step() -> None:
         fit("ring", module, DataLoader(_Stream(16 if RANK == SIZE - 1 else 24), batch_size=4))
 
 
+@by_world_size
 def check_join_goes_on_with_the_ranks_that_have_data() -> None:
     if SIZE == 1:
         return
@@ -98,6 +102,7 @@ def check_join_goes_on_with_the_ranks_that_have_data() -> None:
         torch.testing.assert_close(run.callback_metrics["loss_epoch"].double(), torch.stack(counted).mean())
 
 
+@by_world_size
 def check_join_ends_with_the_loader_that_needed_it() -> None:
     if SIZE == 1:
         return
@@ -123,6 +128,7 @@ def check_join_ends_with_the_loader_that_needed_it() -> None:
     assert relative_difference(parameters(module), parameters(whole)) < 1e-12
 
 
+@by_world_size
 def check_join_counts_no_metric_twice_and_allows_inner_gradients() -> None:
     from torchmetrics import SumMetric
 
@@ -146,6 +152,7 @@ def check_join_counts_no_metric_twice_and_allows_inner_gradients() -> None:
     assert_all_ranks_equal(parameters(module))
 
 
+@by_world_size
 def check_join_takes_part_in_collectives_inside_backward() -> None:
     class Gathering(Classifier):
         def training_step(self, batch: Any, batch_idx: int) -> Any:

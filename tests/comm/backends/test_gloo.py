@@ -19,6 +19,7 @@ import os, signal, sys, time
 from datetime import timedelta
 import torch, torch.distributed as dist
 from lightning_ring.comm.backends.gloo import open_torch_communicator
+from lightning_ring.comm.waiting import WaitPolicy
 from lightning_ring.errors import PeerFailedError, RingError
 rank, port, watched = int(sys.argv[1]), sys.argv[2], sys.argv[3] == "watched"
 dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=3)
@@ -26,7 +27,7 @@ begin = time.monotonic()
 def check():  # a job-watch that learns of the death later than Gloo does
     if watched and time.monotonic() > begin + 0.8:
         raise PeerFailedError("rank 1 was killed by signal 9")
-comm = open_torch_communicator("gloo", timeout=timedelta(seconds=20), check=check)
+comm = open_torch_communicator("gloo", WaitPolicy(timedelta(seconds=20), check))
 comm.all_reduce_(torch.ones(100_000)).wait()
 begin = time.monotonic()
 if rank == 1:
@@ -70,6 +71,7 @@ def run_ranks_of(code: str, world_size: int, argument: str, **env: str) -> list[
     return [(process.returncode, output) for process, output in zip(processes, outputs, strict=True)]
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("watched", ["watched", "alone"])
 def test_a_killed_rank_ends_the_others_waits(watched):
     results = run_ranks_of(RANK, 3, watched)
@@ -93,7 +95,8 @@ import sys
 import torch, torch.distributed as dist
 from lightning_ring.comm.communicator import ReduceOp, shard
 from lightning_ring.comm.backends.gloo import open_torch_communicator
-from tests.comm.test_ring import allowed, plain, tolerance, values
+from lightning_ring.comm.waiting import WaitPolicy
+from tests.checks.reductions import allowed, plain, tolerance, values
 rank, port, world_size = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 torch.cuda.set_device(rank % torch.cuda.device_count())
 dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)

@@ -23,7 +23,7 @@ RANK = """
 import os, signal, sys, time
 from datetime import timedelta
 import torch, torch.distributed as dist
-from lightning_ring.comm.waiting import Patience
+from lightning_ring.comm.waiting import WaitPolicy
 from lightning_ring.comm.backends.shared_memory.communicator import open_shared_memory
 from lightning_ring.comm.store_bootstrap import StoreBootstrap
 from lightning_ring.errors import CollectiveError, PeerFailedError, RingError
@@ -33,13 +33,13 @@ died = 0.0
 def check():
     if died and time.monotonic() > died + 0.5:
         raise PeerFailedError("rank 1 was killed by signal 9")
-patience = Patience(timedelta(seconds=1 if case == "absent" else 20), check)
-bootstrap = StoreBootstrap(dist.PrefixStore("node", store), [0, 1, 2], rank, patience)
+policy = WaitPolicy(timedelta(seconds=1 if case == "absent" else 20), check)
+bootstrap = StoreBootstrap(dist.PrefixStore("node", store), [0, 1, 2], rank, policy)
 try:
     if case == "absent" and rank == 1:
         store.wait(["rank 0 is through", "rank 2 is through"])
         os._exit(0)
-    comm = open_shared_memory(bootstrap, patience)
+    comm = open_shared_memory(bootstrap, policy)
     flat = comm.empty(1_000_000, torch.float32, torch.device("cpu")).fill_(1)
     comm.all_reduce_(flat).wait()
     assert flat[-1] == 3
@@ -64,6 +64,7 @@ def ours_in_dev_shm() -> set[str]:
     return {name for name in os.listdir("/dev/shm") if "ring" in name}
 
 
+@pytest.mark.ranks
 def test_a_killed_rank_ends_the_others_and_leaves_nothing():
     before = ours_in_dev_shm()
     results = run_ranks_of(RANK, 3, "killed")
@@ -74,6 +75,7 @@ def test_a_killed_rank_ends_the_others_and_leaves_nothing():
     assert ours_in_dev_shm() == before
 
 
+@pytest.mark.ranks
 def test_a_rank_that_never_comes_is_named():
     results = run_ranks_of(RANK, 3, "absent")
     for code, output in (results[0], results[2]):

@@ -21,22 +21,22 @@ def test_what_lies_at_the_address_of_a_forgotten_region_is_in_none():
     tensor = added(regions)
     view = tensor[100:200]
     address = tensor.data_ptr()
-    assert regions.place(tensor) != regions.place(view) != 0
+    assert regions.location(tensor) != regions.location(view) != 0
     del tensor
-    assert regions.place(view) != 0
+    assert regions.location(view) != 0
     del view
     others = [torch.frombuffer(mmap.mmap(-1, NUM_BYTES), dtype=torch.float32) for _ in range(8)]
     assert address in [other.data_ptr() for other in others], "else this shows nothing: look for the address elsewhere"
-    assert [regions.place(other) for other in others] == [0] * 8
+    assert [regions.location(other) for other in others] == [0] * 8
 
 
 def test_a_region_at_the_address_of_a_forgotten_one_is_another():
     regions = Regions(rank=0)
     tensor = added(regions)
-    address, place = tensor.data_ptr(), regions.place(tensor)
+    address, location = tensor.data_ptr(), regions.location(tensor)
     del tensor
     again = [added(regions) for _ in range(8)]
     assert address in [other.data_ptr() for other in again], "else this shows nothing: look for the address elsewhere"
-    assert len({place, *map(regions.place, again)}) == 9
+    assert len({location, *map(regions.location, again)}) == 9
     regions._forget(again[0].data_ptr(), 1)  # the end of one that was there before, noticed late
-    assert regions.place(again[0]) != 0
+    assert regions.location(again[0]) != 0

@@ -146,13 +146,13 @@ def test_past_the_timeout_the_collective_and_the_missing_ranks_are_named():
                 away.set()
 
     began = time.monotonic()
-    run_ranks(3, lambda comm: (setattr(comm._patience, "timeout", timedelta(seconds=0.5)), rank(comm)))
+    run_ranks(3, lambda comm: (setattr(comm._policy, "timeout", timedelta(seconds=0.5)), rank(comm)))
     assert time.monotonic() - began < 8
 
 
 def test_a_stall_is_reported_before_it_is_an_error(caplog):
     def rank(comm):
-        comm._patience.stall_warning = timedelta(seconds=0.1)
+        comm._policy.stall_warning = timedelta(seconds=0.1)
         if comm.rank == 1:
             time.sleep(0.5)
         comm.all_reduce_(torch.ones(3), name="bucket 0").wait()
@@ -175,7 +175,7 @@ def test_check_ends_a_wait_with_its_own_error():
             time.sleep(0.2)
             failed.set()
             return
-        comm.check = check
+        comm._policy.check = check
         work = comm.all_reduce_(torch.ones(3))
         for _ in range(2):
             with pytest.raises(PeerFailedError, match="rank 1 was killed"):

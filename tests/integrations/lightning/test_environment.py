@@ -130,12 +130,12 @@ def test_a_trainer_that_disagrees_is_told_both(launched, devices, nodes):
     RingEnvironment().validate_settings(num_devices=2, num_nodes=2)
 
 
-def test_main_place_is_not_known_before_it_is_chosen(launched):
+def test_the_main_address_is_that_of_the_variables(launched):
     launched(**TWO_NODES)
+    with pytest.raises(RankDiscoveryError, match="Set MASTER_ADDR"):
+        _ = RingEnvironment().main_address
+    launched(**TWO_NODES, MASTER_ADDR="10.0.0.1", MASTER_PORT="4711")
     environment = RingEnvironment()
-    with pytest.raises(RankDiscoveryError, match="setup_environment"):
-        _ = environment.main_address
-    environment.set_main_place("10.0.0.1", 4711)
     assert (environment.main_address, environment.main_port) == ("10.0.0.1", 4711)
 
 
@@ -158,6 +158,7 @@ def test_two_ranks_on_one_gpu_are_named():
 DISCOVER = "from lightning_ring.job.ranks import discover_ranks; discover_ranks()"
 
 
+@pytest.mark.ranks
 @pytest.mark.skipif(mpi_family() != "openmpi", reason="no mpirun of Open MPI beside this Python")
 def test_an_mpi4py_that_the_launcher_does_not_reach():
     variables = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}
@@ -179,6 +180,7 @@ def test_under_srun_with_pmix_nodes_are_slurm_s(monkeypatch):
     assert (info.source, info.local_rank, info.local_size, info.num_nodes) == ("mpi", 1, 2, 1)
 
 
+@pytest.mark.ranks
 @pytest.mark.skipif(not mpi_family(), reason="no mpirun beside this Python")
 def test_a_launcher_of_another_mpi_is_an_error_before_mpi_starts():
     """MPICH, started by Open MPI's mpirun, ends the process in C with `internal_Init_thread failed`."""
@@ -192,6 +194,7 @@ def test_a_launcher_of_another_mpi_is_an_error_before_mpi_starts():
     assert result.stdout.count(f"but the mpirun of {other} started this process. Use the mpirun beside") == 2
 
 
+@pytest.mark.ranks
 def test_mpi_variables_without_mpi4py():
     program = (
         "import sys; sys.modules['mpi4py'] = None\n"
@@ -203,6 +206,7 @@ def test_mpi_variables_without_mpi4py():
     assert "pip install lightning-ring[openmpi]" in result.stdout
 
 
+@pytest.mark.ranks
 def test_a_cluster_that_offers_pmi_to_everything_is_still_slurm():
     program = "from lightning_ring.job.ranks import discover_ranks; print(discover_ranks())"
     slurm = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1"}

@@ -10,6 +10,7 @@ import torch
 from tests.processes import run
 
 
+@pytest.mark.ranks
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_every_way_of_training_gives_what_a_plain_device_gives() -> None:

@@ -23,7 +23,7 @@ WAYS = {
     "torchrun": [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", SCRIPT],
     "ringrun": [sys.executable, "-m", "lightning_ring.cli.ringrun", "-n", "2", SCRIPT],
 }
-pytestmark = pytest.mark.timeout(150)
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(150)]
 
 
 @contextmanager

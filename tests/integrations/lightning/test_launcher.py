@@ -15,6 +15,7 @@ from tests.processes import ROOT, mpirun_path, run
 HERE = ROOT / "tests" / "integrations" / "lightning"
 
 
+@pytest.mark.ranks
 def test_ranks_run_the_script_and_the_parent_returns_their_code(tmp_path):
     if mpirun_path() is None:
         pytest.skip("no mpirun beside this Python")
@@ -25,6 +26,7 @@ def test_ranks_run_the_script_and_the_parent_returns_their_code(tmp_path):
     assert len(list(tmp_path.glob("after.*"))) == 2, "what follows the launch runs in the ranks, not in the parent"
 
 
+@pytest.mark.ranks
 def test_a_slurm_job_of_one_task_starts_its_ranks_without_mpirun_which_would_find_one_slot(tmp_path):
     slurm = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1", "SLURM_TASKS_PER_NODE": "1", "SLURM_PROCID": "0"}
     result = run([sys.executable, str(HERE / "launched_script.py"), str(tmp_path)], timeout=120, **slurm)
@@ -32,6 +34,7 @@ def test_a_slurm_job_of_one_task_starts_its_ranks_without_mpirun_which_would_fin
     assert [(tmp_path / f"rank.{rank}").read_text() for rank in range(2)] == ["2 ringrun"] * 2
 
 
+@pytest.mark.ranks
 def test_hydra_sweep_one_job_after_the_other_each_in_one_folder(tmp_path):
     pytest.importorskip("hydra")
     command = [
@@ -70,6 +73,7 @@ def test_a_rank_whose_variables_are_gone_does_not_start_ranks_again(monkeypatch)
         RingLauncher(RingEnvironment(), 2, 1, use_mpi=False).launch(print)
 
 
+@pytest.mark.ranks
 def test_no_script_no_ranks():
     program = "from lightning_ring.launch.rerun import own_command\nwith own_command() as command: print(command)"
     result = run([sys.executable, "-c", program], timeout=60)

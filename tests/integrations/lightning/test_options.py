@@ -10,6 +10,12 @@ import pytest
 import torch
 
 from lightning_ring import RingError, RingStrategy
+from lightning_ring.algorithms.averaging import Averaging
+from lightning_ring.algorithms.sharded import Sharded
+from lightning_ring.comm.backends.thread import run_ranks
+from lightning_ring.comm.communicator import Communicator
+from lightning_ring.comm.cost import default_cap_mb
+from lightning_ring.errors import ConfigurationError
 from lightning_ring.gradients.compression import PowerSGD
 
 
@@ -62,7 +68,7 @@ def test_a_compressor_of_the_users_own_is_copied_so_that_no_fit_leaves_it_a_past
     used = RingStrategy(compression=own).options.new_compressor()
     assert isinstance(used, PowerSGD)
     assert used is not own
-    assert (used.rank, used.start_iter) == (4, 100)
+    assert (used.compressor.rank, used.compressor.start_iter) == (4, 100)
     assert RingStrategy(compression="powersgd").options.new_compressor() is not None
 
 
@@ -84,8 +90,26 @@ def test_positional_arguments_are_refused() -> None:
 
 
 def test_buckets_fit_device_and_ranks_unless_they_were_given_a_size() -> None:
-    cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    for given, expected in ((None, (4, 25, 25)), (7.5, (7.5,) * 3), ("auto", ("auto",) * 3)):
-        options = RingStrategy(bucket_cap_mb=given).options
-        places = ((cpu, 16), (cpu, 17), (cuda, 2))
-        assert tuple(options.bucket_cap_on(device, world_size) for device, world_size in places) == expected
+    assert [default_cap_mb(*place) for place in (("cpu", 16), ("cpu", 17), ("cuda", 2))] == [4, 25, 25]
+
+    def attached(comm: Communicator) -> list[str]:
+        said = []
+        for given in (None, 7.5, "auto"):
+            algorithm = RingStrategy(bucket_cap_mb=given).options.new_algorithm()
+            algorithm.attach(torch.nn.Linear(2, 2), [], comm)
+            said.append(algorithm.description())
+            algorithm.detach()
+        return said
+
+    assert run_ranks(2, attached)[0] == [f" in 1 bucket(s) of up to {cap} MiB" for cap in ("4", "7.5", "4")]
+
+
+def test_an_algorithm_beside_its_own_settings_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"got compression beside algorithm=Averaging\(...\)"):
+        RingStrategy(algorithm=Averaging(), compression="bf16")
+    with pytest.raises(ConfigurationError, match="shard_optimizer=True with algorithm='ring'"):
+        RingStrategy(algorithm="ring", shard_optimizer=True)
+    with pytest.raises(ConfigurationError, match="expected one of None, 'ring', 'ring_sharded' or an Algorithm"):
+        RingStrategy(algorithm="gossip")
+    assert RingStrategy(algorithm="ring_sharded").options.shard_optimizer
+    assert RingStrategy(algorithm=Sharded()).options.shard_optimizer

@@ -14,7 +14,7 @@ import pytest
 from tests.processes import ROOT, clean_env, end_session, mpirun_command, run
 
 SCRIPT = str(ROOT / "tests" / "integrations" / "lightning" / "session_script.py")
-pytestmark = pytest.mark.timeout(150)
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(150)]
 
 # They serve the next fit, and what the script does between: docs/architecture.md, "What stays after a fit"
 STAYS = {"threads", "excepthook", "exit", "exit handlers", "rank", "group", "files"}

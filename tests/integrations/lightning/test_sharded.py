@@ -8,7 +8,7 @@ from tests.battery import Battery, check_names
 
 MODULE = "tests.checks.sharded"
 SECONDS = 240
-NUMERIC = ("check_clipping_by_norm_is_global", "check_state_is_a_share_and_its_checkpoint_is_ordinary")
+BY_WORLD_SIZE = tuple(check_names(MODULE, "by_world_size"))
 
 
 @pytest.mark.timeout(SECONDS + 30)
@@ -18,6 +18,6 @@ def test_sharded(battery: Battery, check: str) -> None:
 
 
 @pytest.mark.timeout(SECONDS + 30)
-@pytest.mark.parametrize("check", NUMERIC)
+@pytest.mark.parametrize("check", BY_WORLD_SIZE)
 def test_sharded_on_three_ranks(battery: Battery, check: str) -> None:
-    battery(MODULE, 3, check, timeout=SECONDS, only=NUMERIC)
+    battery(MODULE, 3, check, timeout=SECONDS, only=BY_WORLD_SIZE)

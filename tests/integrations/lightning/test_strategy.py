@@ -8,12 +8,8 @@ from tests.battery import Battery, check_names
 
 MODULE = "tests.checks.strategy"
 SECONDS = 400
-
-
-# three and four ranks share two cores in the smallest machine: there, what the number of ranks can change
-NUMERIC = tuple(
-    name for name in check_names(MODULE) if any(word in name for word in ("equal", "join", "uneven", "sync"))
-)
+# three and four ranks share two cores in the smallest machine
+BY_WORLD_SIZE = tuple(check_names(MODULE, "by_world_size"))
 
 
 @pytest.mark.timeout(SECONDS + 30)
@@ -24,7 +20,7 @@ def test_strategy(battery: Battery, world_size: int, check: str) -> None:
 
 
 @pytest.mark.timeout(SECONDS + 30)
-@pytest.mark.parametrize("check", NUMERIC)
+@pytest.mark.parametrize("check", BY_WORLD_SIZE)
 @pytest.mark.parametrize("world_size", [3, 4])
 def test_strategy_on_more_ranks(battery: Battery, world_size: int, check: str) -> None:
-    battery(MODULE, world_size, check, timeout=SECONDS, only=NUMERIC)
+    battery(MODULE, world_size, check, timeout=SECONDS, only=BY_WORLD_SIZE)

@@ -32,6 +32,7 @@ sys.exit(code)
 """
 
 
+@pytest.mark.ranks
 def test_a_whole_examination():
     done = run([sys.executable, "-c", WHOLE], timeout=150)
     lines = done.stdout.splitlines()
@@ -71,6 +72,7 @@ def test_a_program_that_fails_is_an_answer(words, problem):
     assert ask(words, 10).problem == problem
 
 
+@pytest.mark.ranks
 def test_told_to_stop_it_ends_what_it_started(tmp_path):
     environment = own_environment(tmp_path / "venv")
     program(environment / "bin", "mpirun", f"echo $$ > {tmp_path}/pid; exec sleep 1000")
@@ -85,6 +87,7 @@ def test_told_to_stop_it_ends_what_it_started(tmp_path):
     assert not os.path.exists(f"/proc/{(tmp_path / 'pid').read_text().strip()}")
 
 
+@pytest.mark.ranks
 @pytest.mark.skipif(mpirun_path() is None, reason="no mpirun beside this Python")
 def test_ranks_that_hang_are_ended_and_said_to_be_late(tmp_path):
     """An mpirun that never comes back, and a limit that is too short for ranks without it, too."""

@@ -21,6 +21,8 @@ from tests.tools.doctor.planting import (
     with_mounts,
 )
 
+pytestmark = pytest.mark.ranks
+
 
 @pytest.fixture(scope="module")
 def healthy() -> Report:

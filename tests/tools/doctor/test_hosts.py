@@ -20,7 +20,10 @@ from tests.tools.doctor.planting import (
     with_mounts,
 )
 
-pytestmark = pytest.mark.skipif(mpirun_path() is None, reason="no mpirun beside this Python")
+pytestmark = [
+    pytest.mark.ranks,
+    pytest.mark.skipif(mpirun_path() is None, reason="no mpirun beside this Python"),
+]
 
 HERE = socket.gethostname()
 

@@ -152,7 +152,7 @@ def simulated(found: Profile, cluster: Cluster, settings: Settings) -> float:
     cost = cluster.network.costs["all_reduce"]
     free = [0.0] * cluster.world_size  # when each rank's outgoing link has sent
     ended = 0.0
-    for bucket in cut_buckets(found.gradients, settings.bucket_cap_mb, settings.compression):
+    for bucket in cut_buckets(found.gradients, settings.bucket_cap_mb, settings.compression, cluster.world_size):
         begin = max(bucket.ready, ended)
         received = [begin] * cluster.world_size
         for _ in range(2 * (cluster.world_size - 1)):
@@ -180,7 +180,7 @@ def pipelined(found: Profile, cluster: Cluster, settings: Settings) -> float:
     local, nodes = cluster.local_size, cluster.num_nodes
     node, network = cluster.node.costs["all_reduce"], cluster.network.costs["all_reduce"]
     waiting: list[tuple[float, float]] = []
-    for bucket in cut_buckets(found.gradients, settings.bucket_cap_mb, settings.compression):
+    for bucket in cut_buckets(found.gradients, settings.bucket_cap_mb, settings.compression, cluster.world_size):
         count = num_nested_pieces(bucket.wire_bytes, local, nodes)
         waiting += [(bucket.ready, bucket.wire_bytes / count)] * count
     durations = [
@@ -223,12 +223,12 @@ def test_buckets_are_those_of_the_reducer(cap: float) -> None:
     params = [(g.name, nn.Parameter(torch.empty(g.numel, dtype=getattr(torch, g.dtype)))) for g in gradients]
     expected = [bucket.names for bucket in plan_buckets(params, cap)]
     assert len(expected) > 2
-    assert [[member.name for member in bucket.members] for bucket in cut_buckets(gradients, cap, None)] == expected
+    assert [[member.name for member in bucket.members] for bucket in cut_buckets(gradients, cap, None, 2)] == expected
 
 
 def test_compression_halves_float32_and_nothing_else() -> None:
     gradients = [gradient("w", 1, 0.1), gradient("h", 1, 0.1, "bfloat16"), gradient("d", 1, 0.1, "float64")]
-    found = {bucket.members[0].name: bucket.wire_bytes for bucket in cut_buckets(gradients, 25, "bf16")}
+    found = {bucket.members[0].name: bucket.wire_bytes for bucket in cut_buckets(gradients, 25, "bf16", 2)}
     assert found == {"w": MIB / 2, "h": MIB, "d": MIB}
 
 

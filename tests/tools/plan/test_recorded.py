@@ -17,9 +17,9 @@ from lightning_ring.errors import ConfigurationError
 from lightning_ring.monitor import RingProfile, StepTimer
 from lightning_ring.tools.plan.profile import read_profile, write_profile
 from tests.battery import Battery, check_names
+from tests.checks.slow_model import Slow, batches, weights
 from tests.processes import run
 from tests.tools.plan.profiles import profile, several
-from tests.tools.plan.slow_model import Slow, batches, weights
 
 MODULE = "tests.checks.profile"
 
@@ -59,6 +59,7 @@ def test_one_rank_is_enough_to_plan_for_many(tmp_path: Path, capsys: pytest.Capt
     assert "Slow (4,224 parameters" in capsys.readouterr().out
 
 
+@pytest.mark.ranks
 def test_the_ring_on_one_rank_is_recorded_too(tmp_path: Path) -> None:
     from lightning_ring import RingStrategy
 
@@ -105,6 +106,7 @@ def test_on_two_ranks(battery: Battery, check: str) -> None:
     battery(MODULE, 2, check)
 
 
+@pytest.mark.ranks
 @pytest.mark.netns
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 def test_prediction_and_run_between_two_hosts_are_put_side_by_side(tmp_path: Path) -> None:

@@ -22,7 +22,6 @@ from lightning_ring.comm.wide_sum import sum_into_, wants_wide_sum
 
 PIECE_BYTES = 256 * 1024  # summed and written to all ranks before it leaves the cache
 WHOLE_BYTES = 512 * 1024  # a shard up to this is one piece: of two ranks' it fits second-level caches of 1 MiB
-_SIZE_BYTES = 8
 
 _COMBINE: dict[ReduceOp, Callable[..., Tensor]] = {
     ReduceOp.SUM: torch.add,
@@ -49,9 +48,9 @@ def reduce_rows(rows: Sequence[Tensor], out: Tensor, op: ReduceOp) -> None:
         finish_(out, op, len(rows))
 
 
-def all_reduce_in_place(flat: Tensor, place: int, regions: Regions, rounds: Rounds, op: ReduceOp) -> Steps:
-    """Reduce all ranks' tensors in the ``place`` of 1-D ``flat`` into all of them. Begins after a round."""
-    shards = regions.everyones(flat, place, rounds.rank)
+def all_reduce_in_place(flat: Tensor, location: int, regions: Regions, rounds: Rounds, op: ReduceOp) -> Steps:
+    """Reduce all ranks' tensors in the ``location`` of 1-D ``flat`` into all of them. Begins after a round."""
+    shards = regions.all_ranks(flat, location, rounds.rank)
     if len(shards) == 2 and shards[0].nbytes <= WHOLE_BYTES:  # the loop below, without what surrounds it
         own = shards[rounds.rank]
         reduce_rows(shards, own, op)
@@ -64,28 +63,28 @@ def all_reduce_in_place(flat: Tensor, place: int, regions: Regions, rounds: Roun
     yield rounds.arrive()
 
 
-def reduce_scatter_in_place(flat: Tensor, place: int, regions: Regions, rounds: Rounds, op: ReduceOp) -> Steps:
+def reduce_scatter_in_place(flat: Tensor, location: int, regions: Regions, rounds: Rounds, op: ReduceOp) -> Steps:
     """Reduce this rank's shard of all ranks' tensors into that of its own. Begins after a round."""
-    shards = regions.everyones(flat, place, rounds.rank)
+    shards = regions.all_ranks(flat, location, rounds.rank)
     for pieces, result in _reduced_pieces(shards, rounds.rank, op):
         if pieces[rounds.rank] is not result:
             pieces[rounds.rank].copy_(result)
     yield rounds.arrive()
 
 
-def all_gather_in_place(flat: Tensor, place: int, regions: Regions, rounds: Rounds, _: object = None) -> Steps:
+def all_gather_in_place(flat: Tensor, location: int, regions: Regions, rounds: Rounds, _: object = None) -> Steps:
     """Fill this rank's tensor from the others' shards of theirs. Begins after a round."""
     for peer in range(rounds.world_size):
         if peer != rounds.rank:
-            shards = regions.everyones(flat, place, peer)
+            shards = regions.all_ranks(flat, location, peer)
             shards[rounds.rank].copy_(shards[peer])
     yield rounds.arrive()
 
 
-def broadcast_in_place(flat: Tensor, place: int, regions: Regions, rounds: Rounds, src: int) -> Steps:
+def broadcast_in_place(flat: Tensor, location: int, regions: Regions, rounds: Rounds, src: int) -> Steps:
     """Copy rank ``src``'s tensor into this rank's. Begins after a round."""
     if rounds.rank != src:
-        flat.copy_(regions.everyones(flat, place)[src])
+        flat.copy_(regions.all_ranks(flat, location)[src])
     yield rounds.arrive()
 
 
@@ -172,32 +171,6 @@ def all_to_all_through_slots(
         for peer, wanted in enumerate(outputs):
             piece = wanted[start : start + part]
             piece.copy_(slots[peer][rounds.rank * part :][: piece.numel()])
-
-
-def gather_messages(message: Tensor, received: list[Tensor], rounds: Rounds) -> Steps:
-    """Append everybody's ``message`` (uint8, of any length) to ``received``. One round if all fit a slot."""
-    room = SLOT_BYTES - _SIZE_BYTES
-    start = 0
-    while True:
-        slots = rounds.slots[(rounds.number + 1) & 1]
-        piece = message[start : start + room]
-        slots[rounds.rank][:_SIZE_BYTES].view(torch.int64).fill_(message.numel())
-        slots[rounds.rank][_SIZE_BYTES:][: piece.numel()].copy_(piece)
-        yield rounds.arrive()
-        if start == 0:
-            sizes = [int(slot[:_SIZE_BYTES].view(torch.int64)) for slot in slots]
-            received += [torch.empty(size, dtype=torch.uint8) for size in sizes]
-        for target, slot in zip(received, slots, strict=True):
-            place = target[start : start + room]
-            place.copy_(slot[_SIZE_BYTES:][: place.numel()])
-        start += room
-        if start >= max(sizes):
-            return
-
-
-def meet(rounds: Rounds) -> Steps:
-    """A barrier."""
-    yield rounds.arrive()
 
 
 def _slotfuls(flat: Tensor) -> Sequence[Tensor]:

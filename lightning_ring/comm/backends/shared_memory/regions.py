@@ -65,8 +65,8 @@ class Regions:
             del self._by_start[start]
             self._starts = tuple(sorted(self._by_start))
 
-    def place(self, flat: Tensor) -> int:
-        """Region and offset of ``flat`` in one number, equal on ranks that mean the same place; 0 if it is in none."""
+    def location(self, flat: Tensor) -> int:
+        """Region and offset of ``flat`` in one number: the same for counterparts on all ranks, 0 outside of regions."""
         address = flat.data_ptr()
         starts = self._starts
         index = bisect_right(starts, address)
@@ -77,15 +77,15 @@ class Regions:
             return 0
         return (region.number << _OFFSET_BITS) + address - region.start
 
-    def everyones(self, flat: Tensor, place: int, index: int | None = None) -> list[Tensor]:
-        """What all ranks, by rank, have in the ``place`` of 1-D ``flat``, in a region; or its ``index``-th shard."""
-        region = self._by_number[place >> _OFFSET_BITS]
-        key = place, flat.numel(), flat.dtype, index
+    def all_ranks(self, flat: Tensor, location: int, index: int | None = None) -> list[Tensor]:
+        """By rank, the counterparts of 1-D ``flat``, which lies at ``location``; or their ``index``-th shards."""
+        region = self._by_number[location >> _OFFSET_BITS]
+        key = location, flat.numel(), flat.dtype, index
         cut = region.views.get(key)
         if cut is None:
             if len(region.views) >= _MAX_VIEWS:
                 region.views.clear()
-            cut = region.views[key] = _cut(region.memory, flat, place & ((1 << _OFFSET_BITS) - 1), index)
+            cut = region.views[key] = _cut(region.memory, flat, location & ((1 << _OFFSET_BITS) - 1), index)
         start, stop, views = cut
         everyones = views.copy()
         everyones[self._rank] = flat[start:stop]

@@ -33,7 +33,7 @@ class Rounds:
         self.rank = rank
         self.world_size = len(maps)
         self.number = 0
-        self._digest = self._place = 0
+        self._digest = self._location = 0
         boards = [memoryview(segment)[: 8 * _WORDS].cast("q") for segment in maps]
         self._mine = boards[rank]
         self._boards = boards
@@ -56,16 +56,16 @@ class Rounds:
             self._views[dtype, numel, parity] = views
         return views
 
-    def announce(self, digest: int, place: int) -> None:
-        """What the others find on the board from the next round on (`agree`, `same_place`)."""
-        self._digest, self._place = digest, place
+    def announce(self, digest: int, location: int) -> None:
+        """What the others find on the board from the next round on (`agree`, `same_location`)."""
+        self._digest, self._location = digest, location
 
     def arrive(self) -> int:
         """Say that this rank has written all it wants to in the next round; returns the round's number."""
         number = self.number + 1
         words = self._mine
         words[2 + (number & 1)] = self._digest
-        words[4 + (number & 1)] = self._place
+        words[4 + (number & 1)] = self._location
         words[0] = number
         self.number = number
         return number
@@ -90,8 +90,8 @@ class Rounds:
                 return False
         return True
 
-    def same_place(self) -> bool:
-        """Whether everybody gave the same place for the round that was just reached."""
+    def same_location(self) -> bool:
+        """Whether everybody gave the same location for the round that was just reached."""
         word = 4 + (self.number & 1)
         mine = self._mine[word]
         for board in self._others:  # noqa: SIM110

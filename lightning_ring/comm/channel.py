@@ -1,4 +1,4 @@
-"""Where collectives run one after another; those of two lanes are on the wire at the same time."""
+"""Where collectives run one after another; those of two channels are on the wire at the same time."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from torch import Tensor
 
 from lightning_ring.comm import ring
 from lightning_ring.comm.collective_thread import CollectiveThread
-from lightning_ring.comm.waiting import Patience
+from lightning_ring.comm.waiting import WaitPolicy
 
-# A choice takes this into account of what went before: a lane that once carried a large tensor is long free again.
+# A choice takes this into account of what went before: a channel that once carried a large tensor is long free again.
 _REMEMBERED_BYTES = 16 * 1024 * 1024
 
 
-class Lane:
-    """A thread, and a `PointToPoint` whose messages have a tag of their own, over a transport that lanes share.
+class Channel:
+    """A thread, and a `PointToPoint` whose messages have a tag of their own, over a transport that channels share.
 
     Attributes:
-        thread: What runs the lane's collectives.
+        thread: What runs the channel's collectives.
         landing: Memory of `ring.scratch_bytes`.
     """
 
-    def __init__(self, transport: ring.PointToPoint, tag: int, patience: Patience) -> None:
-        self.thread = CollectiveThread(patience)
+    def __init__(self, transport: ring.PointToPoint, tag: int, policy: WaitPolicy) -> None:
+        self.thread = CollectiveThread(policy)
         self.rank = transport.rank
         self.world_size = transport.world_size
         self._transport = transport
@@ -49,29 +49,29 @@ class Lane:
         self._transport.wait(requests)
 
 
-class Lanes:
-    """Chooses the lane of each collective, by what all ranks know alike: how many bytes each lane was given."""
+class ChannelSelector:
+    """Chooses the channel of each collective, by what all ranks know alike: how many bytes each channel was given."""
 
-    def __init__(self, lanes: Sequence[Lane]) -> None:
-        self._lanes = list(lanes)
-        self._ahead = [0] * len(lanes)  # bytes that this lane was given more than the one with the fewest
+    def __init__(self, channels: Sequence[Channel]) -> None:
+        self._channels = list(channels)
+        self._ahead = [0] * len(channels)  # bytes that this channel was given more than the one with the fewest
 
-    def next(self, num_bytes: int) -> Lane:
+    def next(self, num_bytes: int) -> Channel:
         chosen = self._ahead.index(min(self._ahead))
         self._ahead[chosen] += num_bytes
         fewest = min(self._ahead)
         self._ahead = [min(ahead - fewest, _REMEMBERED_BYTES) for ahead in self._ahead]
-        return self._lanes[chosen]
+        return self._channels[chosen]
 
     @property
-    def first(self) -> Lane:
-        return self._lanes[0]
+    def first(self) -> Channel:
+        return self._channels[0]
 
     @property
     def threads(self) -> list[CollectiveThread]:
-        return [lane.thread for lane in self._lanes]
+        return [channel.thread for channel in self._channels]
 
-    def of_this_thread(self) -> Lane:
-        """The lane whose thread calls; the first, if it is another thread."""
+    def of_this_thread(self) -> Channel:
+        """The channel whose thread calls; the first, if it is another thread."""
         current = threading.current_thread()
-        return next((lane for lane in self._lanes if lane.thread.is_run_by(current)), self.first)
+        return next((channel for channel in self._channels if channel.thread.is_run_by(current)), self.first)

@@ -1,4 +1,4 @@
-"""Collectives of several lanes are on the wire at a time, do not mix, and fail as those of one lane do."""
+"""Collectives of several channels are on the wire at a time, do not mix, and fail as those of one channel do."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ import torch
 from torch import Tensor
 
 from lightning_ring.comm.backends.thread import ThreadTransport, ThreadWorld, run_ranks
+from lightning_ring.comm.channel import Channel, ChannelSelector
 from lightning_ring.comm.communicator import Communicator, ReduceOp, Work
-from lightning_ring.comm.lane import Lane, Lanes
 from lightning_ring.comm.ring_communicator import RingCommunicator
-from lightning_ring.comm.waiting import Patience
+from lightning_ring.comm.waiting import WaitPolicy
 from lightning_ring.errors import CollectiveError
 
 MIB = 2**20
 
 
-def three_lanes() -> tuple[Lanes, list[Lane]]:
-    lanes = [Lane(ThreadTransport(ThreadWorld(2), 0), tag, Patience()) for tag in (0, 2, 3)]
-    return Lanes(lanes), lanes
+def three_channels() -> tuple[ChannelSelector, list[Channel]]:
+    channels = [Channel(ThreadTransport(ThreadWorld(2), 0), tag, WaitPolicy()) for tag in (0, 2, 3)]
+    return ChannelSelector(channels), channels
 
 
-def test_large_and_small_ones_in_turn_do_not_put_all_large_ones_on_one_lane() -> None:
-    lanes, each = three_lanes()
-    large = [lanes.next(9 * MIB if number % 2 == 0 else 1000) for number in range(12)][::2]
-    assert {large.count(lane) for lane in each} == {2}
+def test_large_and_small_ones_in_turn_do_not_put_all_large_ones_on_one_channel() -> None:
+    channels, each = three_channels()
+    large = [channels.next(9 * MIB if number % 2 == 0 else 1000) for number in range(12)][::2]
+    assert {large.count(channel) for channel in each} == {2}
 
 
 def test_what_was_large_long_ago_keeps_no_lane_from_being_used() -> None:
-    lanes, each = three_lanes()
-    loaded = lanes.next(1000 * MIB)
-    assert loaded in [lanes.next(4 * MIB) for _ in range(12)]
+    channels, each = three_channels()
+    loaded = channels.next(1000 * MIB)
+    assert loaded in [channels.next(4 * MIB) for _ in range(12)]
     assert each[0] is loaded
 
 
@@ -50,7 +50,7 @@ def start(comm: Communicator, kind: str, tensor: Tensor) -> Work:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_many_collectives_give_the_bits_of_one_lane(world_size: int) -> None:
+def test_many_collectives_give_the_bits_of_one_channel(world_size: int) -> None:
     draw = random.Random(world_size)
     kinds = draw.choices(["all_reduce", "reduce_scatter", "all_gather", "broadcast"], k=40)
     sizes = [draw.choice([30, 6_000, 90_000, 600_000]) for _ in kinds]
@@ -64,7 +64,7 @@ def test_many_collectives_give_the_bits_of_one_lane(world_size: int) -> None:
             work.wait()
         return tensors
 
-    one, three = run_ranks(world_size, rank), run_ranks(world_size, rank, num_lanes=3)
+    one, three = run_ranks(world_size, rank), run_ranks(world_size, rank, num_channels=3)
     for ours, theirs in zip(three, one, strict=True):
         assert all(torch.equal(mine, other) for mine, other in zip(ours, theirs, strict=True))
 
@@ -74,13 +74,13 @@ def test_a_collective_ends_while_the_one_before_it_waits_for_its_messages() -> N
         second_is_over = threading.Event()
         wait = comm.transport.wait
 
-        def held_up_in_the_first_lane(requests: Any) -> None:
+        def held_up_in_the_first_channel(requests: Any) -> None:
             if threading.current_thread() is first.thread._thread:
                 assert second_is_over.wait(10)
             wait(requests)
 
-        first = comm._lanes.first
-        comm.transport.wait = held_up_in_the_first_lane  # type: ignore[method-assign]
+        first = comm._channels.first
+        comm.transport.wait = held_up_in_the_first_channel  # type: ignore[method-assign]
         before, after = torch.ones(300_000), torch.ones(300_000)
         works = [comm.all_reduce_(before), comm.all_reduce_(after)]
         works[1].wait()
@@ -90,7 +90,7 @@ def test_a_collective_ends_while_the_one_before_it_waits_for_its_messages() -> N
         works[0].wait()
         assert before.eq(2).all()
 
-    run_ranks(2, rank, num_lanes=2)
+    run_ranks(2, rank, num_channels=2)
 
 
 def _wait_for_all(works: list[Work]) -> None:
@@ -108,7 +108,7 @@ def test_calls_that_differ_are_one_error_on_all_ranks() -> None:
             comm.all_reduce_(torch.ones(10))
         return str(caught.value)
 
-    messages = run_ranks(3, rank, num_lanes=3)
+    messages = run_ranks(3, rank, num_channels=3)
     assert len(set(messages)) == 1
     assert "100000 elements" in messages[0]
     assert "100002 elements" in messages[0]

@@ -56,13 +56,13 @@ def read_trace(path: Path) -> list[dict[str, Any]]:
     return trace["traceEvents"]
 
 
-def slices(events: list[dict[str, Any]], lane: str, pid: int) -> list[dict[str, Any]]:
-    """The slices of the thread ``lane`` of rank ``pid``, without those inside others (``"queued"``)."""
-    tids = {e["tid"] for e in events if e["name"] == "thread_name" and e["pid"] == pid and e["args"]["name"] == lane}
+def slices(events: list[dict[str, Any]], track: str, pid: int) -> list[dict[str, Any]]:
+    """The slices of the thread ``track`` of rank ``pid``, without those inside others (``"queued"``)."""
+    tids = {e["tid"] for e in events if e["name"] == "thread_name" and e["pid"] == pid and e["args"]["name"] == track}
     return [e for e in events if e["ph"] == "X" and e["pid"] == pid and e["tid"] in tids and e["name"] != "queued"]
 
 
-def lanes(events: list[dict[str, Any]], pid: int) -> list[str]:
+def tracks(events: list[dict[str, Any]], pid: int) -> list[str]:
     return [e["args"]["name"] for e in events if e["name"] == "thread_name" and e["pid"] == pid]
 
 

@@ -1,4 +1,4 @@
-"""The lanes of a rank, and slices as trace events. Times are integers of nanoseconds since the trace's zero."""
+"""The tracks of a rank, and slices as trace events. Times are integers of nanoseconds since the trace's zero."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ _NAMES = {
     PAUSES: "validation and checkpoints",
 }
 _BUCKET = re.compile(r"(parameters of )?bucket (\d+)")
-_ABREAST = 8  # lanes of one name, for what runs at the same time
+_ABREAST = 8  # tracks of one name, for what runs at the same time
 _LONGEST_NAME = 200
 
 
-def lane_of(name: str) -> int:
-    """The lane of a collective, by the name that its caller gave it."""
+def track_of(name: str) -> int:
+    """The track of a collective, by the name that its caller gave it."""
     match = _BUCKET.match(name)
     if match is None:
         return OTHER
     return (PARAMETERS if match[1] else GRADIENTS) + min(int(match[2]), PARAMETERS - GRADIENTS - 1)
 
 
-def lane_name(lane: int) -> str:
-    if PARAMETERS <= lane < OTHER:
-        return f"parameters of bucket {lane - PARAMETERS}"
-    if GRADIENTS <= lane < PARAMETERS:
-        return f"gradients of bucket {lane - GRADIENTS}"
-    return _NAMES[lane]
+def track_name(track: int) -> str:
+    if PARAMETERS <= track < OTHER:
+        return f"parameters of bucket {track - PARAMETERS}"
+    if GRADIENTS <= track < PARAMETERS:
+        return f"gradients of bucket {track - GRADIENTS}"
+    return _NAMES[track]
 
 
-class Lanes:
+class Tracks:
     """Trace events of one rank (a process ``pid`` of the trace). Slices of one thread follow each other or nest.
 
-    A lane whose slice begins before the last one ended gets a second thread of its name, up to 8; past that the slice
+    A track whose slice begins before the last one ended gets a second thread of its name, up to 8; past that the slice
     begins later.
     """
 
@@ -53,20 +53,20 @@ class Lanes:
         self._ends: dict[int, int] = {}
 
     def slice(
-        self, lane: int, name: str, begin: int, end: int, args: str = "{}", inside: tuple[str, int] | None = None
+        self, track: int, name: str, begin: int, end: int, args: str = "{}", inside: tuple[str, int] | None = None
     ) -> Iterator[str]:
-        """Events of one slice in ``lane``; before the first of a thread comes its name.
+        """Events of one slice in ``track``; before the first of a thread comes its name.
 
         Args:
             args: A JSON object.
             inside: Name and end of a slice that begins with this one and lies within it.
         """
         begin, end = max(0, begin), max(0, begin, end)
-        tid = lane * _ABREAST
+        tid = track * _ABREAST
         while self._ends.get(tid, 0) > begin and tid % _ABREAST < _ABREAST - 1:
             tid += 1
         if tid not in self._ends:
-            yield from self._describe(tid, lane)
+            yield from self._describe(tid, track)
         begin = max(begin, self._ends.get(tid, 0))
         end = max(begin, end)
         self._ends[tid] = end
@@ -82,9 +82,9 @@ class Lanes:
         ):
             yield metadata(self._pid, 0, what, args)
 
-    def _describe(self, tid: int, lane: int) -> Iterator[str]:
+    def _describe(self, tid: int, track: int) -> Iterator[str]:
         abreast = tid % _ABREAST
-        name = lane_name(lane) + (f" ({abreast + 1})" if abreast else "")
+        name = track_name(track) + (f" ({abreast + 1})" if abreast else "")
         yield metadata(self._pid, tid, "thread_name", {"name": name})
         yield metadata(self._pid, tid, "thread_sort_index", {"sort_index": tid})
 

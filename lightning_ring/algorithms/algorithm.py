@@ -1,0 +1,178 @@
+"""The protocol of a training algorithm: how the replicas of a model, one on each rank, are kept together."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from lightning_ring.comm.communicator import Communicator
+from lightning_ring.gradients.squared_norms import squares_by_bucket
+
+log = logging.getLogger(__name__)
+
+
+class Algorithm:
+    """Keeps the replicas of a model together. As it stands it does nothing, which is right for a single process.
+
+    An algorithm overrides the methods that it needs. All ranks make the same calls in the same order, except
+    `detach`, which one rank may call alone. A training loop calls::
+
+        algorithm.attach(module, optimizers, communicator)
+        hooks = StepHooks(algorithm)  # calls before_step and after_step
+        for batch in batches:
+            algorithm.begin_batch()
+            with algorithm.forward():
+                loss = module(batch)
+            with algorithm.backward():
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        algorithm.make_whole()
+        hooks.remove()
+        algorithm.detach()
+
+    Attributes:
+        sharded: Whether parameters and optimizer state are sharded over the ranks between two steps.
+    """
+
+    sharded: ClassVar[bool] = False
+
+    # -- begin and end
+
+    def attach(
+        self,
+        module: nn.Module,
+        optimizers: Sequence[Optimizer],
+        comm: Communicator,
+        warn: Callable[[str], None] = log.warning,
+        inform: Callable[[str], None] = log.info,
+    ) -> None:
+        """Begin a training. ``warn`` and ``inform`` are called with messages for the user. Collective.
+
+        Raises:
+            ConfigurationError: The algorithm cannot train this module with these optimizers.
+        """
+
+    def set_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        """Replace the optimizers in the middle of a training."""
+
+    def detach(self, *, wait: bool = True) -> None:
+        """End the training, and leave module and optimizers as they were found. Also after an `attach` that raised.
+
+        With ``wait=False``, after an exception, no other rank is waited for. Calling it twice is fine.
+        """
+
+    # -- a batch
+
+    def begin_batch(self, active_ranks: int | None = None) -> None:
+        """Before the forward of a batch. ``active_ranks``: number of ranks that have data, `None` for all."""
+
+    def forward(self, *, wait: bool = True) -> AbstractContextManager[None]:
+        """Around code that computes a loss. With ``wait`` all parameters are whole when the block ends."""
+        return nullcontext()
+
+    def backward(self) -> AbstractContextManager[None]:
+        """Around the outermost backward of the training."""
+        return nullcontext()
+
+    def plain_backwards(self, *, reduced: bool) -> AbstractContextManager[None]:
+        """Around code whose backwards outside `backward` belong to the training (``reduced``), or stay local."""
+        return nullcontext()
+
+    @property
+    def reduces_plain_backwards(self) -> bool:
+        """Whether the current code is inside ``plain_backwards(reduced=True)``."""
+        return False
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Around the backwards of gradient accumulation, except the last."""
+        return nullcontext()
+
+    def discarding(self) -> AbstractContextManager[None]:
+        """Around a backward whose gradients do not count."""
+        return nullcontext()
+
+    def before_step(self, optimizer: Optimizer, *, has_closure: bool) -> None:
+        """Before any optimizer's step. With ``has_closure`` the step computes its gradients itself."""
+
+    def check_gradients(self, optimizer: Optimizer) -> None:
+        """After the closure of a step.
+
+        Raises:
+            RingError: ``optimizer`` is about to step gradients that differ between ranks.
+        """
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """After any optimizer's step."""
+
+    # -- reading parameters and gradients
+
+    def reading(self) -> AbstractContextManager[None]:
+        """Around code between two steps that may read parameters, or take norms of gradients."""
+        return nullcontext()
+
+    def make_whole(self) -> None:
+        """Return when every parameter has its new values on this rank."""
+
+    def clip_grad_norm_(self, parameters: Iterable[Parameter], max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale gradients so that their norm over ``parameters`` is at most ``max_norm``; returns the norm before."""
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+
+    @property
+    def num_buckets(self) -> int:
+        """Number of gradient buckets, the same on every rank."""
+        return 0
+
+    def gradient_squares(self, parameters: Sequence[Parameter]) -> Tensor:
+        """This rank's part of the squared norms of gradients: of each bucket, then of gradients outside buckets.
+
+        1-D, float64, summed over ranks by the caller.
+        """
+        return squares_by_bucket(parameters, [], 1)
+
+    # -- checkpoints
+
+    def optimizer_state_dict(self, optimizer: Any, *, is_rank_zero: bool) -> dict[str, Any]:
+        """The ordinary state dict of the whole optimizer; a sharded algorithm gives it to rank 0 only."""
+        state: dict[str, Any] = optimizer.state_dict()
+        return state
+
+    def load_optimizer_state_dict(self, optimizer: Any, state: dict[str, Any]) -> None:
+        """Take an ordinary state dict of the whole optimizer."""
+        optimizer.load_state_dict(state)
+
+    def states_shown(self) -> AbstractContextManager[None]:
+        """Around code that moves the optimizers' state to another device."""
+        return nullcontext()
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of the algorithm itself (residuals, anchors, counters), on rank 0 for all ranks. Collective."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> str:
+        """Continue from `state_dict`, the same on every rank. Returns a message if that is impossible, else ``""``."""
+        return ""
+
+    # -- requests to stop, progress
+
+    def ask_to_stop(self, asked: bool = True) -> None:
+        """Ask all ranks to stop, with the next exchange between them; ``asked=False`` takes that back."""
+
+    def agreed_to_stop(self) -> bool:
+        """Whether some rank had asked to stop by the last exchange; the same answer on every rank, once."""
+        return False
+
+    def progress(self) -> str:
+        """Position within the training for stall reports, such as ``"backward 12"``. Called from another thread."""
+        return ""
+
+    def description(self) -> str:
+        """How gradients or parameters travel, for one line in the log."""
+        return ""

@@ -1,0 +1,189 @@
+"""Synchronous data parallelism: every backward averages gradients over the ranks."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Literal
+
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from lightning_ring.algorithms.algorithm import Algorithm, log
+from lightning_ring.comm.communicator import Communicator
+from lightning_ring.comm.cost import default_cap_mb
+from lightning_ring.comm.recording import unrecorded
+from lightning_ring.comm.replicate import broadcast_tensors
+from lightning_ring.gradients import AutoBuckets, Reducer, ShardReducer
+from lightning_ring.gradients.compression import COMPRESSORS, Compressor
+from lightning_ring.gradients.sparse import sparse_weights
+from lightning_ring.gradients.squared_norms import squares_by_bucket
+
+
+class Averaging(Algorithm):
+    """Every backward of the training averages gradients over all ranks, in buckets, while it goes on.
+
+    Each rank holds all parameters and all optimizer state, and takes the same step. ``strategy="ring"``.
+
+    Args:
+        bucket_cap_mb: Bucket size in MiB; `None` chooses by device and number of ranks, ``"auto"`` by measurement.
+        compression: Name of a compressor, a `Compressor`, or `None` to send gradients in their own dtype.
+        shards: Leave each rank only its shard of an average (`ShardReducer`), for an algorithm on top of this one.
+        on_new_parameters: Called when parameters were added, before their values are broadcast.
+    """
+
+    def __init__(
+        self,
+        *,
+        bucket_cap_mb: float | Literal["auto"] | None = None,
+        compression: str | Compressor | None = None,
+        shards: bool = False,
+        on_new_parameters: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.reducer: Reducer | None = None
+        self._asked_to_stop = False  # a signal may come before the reducer is there
+        self._bucket_cap_mb = bucket_cap_mb
+        self._compression = compression
+        self._shards = shards
+        self._on_new_parameters = on_new_parameters
+        self._compressor: Compressor | None = None
+        self._optimizers: Sequence[Optimizer] = ()
+
+    # -- begin and end
+
+    def attach(
+        self,
+        module: nn.Module,
+        optimizers: Sequence[Optimizer],
+        comm: Communicator,
+        warn: Callable[[str], None] = log.warning,
+        inform: Callable[[str], None] = log.info,
+    ) -> None:
+        self._module, self._comm, self._optimizers = module, comm, optimizers
+        # one without a past: the residual of an earlier training is no part of this one
+        chosen = self._compression
+        self._compressor = COMPRESSORS[chosen].build() if isinstance(chosen, str) else copy.deepcopy(chosen)
+        default = default_cap_mb(next((p.device.type for p in module.parameters()), "cpu"), comm.world_size)
+        cap, auto = self._bucket_cap_mb or default, None
+        if cap == "auto":
+            halves, compressor = self._shards, self._compressor
+            auto = AutoBuckets(unrecorded(comm), inform, default_cap_mb=default, halves=halves, compressor=compressor)
+            cap = default
+        self._cap_mb = cap
+        self.reducer = (ShardReducer if self._shards else Reducer)(
+            comm,
+            module.named_parameters(),
+            bucket_cap_mb=cap,
+            auto=auto,
+            compressor=self._compressor,
+            warn=warn,
+            sparse_weights=functools.partial(sparse_weights, module),
+        )
+        self.reducer.stop_requested = self._asked_to_stop
+
+    def set_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        self._optimizers = optimizers
+
+    def detach(self, *, wait: bool = True) -> None:
+        if self.reducer is not None:
+            self.reducer.remove()
+        self.reducer = None
+        self._optimizers = ()
+
+    # -- a batch
+
+    def begin_batch(self, active_ranks: int | None = None) -> None:
+        self._training.active_ranks = active_ranks
+        broadcast_tensors(self._track_new_parameters(), unrecorded(self._comm))
+
+    def _track_new_parameters(self) -> list[Parameter]:
+        """Put parameters that were added or thawed after the start (fine-tuning callbacks) into buckets.
+
+        Only parameters of an optimizer cause a search. Returns the new ones; all ranks find the same.
+        """
+        reducer = self._training
+        params = [p for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]]
+        if all(reducer.is_tracked(param) or not param.requires_grad for param in params):
+            return []
+        new = reducer.track(self._module.named_parameters())
+        self._on_new_parameters()
+        return new
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        self._track_new_parameters()
+        with self._training.backward():
+            yield
+
+    def plain_backwards(self, *, reduced: bool) -> AbstractContextManager[None]:
+        return self._training.plain_backwards(reduced=reduced)
+
+    @property
+    def reduces_plain_backwards(self) -> bool:
+        return self._training.reduces_plain_backwards
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return self.reducer.no_sync() if self.reducer is not None else nullcontext()
+
+    def discarding(self) -> AbstractContextManager[None]:
+        return self._training.discarding()
+
+    def before_step(self, optimizer: Optimizer, *, has_closure: bool) -> None:
+        if self.steps_tracked_parameters(optimizer):
+            self._training.finish()
+            if not has_closure:
+                self.check_gradients(optimizer)
+
+    def check_gradients(self, optimizer: Optimizer) -> None:
+        self._training.check_reduced(p for group in optimizer.param_groups for p in group["params"])
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        if self.steps_tracked_parameters(optimizer):
+            self._training.num_steps += 1
+
+    def steps_tracked_parameters(self, optimizer: Optimizer) -> bool:
+        reducer = self._training
+        return any(reducer.is_tracked(param) for group in optimizer.param_groups for param in group["params"])
+
+    @property
+    def _training(self) -> Reducer:
+        assert self.reducer is not None, "attach() comes first"
+        return self.reducer
+
+    # -- gradients, checkpoints, requests
+
+    @property
+    def num_buckets(self) -> int:
+        return len(self.reducer.buckets) if self.reducer is not None else 0
+
+    def gradient_squares(self, parameters: Sequence[Parameter]) -> Tensor:
+        return squares_by_bucket(parameters, self._training.buckets, self._comm.world_size)
+
+    def state_dict(self) -> dict[str, Any]:
+        state = self._compressor.state_dict(unrecorded(self._comm)) if self._compressor is not None else None
+        return {"compressor": self._compressor.name, "state": state} if self._compressor is not None and state else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> str:
+        compressor = self._compressor
+        if compressor is None:
+            return ""
+        of_compressor = state["state"] if state.get("compressor") == compressor.name else {}
+        return compressor.load_state_dict(of_compressor, self._comm.rank, self._comm.world_size) or ""
+
+    def ask_to_stop(self, asked: bool = True) -> None:
+        self._asked_to_stop = asked
+        if self.reducer is not None:
+            self.reducer.stop_requested = asked
+
+    def agreed_to_stop(self) -> bool:
+        return self._training.agreed_to_stop()
+
+    def progress(self) -> str:
+        return f"backward {self.reducer.num_finished}" if self.reducer is not None else ""
+
+    def description(self) -> str:
+        compressed = f" as {self._compressor.name}" if self._compressor else ""
+        return f"{compressed} in {self.num_buckets} bucket(s) of up to {self._cap_mb:g} MiB"

@@ -1,0 +1,72 @@
+"""Checks of the arguments of collectives, shared by the backends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_ring.errors import CollectiveError, ConfigurationError
+
+_DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
+
+
+def check_rank(rank: int, world_size: int, argument: str) -> None:
+    if not 0 <= rank < world_size:
+        raise ConfigurationError(f"{argument}={rank}, but ranks go from 0 to {world_size - 1}.")
+
+
+def check_all_to_all(inputs: Sequence[Tensor], outputs: Sequence[Tensor], world_size: int, what: str) -> None:
+    if len(inputs) != world_size or len(outputs) != world_size:
+        raise ConfigurationError(
+            f"{what}: {len(inputs)} inputs and {len(outputs)} outputs for {world_size} ranks; give one of each a rank."
+        )
+
+
+def sizes_and_dtypes(tensors: Sequence[Tensor]) -> Tensor:
+    """Of each tensor its bytes and its dtype, as one number; 0 for an empty one, whatever its dtype."""
+    return torch.tensor(
+        [tensor.nbytes << 8 | _DTYPES.index(tensor.dtype) if tensor.numel() else 0 for tensor in tensors]
+    )
+
+
+def check_sizes(sizes: Tensor, what: str) -> int:
+    """``sizes``: one row per rank, `sizes_and_dtypes` of its inputs, then of its outputs. Returns the most bytes.
+
+    Raises:
+        CollectiveError: They differ; the message is the same on every rank.
+    """
+    world_size = sizes.shape[0]
+    sent, expected = sizes[:, :world_size], sizes[:, world_size:].t()
+    wrong = (sent != expected).nonzero().tolist()
+    if wrong:
+        source, target = wrong[0]
+        raise CollectiveError(
+            f"{what}: rank {source} sends {_in_words(sent[source, target])} to rank {target}, which expects "
+            f"{_in_words(expected[source, target])} ({len(wrong)} of {world_size**2} pairs differ). Exchange the sizes "
+            "first, and use one dtype."
+        )
+    return int(sizes.max()) >> 8
+
+
+def _in_words(size_and_dtype: Tensor) -> str:
+    num_bytes, dtype = int(size_and_dtype) >> 8, _DTYPES[int(size_and_dtype) & 0xFF]
+    return f"{num_bytes} bytes" + (f" of {str(dtype).removeprefix('torch.')}" if num_bytes else "")
+
+
+def check_device(tensor: Tensor, method: str) -> None:
+    if tensor.device.type != "cpu":
+        raise ConfigurationError(f"{method}: this backend moves CPU tensors, not {tensor.device}. Use NCCL for CUDA.")
+
+
+def contiguous_flat(tensor: Tensor, method: str) -> Tensor:
+    check_device(tensor, method)
+    if not tensor.is_contiguous():
+        raise ConfigurationError(f"{method} works in place and needs a contiguous tensor; this one is a strided view.")
+    if tensor.is_conj() or tensor.is_neg():  # its memory holds other numbers than it shows
+        raise ConfigurationError(
+            f"{method} works in place, and this tensor is a conjugate or negative view of another one. Give it "
+            "tensor.resolve_conj().resolve_neg()."
+        )
+    return tensor.detach().view(-1)

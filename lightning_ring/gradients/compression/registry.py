@@ -1,0 +1,47 @@
+"""Compressors by name: the list that the strategy's options, `lightning-ring plan` and the benchmarks read.
+
+It imports no torch, so that a prediction does not either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lightning_ring.gradients.compression.compressor import Compressor
+
+
+@dataclass(frozen=True, slots=True)
+class RegisteredCompressor:
+    """A compressor that `RingStrategy` takes by name.
+
+    Attributes:
+        module: Of this package.
+        class_name: In it; its arguments have defaults.
+        wire_bytes: As `Compressor.wire_bytes`; `None` where messages do not follow from the number of gradients.
+    """
+
+    module: str
+    class_name: str
+    wire_bytes: Callable[[int, int], float] | None = None
+
+    def build(self) -> Compressor:
+        """A new one."""
+        module = import_module(f"lightning_ring.gradients.compression.{self.module}")
+        compressor: Compressor = getattr(module, self.class_name)()
+        return compressor
+
+
+def two_bytes(numel: int, world_size: int) -> float:
+    """Two bytes an element, through an ordinary all-reduce."""
+    return 2 * numel
+
+
+COMPRESSORS: Mapping[str, RegisteredCompressor] = {
+    "fp16": RegisteredCompressor("fp16", "FP16", two_bytes),
+    "bf16": RegisteredCompressor("bf16", "BF16", two_bytes),
+    "powersgd": RegisteredCompressor("powersgd", "PowerSGD"),
+}

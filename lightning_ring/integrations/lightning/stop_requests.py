@@ -1,0 +1,95 @@
+"""Requests to stop or to requeue: a signal becomes a flag, so that all ranks act on it at the same step."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+from lightning_ring.comm.communicator import Communicator
+from lightning_ring.integrations.lightning.slurm_requeue import in_slurm_job
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+STOP_SIGNAL_VARIABLE = "RING_STOP_SIGNAL"  # number of the signal that our launchers have mpirun forward to the ranks
+
+
+class Request(IntEnum):
+    """What this rank was asked for. Of several ranks' requests the highest counts."""
+
+    NONE = 0
+    REQUEUE = 1
+    STOP = 2
+
+
+class StopRequests:
+    """Signals that ask this rank to stop or to requeue its job, and the agreement of all ranks on them.
+
+    Args:
+        requeue_signal: The signal by which Slurm warns that the job's time will be over, or `None`.
+        ask: Called with True when this rank has a request, and with False when the request was met.
+
+    Attributes:
+        pending: The request that this rank has.
+    """
+
+    def __init__(self, requeue_signal: signal.Signals | None, ask: Callable[[bool], None]) -> None:
+        self.pending = Request.NONE
+        self._requeue_signal = requeue_signal
+        self._ask = ask
+
+    def catch_signals(self, *, several_ranks: bool) -> None:
+        """Handle SIGTERM, the launcher's signal, and in a Slurm job the requeue signal. Main thread only.
+
+        Lightning's own handler starts a collective wherever the signal happens to find the rank.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            return
+        if several_ranks:
+            for number in stop_signals():
+                signal.signal(number, lambda *_: self.request(Request.STOP))
+        requeue = self._requeue_signal
+        if requeue is None or not in_slurm_job(os.environ) or requeue in stop_signals():
+            return
+        if signal.getsignal(requeue) == signal.SIG_DFL:  # as Lightning: a handler of the user's stays
+            signal.signal(requeue, lambda *_: self.request(Request.REQUEUE))
+
+    def request(self, request: Request) -> None:
+        self.pending = max(self.pending, request)
+        self._ask(True)
+
+    def agree(self, comm: Communicator | None, *, received_sigterm: bool) -> Request:
+        """The highest request of all ranks, which is met with that. Collective.
+
+        Args:
+            received_sigterm: Lightning's handler took a SIGTERM, as in a single process.
+        """
+        mine = Request.STOP if received_sigterm else self.pending
+        asked = max(comm.all_gather_object(mine)) if comm is not None else mine
+        if self.pending == mine and asked != Request.STOP:
+            self.pending = Request.NONE
+            self._ask(False)
+        return asked
+
+
+def stop_signals() -> list[signal.Signals]:
+    named = os.environ.get(STOP_SIGNAL_VARIABLE)
+    return [signal.SIGTERM] + ([signal.Signals(int(named))] if named else [])
+
+
+def leave_sigterm_to_the_buckets(trainer: pl.Trainer) -> None:
+    """Have the Trainer ask nobody whether rank 0 got a SIGTERM: the buckets carry that already.
+
+    Before every batch Lightning broadcasts it in torch's default group, and reads the answer off the device. And of
+    ranks that take different numbers of steps one would wait in that group and one in the communicator, for ever, where
+    the communicator alone sees the error.
+    """
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _nothing  # type: ignore[method-assign]
+
+
+def _nothing() -> None:
+    return None

@@ -1,0 +1,75 @@
+"""The members of a job: on which node each rank runs, and what it may use there."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch.distributed import PrefixStore, Store
+
+from lightning_ring.host.cores import bound_cores, cgroup_quota
+from lightning_ring.job.ranks import RankInfo
+
+_RDMA_DEVICES = Path("/sys/class/infiniband")
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One rank of a job.
+
+    Attributes:
+        launch_rank: Its rank by the launcher's count, which it keeps when a job goes on with fewer processes.
+        node: The number of its node, as `RankInfo.node_rank`.
+        host: The name of its host.
+        cores: The numbers of the cores that it is bound to.
+        quota: How many cores a container's quota allows at a time; infinite if there is none.
+        rdma: Whether the host has a network adapter for RDMA.
+        gpu: The UUID of its GPU, empty on CPU.
+    """
+
+    launch_rank: int
+    node: int
+    host: str = ""
+    cores: tuple[int, ...] = ()
+    quota: float = float("inf")
+    rdma: bool = False
+    gpu: str = ""
+
+
+def own_member(info: RankInfo, launch_rank: int, device: torch.device) -> Member:
+    """This process as a member."""
+    gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+    return Member(
+        launch_rank, info.node_rank, socket.gethostname(), tuple(bound_cores()), cgroup_quota(), has_rdma(), gpu
+    )
+
+
+def exchange_members(own: Member, info: RankInfo, store: Store) -> list[Member]:
+    """All members, by rank. Collective."""
+    store = PrefixStore("members", store)
+    store.set(str(info.rank), json.dumps(asdict(own)))
+    found = [json.loads(store.get(str(rank))) for rank in range(info.world_size)]
+    return [Member(**member | {"cores": tuple(member["cores"])}) for member in found]
+
+
+def has_rdma(devices: Path = _RDMA_DEVICES) -> bool:
+    """Whether this host has InfiniBand, RoCE or the like."""
+    return devices.is_dir() and any(devices.iterdir())
+
+
+def nodes_of(members: Sequence[Member]) -> list[list[int]]:
+    """The ranks of each node, in ascending order; the node of the lowest rank first."""
+    nodes = dict.fromkeys(member.node for member in members)
+    return [[rank for rank, member in enumerate(members) if member.node == node] for node in nodes]
+
+
+def info_of(rank: int, members: Sequence[Member], source: str, generation: int) -> RankInfo:
+    """The `RankInfo` of ``rank`` in a job of these ``members``."""
+    nodes = nodes_of(members)
+    node_rank = next(number for number, ranks in enumerate(nodes) if rank in ranks)
+    ranks = nodes[node_rank]
+    return RankInfo(rank, len(members), ranks.index(rank), len(ranks), node_rank, len(nodes), source, generation)

@@ -1,0 +1,27 @@
+"""An algorithm from outside the package trains through `RingStrategy`."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+
+from lightning_ring import RingStrategy
+from tests.algorithms.local_sgd import LocalSGD
+from tests.checks.models import RANK, SIZE, Classifier, assert_all_ranks_equal, fit, parameters
+from tests.checks.strategy.references import WORLD
+
+
+def check_an_algorithm_from_outside_the_package_trains() -> None:
+    module = Classifier()
+    start = copy.deepcopy(module)
+    strategy = RingStrategy(algorithm=LocalSGD(every=2))
+    fit(strategy, module, max_epochs=1, limit_train_batches=4)
+    if SIZE == 1:
+        return
+    assert strategy.algorithm.num_steps == 4  # type: ignore[attr-defined]
+    assert_all_ranks_equal(parameters(module))
+    assert not torch.equal(parameters(module), parameters(start))
+    fit(RingStrategy(algorithm=LocalSGD(every=3)), module, max_epochs=1, limit_train_batches=4)
+    everyones = WORLD.allgather(parameters(module).sum().item())
+    assert len(set(everyones)) == SIZE, f"rank {RANK}: the fourth step is this rank's own"
