@@ -17,7 +17,8 @@ SOURCES = sorted(
 
 def prose(page: Path) -> str:
     """Text of ``page`` and of the file that it includes, without code."""
-    text = re.sub(r'^--8<-- "(.+)"$', lambda match: (ROOT / match[1]).read_text(), page.read_text(), flags=re.MULTILINE)
+    included = r'^--8<-- "(.+\.md)"$'
+    text = re.sub(included, lambda match: (ROOT / match[1]).read_text(), page.read_text(), flags=re.MULTILINE)
     return re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
 
 
