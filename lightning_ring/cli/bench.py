@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_ring.errors import ConfigurationError
-from lightning_ring.host.cores import bound_cores
+from lightning_ring.host.cores import available_cores
 from lightning_ring.job.launchers import LaunchVariables, launcher_variables
 from lightning_ring.launch.hosts import check_slots, parse_hosts, read_hostfile
 from lightning_ring.launch.mpirun import find_mpirun, require_mpirun
@@ -162,4 +162,4 @@ def _default_ranks(device: str) -> int:
 
         if torch.cuda.device_count() > 1:
             return torch.cuda.device_count()
-    return max(2, len(bound_cores()))
+    return max(2, available_cores())

@@ -1,4 +1,4 @@
-"""Which cores this process may run on, and how many of them at a time. Without torch, so that tools start at once."""
+"""The cores that this process may run on, and the number of them at a time. Without torch: tools start at once."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def available_cores(ranks_per_node: int = 1, root: Path = _CGROUP, own: Path = _
 
 
 def cgroup_quota(root: Path = _CGROUP, own: Path = _OWN) -> float:
-    """How many cores the processor quotas over this process let it run at a time, infinite if there is none.
+    """The number of cores at a time that the processor quotas over this process allow; infinite without a quota.
 
     A container sees its own control group as ``root``; under systemd and Slurm a process lives in one below it, and
     every group from there upwards limits it. Sources: the kernel's cgroup-v2.rst (``cpu.max``) and sched-bwc.rst

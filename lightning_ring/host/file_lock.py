@@ -1,4 +1,4 @@
-"""A lock on an open file: it ends with the process that holds it, however that process ends."""
+"""A lock on an open file. The kernel releases it when the process that holds it ends."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 TAKEN = "another job is writing it now"
-_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)  # of network file systems, where nobody can tell
+_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)  # network file systems without locks
 _held: set[int] = set()
 
 

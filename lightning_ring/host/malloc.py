@@ -1,4 +1,4 @@
-"""Memory that a step frees on the CPU, and the next step needs again.
+"""Keeps memory that a step frees on the CPU for the next step.
 
 glibc returns freed memory to the system once enough of it lies at the end of its heap, and takes blocks of some size
 from the system one by one. Activations and gradients, which are freed in every step, then come back as new pages in

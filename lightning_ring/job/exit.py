@@ -1,4 +1,4 @@
-"""How a rank ends when it must not wait for the others, and how it sees that its launcher has gone."""
+"""The end of a rank that must not wait for the others, and the watch over its launcher."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SEGMENTS = ("sm_segment.", "vader_segment.", "osc_sm", "osc_rdma", "mpich_shm_"
 
 
 def say(line: str) -> None:
-    """One line on standard error, also where that is a pipe that nobody reads any more."""
+    """Print one line to standard error; a closed pipe is no error."""
     with contextlib.suppress(OSError, ValueError):
         print(f"lightning_ring: {line}", file=sys.stderr, flush=True)
 
@@ -38,7 +38,7 @@ def end_process(code: int) -> NoReturn:
 
 
 class LauncherProbe:
-    """Whether what started this process still lives: its parent, and its launcher where that is an older ancestor.
+    """Whether this process's parent still lives, and its launcher, which may be an older ancestor.
 
     Open MPI leaves the ranks running when mpirun is killed with ``kill -9``. A shell between mpirun and the rank
     survives mpirun too, so the ancestors up to the launcher are remembered, each with its start time.
@@ -63,7 +63,7 @@ class LauncherProbe:
             subprocess.Popen(["/bin/sh", "-c", script], stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True)
 
     def gone(self) -> str | None:
-        """What has gone, in words, or ``None`` while all live."""
+        """A sentence about the process that has gone, or ``None`` while all live."""
         if self._orphaned or os.getppid() != self._parent:
             return f"its parent process {self._parent} has gone"
         for pid, started, name in self._ancestors:
@@ -103,8 +103,8 @@ def _start_time(pid: int) -> str | None:
     return fields[2] if fields is not None else None
 
 
-def remove_what_mpirun_left() -> None:
-    """Remove what this rank of a killed mpirun alone can name: its shared memory, and mpirun's folder of this job."""
+def remove_files_of_mpirun() -> None:
+    """Remove this rank's shared memory, and the folder of this job, after mpirun was killed."""
     remove_segments()
     folder = Path(os.environ.get("PMIX_SERVER_TMPDIR", ""))
     if folder.name.startswith("ompi."):

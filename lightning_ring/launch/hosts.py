@@ -1,4 +1,4 @@
-"""Which hosts a job may use, and how many ranks on each."""
+"""The hosts of a job, and the number of ranks on each."""
 
 from __future__ import annotations
 
@@ -85,12 +85,12 @@ def check_slots(ranks: int, hosts: list[Host]) -> None:
 
 
 def in_allocation(environ: Mapping[str, str]) -> bool:
-    """Whether a batch system has given this process hosts, which mpirun then finds by itself."""
+    """Whether this process is inside a batch system's allocation, whose hosts mpirun finds by itself."""
     return any(name in environ for name in ("SLURM_JOB_ID", "PBS_NODEFILE", "LSB_JOBID", "PE_HOSTFILE"))
 
 
 def slots_of_allocation(environ: Mapping[str, str]) -> float:
-    """How many ranks mpirun starts at most in this Slurm job or step; infinite outside of Slurm.
+    """The most ranks that mpirun starts in this Slurm job or step; infinite outside of Slurm.
 
     ``sbatch --ntasks=1 --cpus-per-task=8`` is one slot, as is a step of ``srun -n 1``.
     """

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_ring.errors import ConfigurationError
-from lightning_ring.host.cores import bound_cores
+from lightning_ring.host.cores import available_cores
 from lightning_ring.launch.hosts import Host, in_allocation
 
-# What a rank on another host needs of this environment. Local ranks inherit all of it.
+# Variables that ranks on other hosts get; those of this host inherit the whole environment
 _NAMES = (
     "PATH",
     "PYTHONPATH",
@@ -45,7 +45,7 @@ def find_mpirun() -> Mpirun | None:
 
 
 def locate_mpirun() -> str | None:
-    """Path of what `find_mpirun` asks."""
+    """Path of the mpirun that `find_mpirun` identifies."""
     beside = Path(sys.executable).with_name("mpirun")
     return str(beside) if os.access(beside, os.X_OK) else shutil.which("mpirun")
 
@@ -114,7 +114,7 @@ def mpirun_line(
     line += ["--bind-to", "none"]
     # One TCP connection a pair leaves half of a 1 Gbit/s link unused
     line += ["--mca", "btl_tcp_links", "2"]
-    if ranks_per_host(ranks, hosts, environ) > len(bound_cores()):
+    if ranks_per_host(ranks, hosts, environ) > available_cores():
         line += ["--mca", "mpi_yield_when_idle", "1"]
     if mpirun.major >= 5:
         # The stop signal goes to the ranks, not to their data-loader workers, which it would kill
@@ -141,8 +141,8 @@ def ranks_per_host(ranks: int, hosts: Sequence[Host], environ: Mapping[str, str]
 
 
 def rank_environment(ranks: int, hosts: Sequence[Host], environ: Mapping[str, str], stop_signal: int) -> dict[str, str]:
-    """``environ`` and what every rank needs besides: threads that fit the cores, and how it is told to stop."""
-    threads = max(1, len(bound_cores()) // ranks_per_host(ranks, hosts, environ))
+    """``environ`` with a number of threads that fits the cores, and the signal that asks a rank to stop."""
+    threads = available_cores(ranks_per_host(ranks, hosts, environ))
     defaults = {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
     return defaults | dict(environ) | {"RING_STOP_SIGNAL": str(int(stop_signal)), "RING_LAUNCHER_PID": str(os.getpid())}
 

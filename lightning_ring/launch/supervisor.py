@@ -1,7 +1,7 @@
-"""Starts processes, passes signals on, waits, and leaves nothing behind.
+"""Starts the processes of a job, passes signals on, waits for them, and cleans up.
 
-What is started lives in sessions of its own, so that a terminal's Ctrl-C reaches this process alone, which then asks
-the ranks to stop; mpirun would kill them 0.2 s later, too soon for a checkpoint.
+Each child leads a session of its own, so that a terminal's Ctrl-C reaches this process alone, which then asks the ranks
+to stop; mpirun would kill them 0.2 s later, too soon for a checkpoint.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from types import FrameType
 from lightning_ring.job.exit import remove_segments, say
 
 STOP_SIGNAL = signal.SIGUSR2  # mpirun passes it on to the ranks
-PEERS_SECONDS = 15.0  # how long the other ranks have to see by themselves that one died
+PEERS_SECONDS = 15.0  # in which the other ranks end by themselves after one died
 _TERM_SECONDS = 5.0  # between SIGTERM and SIGKILL
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -38,7 +38,7 @@ class Child:
     command: Sequence[str]
     environ: Mapping[str, str]
     pass_fds: Sequence[int] = ()
-    dies_with_parent: int = signal.SIGKILL  # what it gets should this process be killed
+    dies_with_parent: int = signal.SIGKILL  # the signal that it gets if this process is killed
     process: subprocess.Popen[bytes] | None = field(default=None, init=False)
 
 
@@ -60,7 +60,7 @@ class Supervisor:
         self._signals: list[int] = []
         self._handled = 0
         self._exit_code: int | None = None
-        self._plan: list[tuple[float, Callable[[], None]]] = []  # what to do when, earliest first
+        self._plan: list[tuple[float, Callable[[], None]]] = []  # time and action, earliest first
 
     def run(self, cwd: str | None = None) -> int:
         """Start the children, wait for all, and return the job's exit code.
@@ -86,7 +86,7 @@ class Supervisor:
         return self._exit_code or 0
 
     def kill(self, signum: int) -> None:
-        """Send ``signum`` to what is still running."""
+        """Send ``signum`` to the children that still run."""
         for child in self._running():
             assert child.process is not None
             child.process.send_signal(signum)
@@ -137,8 +137,8 @@ class Supervisor:
         ]
 
     def _clear(self) -> None:
-        """After a failure: wait for what the children left to end by itself (a rank sees that mpirun has gone), then
-        kill it, and remove what a killed mpirun leaves."""
+        """After a failure: wait until the processes of the children end by themselves (a rank sees that mpirun has
+        gone), then kill them, and remove the folder of a killed mpirun."""
         deadline = time.monotonic() + (_TERM_SECONDS if not self._running() else 0)
         while self._sessions() and time.monotonic() < deadline:
             time.sleep(0.1)

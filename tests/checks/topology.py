@@ -25,8 +25,8 @@ from lightning_ring.comm.hierarchical import HierarchicalCommunicator
 from lightning_ring.errors import CollectiveError, ConfigurationError
 from lightning_ring.gradients import Reducer
 from lightning_ring.job.communicators import open_communicator
-from lightning_ring.job.job import Job
-from lightning_ring.job.members import Member
+from lightning_ring.job.job import Job, current_job, open_job
+from lightning_ring.job.members import Member, info_of
 from lightning_ring.job.ranks import RankInfo
 from tests.checks.world import open_gloo
 
@@ -47,16 +47,18 @@ def store() -> dist.Store:
     return held or dist.TCPStore("127.0.0.1", port, is_master=False, timeout=TIMEOUT)
 
 
+def info_on(nodes: Sequence[int]) -> RankInfo:
+    """This rank in a job whose rank r is on node ``nodes[r]``."""
+    return info_of(WORLD.rank, [Member(rank, node) for rank, node in enumerate(nodes)], "mpi", generation=0)
+
+
 @contextlib.contextmanager
 def opened(
     nodes: Sequence[int], backend: str = "auto", topology: str = "auto", fabric: bool = False
 ) -> Iterator[Communicator]:
     """What a job gets whose rank r is on node ``nodes[r]``."""
-    ours = [rank for rank in range(4) if nodes[rank] == nodes[WORLD.rank]]
-    place = (ours.index(WORLD.rank), len(ours), nodes[WORLD.rank], len(set(nodes)))
-    info = RankInfo(WORLD.rank, 4, *place, source="mpi")
     members = [Member(rank, node, rdma=fabric) for rank, node in enumerate(nodes)]
-    job = Job(info, members, dist.PrefixStore(f"job {next(_number)}", store()))
+    job = Job(info_on(nodes), members, dist.PrefixStore(f"job {next(_number)}", store()))
     comm = open_communicator(job, backend, CPU, TIMEOUT, TIMEOUT, topology)
     yield comm
     comm.close()
@@ -71,6 +73,29 @@ def check_auto_nests_what_shares_nodes_evenly() -> None:
     for nodes, topology in ((ROUND_ROBIN, "flat"), (UNEVEN, "auto"), (APART, "auto")):
         with opened(nodes, topology=topology) as comm:
             assert isinstance(comm, GlooCommunicator)
+
+
+def check_jobs_one_after_the_other_over_two_nodes() -> None:
+    open_gloo()
+    dist.destroy_process_group()  # of the checks: a job opens its own
+    for nodes, backend in ((BLOCKS, "auto"), (ROUND_ROBIN, "mpi")):
+        held = dist.PrefixStore(f"job {next(_number)}", store())
+        job: Job | None = open_job(info_on(nodes), CPU, TIMEOUT, store=held)
+        for ranks in ([2, 3, 0, 1], None):
+            assert job is not None
+            comm = open_communicator(job, backend, CPU, TIMEOUT, TIMEOUT)
+            assert isinstance(comm, HierarchicalCommunicator)
+            assert comm.rank == job.info.rank
+            total = torch.full((90_000,), float(comm.rank))
+            comm.all_reduce_(total).wait()
+            assert (total == 6).all()
+            if ranks is not None:
+                job = job.reopen(ranks)
+                assert job is not None
+                assert job.info.rank == ranks.index(WORLD.rank)
+        job.close()
+        assert current_job() is None
+    open_gloo.__wrapped__()  # it was called: the checks after this one need it again
 
 
 def check_a_node_whose_second_segment_fails_has_all_nodes_use_messages() -> None:

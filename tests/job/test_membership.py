@@ -34,7 +34,8 @@ def check_results(folder: Path, classes: list[str]) -> None:
 
 @pytest.mark.skipif(mpirun_path() is None, reason="no mpirun beside this Python")
 def test_rank_0_leaves_a_job_of_mpi(tmp_path: Path) -> None:
-    done = run(mpirun_command(3, sys.executable, SCRIPT, str(tmp_path), "mpi", "auto", "gloo"), timeout=150)
+    command = mpirun_command(3, sys.executable, SCRIPT, str(tmp_path), "mpi", "auto", "gloo")
+    done = run(command, timeout=150, OMPI_MCA_mpi_yield_when_idle="1")
     assert done.returncode == 0, done.stdout[-4000:]
     check_results(tmp_path, ["MPICommunicator", "SharedMemoryCommunicator", "GlooCommunicator"])
 

@@ -117,6 +117,12 @@ def test_ranks_times_threads_fit_the_cores():
     assert ranks_per_host(8, [], {"SLURM_JOB_NUM_NODES": "3"}) == 3
 
 
+def test_threads_fit_the_quota_of_a_container(monkeypatch):
+    monkeypatch.setattr("lightning_ring.host.cores.bound_cores", lambda: list(range(64)))
+    monkeypatch.setattr("lightning_ring.host.cores.cgroup_quota", lambda *paths: 4.0)
+    assert rank_environment(2, [], {}, 12)["OMP_NUM_THREADS"] == "2"
+
+
 @pytest.mark.parametrize("text", ["", "a:", "a:0", "a:-1", "a:x", "a,,b", "a b:2"])
 def test_hosts_that_make_no_sense(text):
     with pytest.raises(ConfigurationError, match="host:slots"):

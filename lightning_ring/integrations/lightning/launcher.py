@@ -32,7 +32,7 @@ class RingLauncher(_Launcher):
     """Starts ``num_processes`` ranks of this script, unless a launcher has: then it does nothing.
 
     The process that starts them is never a rank. It supervises: forwards signals, names a rank that died, ends the
-    others, and then ends itself with the job's exit code; what comes after ``trainer.fit`` is run by the ranks.
+    others, and then ends itself with the job's exit code; the ranks run the code after ``trainer.fit``.
 
     ``use_mpi``: through the mpirun that is found (beside this Python first), if any. Otherwise, without one, and where
     a Slurm job has fewer tasks than ranks, which mpirun refuses, the ranks are plain processes that talk through shared

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from torch.distributed import Store
 
 from lightning_ring.errors import PeerFailedError
-from lightning_ring.job.exit import LauncherProbe, end_process, remove_what_mpirun_left, say
+from lightning_ring.job.exit import LauncherProbe, end_process, remove_files_of_mpirun, say
 from lightning_ring.job.ranks import RankInfo
 from lightning_ring.job.watch.messages import Message, MessageConnection, in_forked_children
 from lightning_ring.job.watch.peers import PeerEvent, PeerEvents, comes_from_a_peer
@@ -261,7 +261,7 @@ class JobWatch:
         gone = self._launcher.gone()
         if gone is not None:
             say(f"{me} ends: {gone}")
-            remove_what_mpirun_left()
+            remove_files_of_mpirun()
             end_process(1)
         with self._news:
             failure = self._peers.failure(self._fit)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from lightning_ring.host.cores import bound_cores, cgroup_quota
+from lightning_ring.host.cores import available_cores, bound_cores, cgroup_quota
 from lightning_ring.tools.doctor.finding import Finding, ok, warning
 from lightning_ring.tools.doctor.request import Request
 
@@ -20,7 +20,7 @@ _BINDING = (
 
 def check(request: Request) -> list[Finding]:
     cores, quota = len(bound_cores()), cgroup_quota()
-    usable = max(1, int(min(cores, quota)))
+    usable = available_cores()
     return [
         _cores(cores, quota, usable, request.ranks),
         _threads(request.environ, usable, request.ranks),
