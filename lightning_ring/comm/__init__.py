@@ -1,1 +1,1 @@
-"""Ranks and collectives: who takes part, and how tensors travel between them."""
+"""Communicators: collectives of tensors between ranks, over several transports."""

@@ -1,4 +1,4 @@
-"""Ranks tell each other which collective they are about to run, so that a difference is an error and not a hang."""
+"""Ranks compare the collectives that they call, so that a difference is an error and not a hang."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A thread that is woken later, at no cost to whoever asks for it."""
+"""A timer that wakes a thread later, at no cost to the thread that sets it."""
 
 from __future__ import annotations
 

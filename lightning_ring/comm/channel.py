@@ -1,4 +1,4 @@
-"""Where collectives run one after another; those of two channels are on the wire at the same time."""
+"""Channels: collectives of one channel run one after another, those of two channels at the same time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Channel:
     """A thread, and a `PointToPoint` whose messages have a tag of their own, over a transport that channels share.
 
     Attributes:
-        thread: What runs the channel's collectives.
+        thread: Runs the channel's collectives.
         landing: Memory of `ring.scratch_bytes`.
     """
 
@@ -50,7 +50,7 @@ class Channel:
 
 
 class ChannelSelector:
-    """Chooses the channel of each collective, by what all ranks know alike: how many bytes each channel was given."""
+    """Chooses the channel of each collective by the bytes that each was given, a number that all ranks know alike."""
 
     def __init__(self, channels: Sequence[Channel]) -> None:
         self._channels = list(channels)

@@ -1,6 +1,13 @@
-"""Collectives in the order they were handed in, each run by whoever waits first: their caller, or a thread behind it.
+"""An engine for collectives that are steps: run in the order of the calls by the first thread that waits for them.
 
-A short collective then costs no change of threads, and one that nobody waits for goes on during the computation.
+That thread is the caller, or one behind it. A short collective then costs no change of threads, and one that nobody
+waits for goes on during the computation.
+
+`CollectiveThread` is the other engine: it runs whole functions, since the waits of MPI, Gloo and torch are calls that a
+queue cannot leave and take up again. Over shared memory it would be slower. Measured: all-reduces of 4 KiB between two
+ranks, the same steps run by the queue or by a `CollectiveThread` that polls between them, on two cores that other
+programs used too; the fastest tenth of 2,000 took at most 27 to 29 µs by the queue (four runs), 52 to 150 µs by the
+thread (four runs).
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""One thread that runs collectives in the order they were handed in, beside the computation."""
+"""An engine for collectives that block: one thread that runs them in the order of the calls, beside the computation.
+
+`collective_queue` says why there are two.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The collectives that are no ring, over the same send and receive: direct exchange, broadcast, all-to-all."""
+"""Collectives without a ring, over the same send and receive: direct exchange, broadcast, all-to-all."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def all_gather_directly_(flat: Tensor, p2p: PointToPoint) -> None:
 
 
 def all_reduce_directly_(flat: Tensor, p2p: PointToPoint, op: ReduceOp = ReduceOp.SUM) -> Tensor:
-    """Reduce a short 1-D ``flat``: everybody sends all of it to everybody and reduces in the order of the ranks.
+    """Reduce a short 1-D ``flat``: each rank sends all of it to each other rank and reduces in the order of the ranks.
 
     One message time instead of the ring's 2·(N−1), for N−1 times the bytes.
     """
@@ -53,7 +53,7 @@ def all_reduce_directly_(flat: Tensor, p2p: PointToPoint, op: ReduceOp = ReduceO
 
 
 def broadcast_(flat: Tensor, p2p: PointToPoint, src: int = 0, *, piece_bytes: int = PIECE_BYTES) -> Tensor:
-    """Replace 1-D ``flat`` by rank ``src``'s. Short: straight to everybody. Long: down a chain, piece behind piece."""
+    """Replace 1-D ``flat`` by rank ``src``'s. Short: straight to every rank. Long: down a chain, piece behind piece."""
     world_size, rank = p2p.world_size, p2p.rank
     if world_size == 1 or flat.numel() == 0:
         return flat

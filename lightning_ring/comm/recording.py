@@ -1,4 +1,4 @@
-"""When collectives are called, run and waited for: a `Communicator` that tells listeners."""
+"""A `Communicator` that reports the times of its collectives to listeners."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One rank's parameters, buffers and optimizer state to all, in a few flat messages; and are the models the same?"""
+"""Broadcasts of parameters, buffers and optimizer state in a few flat messages, and the check that models are equal."""
 
 from __future__ import annotations
 

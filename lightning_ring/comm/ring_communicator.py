@@ -1,4 +1,4 @@
-"""A whole `Communicator` over send and receive: what the MPI and the thread backend share."""
+"""A `Communicator` over send and receive, shared by the backends MPI, Gloo and threads."""
 
 from __future__ import annotations
 

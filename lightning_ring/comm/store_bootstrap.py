@@ -1,4 +1,4 @@
-"""A few ranks meet through torch's store, before they have a communicator."""
+"""Objects gathered through torch's store, by ranks that have no communicator yet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long, and for whom, a communicator waits: the timeout, the check on peers, and the first error, which stays."""
+"""How a communicator waits for other ranks: the timeout, the check on peers, and the first error, which stays."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ Check = Callable[[], None]
 
 
 class TransportError(CollectiveError):
-    """What MPI or torch.distributed raised; the cause is often a peer that failed, which a check may name later."""
+    """An error of MPI or torch.distributed. The cause is often a peer that failed, which a check may name later."""
 
 
 class Engine(Protocol):
-    """What runs the collectives of one communicator in order; it can be asked from any thread."""
+    """Runs the collectives of one communicator in order. Its progress can be read from any thread."""
 
     last: tuple[str, float] | None
     """The collective that ended last, and when it had begun, by the monotonic clock."""
@@ -40,19 +40,21 @@ class Engine(Protocol):
 
 
 class StallReports(Protocol):
-    """Who asks all ranks where they are: `stall.StallReporter`."""
+    """Asks all ranks for the collective that each is in (`lightning_ring.job.stalls`)."""
 
     def notice(self, description: str, seconds: float) -> None:
         """A collective is late; returns at once."""
         ...
 
     def verdict(self, description: str, late: str, advice: str) -> str:
-        """What every rank's error says of a collective that ends the job: ``late``, what was found, ``advice``."""
+        """The text of every rank's error for a collective that is too late: ``late``, all answers, ``advice``."""
         ...
 
 
 class WaitPolicy:
-    """Shared by all that a communicator has under way.
+    """How long collectives wait, and the first error, shared by all collectives of a communicator.
+
+    Several communicators may share one policy: the first error of any of them then ends the others' collectives.
 
     ``check`` raises a `RingError` once a peer is known to have failed. A rank that has waited for ``stall_warning``
     logs what it waits for, once a collective; with ``stalls``, all ranks are asked instead, and again after twice, four

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-import pytest
+import subprocess
+import sys
 
+import pytest
+from torch import Tensor
+
+from lightning_ring import RingStrategy
+from lightning_ring.comm.communicator import Communicator, ReduceOp, Work
 from lightning_ring.errors import ConfigurationError
-from lightning_ring.gradients.compression import PowerSGD
+from lightning_ring.gradients.compression import COMPRESSORS, Compressor, ErrorFeedback, PowerSGD
+from lightning_ring.tools.plan.model import PREDICTABLE
 from tests.battery import Battery, check_names
+from tests.processes import clean_env
 
 MODULE = "tests.checks.compression"
 
@@ -15,6 +23,35 @@ MODULE = "tests.checks.compression"
 @pytest.mark.parametrize(("world_size", "backend"), [(1, "gloo"), (2, "mpi"), (3, "mpi"), (4, "gloo")])
 def test_compression(battery: Battery, world_size: int, backend: str, check: str) -> None:
     battery(MODULE, world_size, check, RING_CHECK_BACKEND=backend)
+
+
+def test_the_registry_and_the_compressors_agree() -> None:
+    for name, known in COMPRESSORS.items():
+        compressor = known.build()
+        assert compressor.name == name
+        told = known.wire_bytes(1001, 4) if known.wire_bytes is not None else None
+        assert compressor.wire_bytes(1001, 4) == told
+        assert RingStrategy(compression=name).options.compression == name
+    assert {"fp16", "bf16"} <= PREDICTABLE.keys() <= COMPRESSORS.keys()
+
+
+def test_a_compressor_from_outside_is_given_as_an_instance() -> None:
+    class Sent(Compressor):
+        def all_reduce(self, flat: Tensor, comm: Communicator, *, lost: Tensor | None = None, name: str = "") -> Work:
+            return comm.all_reduce_(flat, op=ReduceOp.AVG, name=name)
+
+    assert isinstance(RingStrategy(compression=ErrorFeedback(Sent())).options.new_compressor(), ErrorFeedback)
+    with pytest.raises(ConfigurationError, match="cannot leave each rank its shard"):
+        RingStrategy(compression=Sent(), shard_optimizer=True)
+    with pytest.raises(ConfigurationError, match="bucket_cap_mb"):
+        RingStrategy(compression=Sent(), bucket_cap_mb="auto")
+    with pytest.raises(ConfigurationError, match="'fp16', 'bf16', 'powersgd' or a Compressor"):
+        RingStrategy(compression=Sent)  # type: ignore[arg-type]
+
+
+def test_predictions_know_the_compressors_without_torch() -> None:
+    code = "import sys, lightning_ring.cli.plan; print('torch' in sys.modules)"
+    assert subprocess.check_output([sys.executable, "-c", code], env=clean_env(), text=True).strip() == "False"
 
 
 @pytest.mark.parametrize("arguments", [{"rank": 0}, {"start_iter": -1}, {"min_compression": 0.5}])

@@ -1,4 +1,4 @@
-"""Bucket sizes from what was measured: when backward produces gradients, and what a message costs."""
+"""Bucket sizes from measurements: the times of gradients in backward, and the cost of a message."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ Named = Sequence[tuple[str, Parameter]]
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """What was measured and decided: the same on every rank.
+class BucketChoice:
+    """The measurements and the decision, the same on every rank.
 
     Attributes:
         order: Names of the parameters, in the order of travel.
@@ -50,12 +50,12 @@ class AutoBuckets:
     each had the wire alone.
 
     Args:
-        comm: Who takes part.
-        say: Called with what was chosen, in words.
+        comm: The ranks.
+        say: Called with a description of the choice.
         default_cap_mb: Bucket size in MiB until then, and the one that the choice is compared with.
         halves: A reduce-scatter travels during backward, which is timed and priced then; the all-gather of parameters
             under the next forward is taken for its mirror image, and costs as much.
-        compressor: Who says how many bytes an element takes on the wire.
+        compressor: Gives the size of messages (`Compressor.wire_bytes`).
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class AutoBuckets:
         self._say(self._in_words(choice, buckets))
         return buckets
 
-    def _choose(self, params: Named) -> Choice:
+    def _choose(self, params: Named) -> BucketChoice:
         own = {name: median(_seconds_between(*pair) for pair in pairs) for name, pairs in self._notes.items()}
         everyones = self._comm.all_gather_object(own)
         ready: dict[str, float] = defaultdict(float)
@@ -116,7 +116,7 @@ class AutoBuckets:
             exposed = max(exposed, last_arrival(chosen, sizes, times, self._seconds(cost)) - last)
             usual = _fixed_ends([param for _, param in members], self._default_cap_mb)
             fixed = max(fixed, last_arrival(usual, sizes, times, self._seconds(cost)) - last)
-        return Choice([name for name, _ in ordered], ends, cost, exposed, fixed)
+        return BucketChoice([name for name, _ in ordered], ends, cost, exposed, fixed)
 
     def _probe(self, dtype: torch.dtype, device: torch.device) -> CostModel:
         """Time what travels during backward, in several sizes. On one rank nothing travels, and costs nothing."""
@@ -148,7 +148,7 @@ class AutoBuckets:
         compressed = self._compressor.wire_bytes(param.numel(), self._comm.world_size)
         return param.nbytes if compressed is None else compressed
 
-    def _in_words(self, choice: Choice, buckets: Sequence[Bucket]) -> str:
+    def _in_words(self, choice: BucketChoice, buckets: Sequence[Bucket]) -> str:
         sizes = ", ".join(f"{bucket.flat.nbytes / _MIB:.3g}" for bucket in buckets)
         return (
             f'bucket_cap_mb="auto" chose {len(buckets)} bucket(s) of {sizes} MiB. A message costs '

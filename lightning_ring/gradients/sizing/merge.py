@@ -1,4 +1,4 @@
-"""Which gradients travel together: as few messages as latency asks for, as many as keep the wire busy in backward.
+"""Gradients merged into buckets: few messages because of latency, many because the wire is idle until one leaves.
 
 The model is that of MG-WFBP (Shi, Chu and Li, "MG-WFBP: efficient data communication for distributed synchronous SGD
 algorithms", 2019, arXiv:1811.11141): a bucket leaves when its last gradient is there and the bucket before it has

@@ -95,7 +95,7 @@ def check_powersgd_resumes_where_it_stopped_and_says_where_it_cannot(tmp_path: P
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         module = run(4, str(tmp_path / "other.ckpt"), "reset")
-    said = [str(warning.message) for warning in caught if "powersgd" in str(warning.message)]
+    said = [str(warning.message) for warning in caught if "powersgd residuals" in str(warning.message)]
     assert len(said) == (RANK == 0), said
     assert all(f"of {SIZE + 1} ranks" in text for text in said)
     assert_all_ranks_equal(parameters(module))

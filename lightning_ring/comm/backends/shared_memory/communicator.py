@@ -1,4 +1,4 @@
-"""The ranks of one node: collectives in memory that all of them see, without sockets; for buckets, without copies."""
+"""Collectives of the ranks of one node in shared memory: without sockets, and for buckets without copies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tensors lie in memory that all ranks of a node see, and where the other ranks' counterparts are."""
+"""The tensors in memory that all ranks of a node see, and their counterparts on the other ranks."""
 
 from __future__ import annotations
 

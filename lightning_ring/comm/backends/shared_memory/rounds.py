@@ -1,4 +1,4 @@
-"""Rounds through shared memory: everybody writes, everybody says so, everybody reads.
+"""Rounds through shared memory: each rank writes, announces it, and reads the others.
 
 A round ends where the next one begins, so two places to write to are enough: what a rank wrote for round k stands until
 it writes for round k+2, which it does after all arrived at k+1, which they do after reading what was written for k.
