@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_ring.optim import LAMB, LARS, compiler
+from lightning_ring.optim import LAMB, LARS
+from lightning_ring.optim.engine import compiler
 
 Shapes = list[tuple[int, ...]]
 Step = Callable[[], Any]
