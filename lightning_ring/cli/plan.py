@@ -164,7 +164,7 @@ def _cluster(size: int, per_node: int, network: Link, node: Link | None) -> Clus
 
 def tabulate(
     profile: Profile, network: Link, node: Link | None, per_node: int, settings: Settings, sizes: Sequence[int]
-) -> dict[str, list[report.Step]]:
+) -> dict[str, list[report.PredictedStep]]:
     """Steps of each way, for all sizes. The sharded one nests by node wherever that can be."""
     ways = {
         "flat": replace(settings, topology="flat", shard_optimizer=False),

@@ -4,7 +4,7 @@ from lightning_ring.monitor.gap_meter import GapMeter
 from lightning_ring.monitor.profile import RingProfile
 from lightning_ring.monitor.ring_monitor import RingMonitor
 from lightning_ring.monitor.ring_report import RingReport
-from lightning_ring.monitor.step_timer import StepTimer, StepTimes
-from lightning_ring.monitor.throughput import ThroughputMonitor
+from lightning_ring.monitor.step_record import StepTimes
+from lightning_ring.monitor.step_timer import StepTimer
 
-__all__ = ["GapMeter", "RingMonitor", "RingProfile", "RingReport", "StepTimer", "StepTimes", "ThroughputMonitor"]
+__all__ = ["GapMeter", "RingMonitor", "RingProfile", "RingReport", "StepTimer", "StepTimes"]

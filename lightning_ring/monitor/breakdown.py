@@ -1,57 +1,22 @@
-"""One training step, taken apart: what was computed, and what communication cost it."""
+"""The time that collectives cost a training step."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from lightning_ring.comm.recording import CollectiveRecord
-from lightning_ring.monitor.step_timer import StepRecord
+from lightning_ring.monitor.step_record import StepRecord, StepTimes
 
 _PARTS = ("data", "copy", "forward", "backward", "optimizer", "other")
 
 
 @dataclass(frozen=True, slots=True)
-class StepBreakdown:
-    """Seconds of one step, or means over several. The parts up to ``other`` add up to ``total``.
-
-    Attributes:
-        data, copy, forward, backward, optimizer, other: As in `StepTimes`, without what was lost to collectives.
-        exposed: Lost to collectives: starting them, and waiting for them.
-        total: The step.
-        busy: During which some collective was under way.
-        sent: Bytes that this rank sends for the step's collectives on a ring, as nccl-tests count them for the bus
-            bandwidth ``sent / busy``: 2(N-1)/N of an all-reduce's, (N-1)/N of a reduce-scatter's or an all-gather's.
-    """
-
-    data: float = 0.0
-    copy: float = 0.0
-    forward: float = 0.0
-    backward: float = 0.0
-    exposed: float = 0.0
-    optimizer: float = 0.0
-    other: float = 0.0
-    total: float = 0.0
-    busy: float = 0.0
-    sent: float = 0.0
-
-    @classmethod
-    def unknown(cls) -> StepBreakdown:
-        return cls(*[math.nan] * len(fields(cls)))
-
-    @property
-    def hidden(self) -> float:
-        """Seconds of communication under what the rank computed meanwhile."""
-        return max(0.0, self.busy - self.exposed)
-
-
-@dataclass(frozen=True, slots=True)
-class Times:
-    """When things happened to one collective, in seconds of one clock: the host's, or on CUDA the device's."""
+class CollectiveTimes:
+    """Moments of one collective, in seconds of one clock: the host's, or on CUDA the device's."""
 
     called: float
     began: float
@@ -59,8 +24,8 @@ class Times:
     losses: tuple[tuple[float, float], ...]
 
 
-def break_down(record: StepRecord, collectives: Sequence[CollectiveRecord], world_size: int) -> StepBreakdown:
-    """``record`` of a finished step, with the `collectives_of` it."""
+def break_down(record: StepRecord, collectives: Sequence[CollectiveRecord], world_size: int) -> StepTimes:
+    """The times of a finished step, with the time of the `collectives_of` it taken out of its parts."""
     times = record.times()
     spent = {part: getattr(times, part) for part in _PARTS}
     exposed = busy = 0.0
@@ -72,7 +37,7 @@ def break_down(record: StepRecord, collectives: Sequence[CollectiveRecord], worl
                 exposed += stop - start
                 spent[part] = max(0.0, spent[part] - (stop - start))
     sent = sum(sent_bytes(collective, world_size) for collective in collectives)
-    return StepBreakdown(**spent, exposed=exposed, total=times.total, busy=busy, sent=sent)
+    return replace(times, **spent, exposed=exposed, busy=busy, sent=sent)
 
 
 def collectives_of(record: StepRecord, told: Iterable[CollectiveRecord]) -> list[CollectiveRecord]:
@@ -82,14 +47,14 @@ def collectives_of(record: StepRecord, told: Iterable[CollectiveRecord]) -> list
     return sorted((one for one in told if record.began <= one.waited_from <= ended), key=lambda one: one.called)
 
 
-def collective_times(collectives: Sequence[CollectiveRecord]) -> list[Times]:
+def collective_times(collectives: Sequence[CollectiveRecord]) -> list[CollectiveTimes]:
     """As one after the other: each began when it was called or when those before it had ended, whichever was later.
 
     Where two were on the wire at once, as over Gloo, the time counts for the earlier one, and once: sums of
     ``ended - began`` are the time in which some collective was under way.
     """
     reference = next((one.events[0] for one in collectives if one.events is not None), None)
-    found: list[Times] = []
+    found: list[CollectiveTimes] = []
     previous = float("-inf")
     for one in collectives:
         if one.events is None:
@@ -101,7 +66,7 @@ def collective_times(collectives: Sequence[CollectiveRecord]) -> list[Times]:
             losses = ((waited, max(waited, ended)),)
         began = min(max(called, previous), ended)
         previous = max(previous, ended)
-        found.append(Times(called, began, ended, losses))
+        found.append(CollectiveTimes(called, began, ended, losses))
     return found
 
 
@@ -117,14 +82,6 @@ def finished(record: StepRecord, collectives: Sequence[CollectiveRecord]) -> boo
     """Whether the device has come past all of it, so that its events can be read."""
     events = (event for one in collectives if one.events is not None for event in (one.events[1], one.wait_event))
     return record.finished() and all(event is None or event.query() for event in events)
-
-
-def mean(steps: Sequence[StepBreakdown]) -> StepBreakdown:
-    """The mean of each number over ``steps``, at least one."""
-    return StepBreakdown(*(sum(getattr(step, field.name) for step in steps) / len(steps) for field in _FIELDS))
-
-
-_FIELDS = fields(StepBreakdown)
 
 
 def _part_of(record: StepRecord, collective: CollectiveRecord, start: float) -> str | None:

@@ -10,7 +10,7 @@ import torch
 
 from lightning_ring.comm.recording import CollectiveRecord
 from lightning_ring.monitor.breakdown import collective_times
-from lightning_ring.monitor.step_timer import StepRecord
+from lightning_ring.monitor.step_record import StepRecord
 
 READY, ON_THE_WIRE, WAITED_FOR = "ready", "on the wire", "waited for"
 _COMPUTED = {

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from lightning_ring.monitor.bucket_chart import bars, draw
 from lightning_ring.monitor.ring_report import RingReport
-from lightning_ring.monitor.step_window import Step
+from lightning_ring.monitor.step_window import RecordedStep
 
 _DRAWING_SHARE = 1 / 200  # of the time that training takes
 _FIRST_GUESS_SECONDS = 0.3
@@ -53,12 +53,12 @@ class Dashboard:
             if norms.numel() and bool(norms.isfinite().all()):
                 logger.experiment.add_histogram("ring/bucket_gradient_norm", norms, report.step)
 
-    def draw_seldom(self, step: Step | None, report: RingReport | None) -> None:
+    def draw_seldom(self, step: RecordedStep | None, report: RingReport | None) -> None:
         """`draw`, where so much time has passed that drawing takes no more than 1/200 of it."""
         if (time.monotonic() - self._drawn) * _DRAWING_SHARE > self._drawing_seconds:
             self.draw(step, report)
 
-    def draw(self, step: Step | None, report: RingReport | None) -> None:
+    def draw(self, step: RecordedStep | None, report: RingReport | None) -> None:
         """An image of the buckets of ``step``, the last logged one; takes some 0.2 s."""
         if step is None or report is None or not self._loggers:
             return

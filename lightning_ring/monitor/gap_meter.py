@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
 
 from lightning_ring.errors import ConfigurationError
+from lightning_ring.monitor.batch_size import first_dimension
 from lightning_ring.monitor.failures import LeftOut
 from lightning_ring.monitor.gap_report import (
     ON_DEVICE,
@@ -31,7 +32,6 @@ from lightning_ring.monitor.gap_report import (
     median,
 )
 from lightning_ring.monitor.loader_cost import loader_cost
-from lightning_ring.monitor.throughput import first_dimension
 from lightning_ring.monitor.trainer_snapshot import borrowed
 
 

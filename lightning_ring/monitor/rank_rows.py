@@ -1,4 +1,4 @@
-"""What each rank tells the others when a step is logged: one row of numbers, in one small all-gather."""
+"""The numbers of every rank for a logged step: one row a rank, in one small all-gather."""
 
 from __future__ import annotations
 
@@ -9,54 +9,38 @@ import torch
 from torch import Tensor
 
 from lightning_ring.comm.communicator import Communicator, CompletedWork, Work, shard
-from lightning_ring.monitor.breakdown import StepBreakdown
 from lightning_ring.monitor.memory import Memory
+from lightning_ring.monitor.step_record import StepTimes
 
 
 @dataclass(frozen=True, slots=True)
 class RankRow:
-    """One rank's numbers since those before; times are means over its steps.
+    """One rank's numbers since the last logged step.
 
     Attributes:
-        steps: How many steps; on CUDA those that the device has finished.
-        images: Images of a step; NaN where nobody can tell.
+        times: Means over the steps, on CUDA over the steps that the device has finished.
         skipped: Steps that a loss scaler left out since training began.
         left_out: What the monitor failed to compute on this rank (`LeftOut.bits`).
     """
 
     rank: int
-    steps: int
-    images: float
     skipped: float
-    times: StepBreakdown
+    times: StepTimes
     memory: Memory
     left_out: float = 0.0
 
-    @property
-    def own(self) -> float:
-        """Seconds of a step without those that it lost to collectives, where ranks wait for the slowest."""
-        return self.times.total - self.times.exposed
-
     def as_list(self) -> list[float]:
-        return [
-            self.rank,
-            self.steps,
-            self.images,
-            self.skipped,
-            self.left_out,
-            *astuple(self.times),
-            *astuple(self.memory),
-        ]
+        return [self.rank, self.skipped, self.left_out, *astuple(self.times), *astuple(self.memory)]
 
     @classmethod
     def from_list(cls, numbers: Sequence[float]) -> RankRow:
-        rank, steps, images, skipped, left_out, *rest = numbers
+        rank, skipped, left_out, *rest = numbers
         times, memory = rest[:_NUM_TIMES], rest[_NUM_TIMES:]
-        return cls(int(rank), int(steps), images, skipped, StepBreakdown(*times), Memory(*memory), left_out)
+        return cls(int(rank), skipped, StepTimes(*times), Memory(*memory), left_out)
 
 
-_NUM_TIMES = len(fields(StepBreakdown))
-_NUM_NUMBERS = 5 + _NUM_TIMES + len(fields(Memory))
+_NUM_TIMES = len(fields(StepTimes))
+_NUM_NUMBERS = 3 + _NUM_TIMES + len(fields(Memory))
 
 
 class RowExchange:

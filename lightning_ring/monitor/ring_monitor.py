@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_ring.comm.communicator import Communicator
-from lightning_ring.monitor.breakdown import StepBreakdown
+from lightning_ring.monitor.batch_size import first_dimension
 from lightning_ring.monitor.dashboard import Dashboard
 from lightning_ring.monitor.failures import LeftOut
 from lightning_ring.monitor.logged_step import UNKNOWN, LoggedStep, numbers_on_device
@@ -22,9 +22,9 @@ from lightning_ring.monitor.optimizer_numbers import gradient_squares, learning_
 from lightning_ring.monitor.rank_rows import RankRow, RowExchange
 from lightning_ring.monitor.ring_report import RingReport
 from lightning_ring.monitor.skipped_steps import SkippedSteps
+from lightning_ring.monitor.step_record import StepTimes
 from lightning_ring.monitor.step_timer import StepTimer
-from lightning_ring.monitor.step_window import Step, StepWindow, Taken
-from lightning_ring.monitor.throughput import first_dimension
+from lightning_ring.monitor.step_window import RecordedStep, StepWindow
 
 _TIMES, _NORMS, _OPTIMIZERS, _SKIPPED, _MEMORY, _IMAGES, _PAGES, _REPORT, _BAR = _PARTS = (
     "step times",
@@ -92,7 +92,7 @@ class RingMonitor(Callback):
             self._fit.close()
             self._fit = None
 
-    def _draw(self, fit: _Fit, draw: Callable[[Dashboard, Step | None, RingReport | None], None]) -> None:
+    def _draw(self, fit: _Fit, draw: Callable[[Dashboard, RecordedStep | None, RingReport | None], None]) -> None:
         if fit.dashboard is not None and fit.window is not None:
             fit.left_out.run(_PAGES, None, draw, fit.dashboard, fit.window.latest, self.report)
 
@@ -169,8 +169,9 @@ class RingMonitor(Callback):
         """Every rank sends a row of one length, whatever failed: the rest of the ranks wait for it."""
         run, world_size = fit.left_out.run, trainer.world_size
         device = trainer.strategy.root_device
-        unknown = Taken(0, math.nan, StepBreakdown.unknown())
-        taken = run(_TIMES, unknown, fit.window.take, world_size) if fit.window is not None else unknown
+        times = StepTimes.unknown()
+        if fit.window is not None:
+            times = run(_TIMES, times, fit.window.take, world_size)
         nothing = math.nan, torch.zeros((), dtype=torch.float64)
         skipped, uncounted = run(_SKIPPED, nothing, fit.skipped.count) if fit.skipped is not None else nothing
         memory = run(_MEMORY, Memory.unknown(), Memory.now, device)
@@ -190,7 +191,7 @@ class RingMonitor(Callback):
         if trainer.is_global_zero:
             rates = run(_OPTIMIZERS, rates, learning_rates, trainer.optimizers)
             ratios = run(_OPTIMIZERS, ratios, trust_ratios, trainer.optimizers)
-        row = RankRow(trainer.global_rank, taken.steps, taken.images, skipped, taken.times, memory, fit.left_out.bits)
+        row = RankRow(trainer.global_rank, skipped, times, memory, fit.left_out.bits)
         fit.pending = LoggedStep(
             step=trainer.fit_loop.epoch_loop._batches_that_stepped,
             num_optimizers=len(trainer.optimizers),

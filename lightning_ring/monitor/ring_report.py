@@ -1,4 +1,4 @@
-"""What all ranks' numbers say together, as scalars under ``ring/``."""
+"""The numbers of all ranks as one report: scalars under ``ring/`` and a line on the progress bar."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class RingReport:
     def images_per_second(self) -> float:
         """Of all ranks; NaN where nobody can tell."""
         seconds = max(row.times.total for row in self.rows)
-        return sum(row.images for row in self.rows) / seconds if seconds > 0 else math.nan
+        return sum(row.times.images for row in self.rows) / seconds if seconds > 0 else math.nan
 
     @property
     def data_share(self) -> float:
@@ -66,8 +66,8 @@ class RingReport:
         itself takes equally long everywhere.
         """
         slowest = self._slowest
-        others = [row.own for row in self.rows if row is not slowest]
-        return slowest.rank, slowest.own - statistics.median(others) if others else 0.0
+        others = [row.times.own for row in self.rows if row is not slowest]
+        return slowest.rank, slowest.times.own - statistics.median(others) if others else 0.0
 
     @property
     def bus_bandwidth(self) -> float:
@@ -108,11 +108,11 @@ class RingReport:
 
     @property
     def _slowest(self) -> RankRow:
-        return max(self.rows, key=lambda row: row.own)
+        return max(self.rows, key=lambda row: row.times.own)
 
     @property
     def _timed(self) -> bool:
-        return all(row.steps for row in self.rows)
+        return all(row.times.steps for row in self.rows)
 
     @property
     def _communicates(self) -> bool:

@@ -1,8 +1,10 @@
-"""What a `StepTimer` keeps of one step, and what comes of it: seconds by phase."""
+"""The times of a training step: marks while it runs, then seconds by phase."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -25,10 +27,11 @@ _PHASES = ("data", "copy", "forward", "backward", "optimizer")
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Seconds of one training step, from the end of the step before to its own end.
+    """Seconds of one training step, from the end of the step before to its own end, or means over several steps.
 
-    Validation and checkpoints between two steps do not count. On CUDA ``forward``, ``backward`` and ``optimizer`` are
-    the device's time, the others the host's, so that they need not add up to ``total``.
+    Validation and checkpoints between two steps do not count. Parts up to ``exposed`` add up to ``total``, except on
+    CUDA, where ``forward``, ``backward`` and ``optimizer`` are the device's time and the others the host's. The parts
+    hold no communication once it has been taken out of them (`breakdown.break_down`).
 
     Attributes:
         data: Waiting for the next batch.
@@ -38,16 +41,47 @@ class StepTimes:
         backward: Backward; with a strategy that averages gradients in it, waiting for that too.
         optimizer: ``optimizer_step`` without the forward and backward that Lightning runs inside it.
         other: Hooks, callbacks, loggers.
-        total: All of it.
+        exposed: Lost to collectives: starting them, and waiting for them.
+        total: The step.
+        busy: During which some collective was under way.
+        sent: Bytes that this rank sends for the step's collectives on a ring, as nccl-tests count them for the bus
+            bandwidth ``sent / busy``: 2(N-1)/N of an all-reduce's, (N-1)/N of a reduce-scatter's or an all-gather's.
+        images: Of this rank; NaN where they cannot be counted.
+        steps: Number of steps that these are means over.
     """
 
-    data: float
-    copy: float
-    forward: float
-    backward: float
-    optimizer: float
-    other: float
-    total: float
+    data: float = 0.0
+    copy: float = 0.0
+    forward: float = 0.0
+    backward: float = 0.0
+    optimizer: float = 0.0
+    other: float = 0.0
+    exposed: float = 0.0
+    total: float = 0.0
+    busy: float = 0.0
+    sent: float = 0.0
+    images: float = math.nan
+    steps: float = 1.0
+
+    @classmethod
+    def unknown(cls) -> StepTimes:
+        return replace(cls(*[math.nan] * len(fields(cls))), steps=0.0)
+
+    @property
+    def hidden(self) -> float:
+        """Seconds of communication under computation of this rank."""
+        return max(0.0, self.busy - self.exposed)
+
+    @property
+    def own(self) -> float:
+        """Seconds without those lost to collectives, where ranks wait for the slowest."""
+        return self.total - self.exposed
+
+
+def mean_times(steps: Sequence[StepTimes]) -> StepTimes:
+    """The mean of each number over ``steps``, at least one, each of one step."""
+    means = (sum(getattr(step, field.name) for step in steps) / len(steps) for field in fields(StepTimes))
+    return replace(StepTimes(*means), steps=float(len(steps)))
 
 
 class StepRecord:
@@ -116,11 +150,3 @@ class StepRecord:
 
 def _seconds(begin: Any, end: Any) -> float:
     return begin.elapsed_time(end) / 1e3 if isinstance(end, torch.cuda.Event) else end - begin
-
-
-def median_times(steps: list[StepTimes]) -> StepTimes:
-    """The median of each part over ``steps``; zeros where there are none."""
-    if not steps:
-        return StepTimes(*[0.0] * len(fields(StepTimes)))
-    columns = ([getattr(step, field.name) for step in steps] for field in fields(StepTimes))
-    return StepTimes(*(float(torch.tensor(column, dtype=torch.float64).median()) for column in columns))

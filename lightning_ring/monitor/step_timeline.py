@@ -13,7 +13,8 @@ from lightning.pytorch import Trainer
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.recording import Listener
 from lightning_ring.errors import ConfigurationError
-from lightning_ring.monitor.step_timer import StepRecord, StepTimer
+from lightning_ring.monitor.step_record import StepRecord
+from lightning_ring.monitor.step_timer import StepTimer
 from lightning_ring.timeline.session import Session, start_session
 from lightning_ring.timeline.settings import TimelineSettings
 from lightning_ring.timeline.tracks import BACKWARD, DATA, FORWARD, OPTIMIZER, PAUSES, STEPS

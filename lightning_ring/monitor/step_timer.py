@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -13,9 +12,7 @@ from lightning.pytorch.profilers import Profiler
 
 from lightning_ring.comm.recording import tell
 from lightning_ring.errors import RingError
-from lightning_ring.monitor.step_record import MANUAL, StepRecord, StepTimes, median_times
-
-__all__ = ["StepRecord", "StepTimer", "StepTimes", "median_times"]
+from lightning_ring.monitor.step_record import MANUAL, StepRecord
 
 _PHASES = {  # last part of Lightning's own names for what it does
     "train_dataloader_next": "data",
@@ -36,7 +33,6 @@ class StepTimer(Profiler):
     Args:
         inner: The profiler that the Trainer had.
         device: Where the model is.
-        window: Steps kept.
         clock: Seconds, monotonic.
 
     Attributes:
@@ -50,7 +46,6 @@ class StepTimer(Profiler):
         self,
         inner: Profiler,
         device: torch.device,
-        window: int = 100,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         super().__init__()
@@ -58,7 +53,6 @@ class StepTimer(Profiler):
         self._clock = clock
         self._on_cuda = device.type == "cuda"
         self._phase_of: dict[str, str | None] = {}
-        self._records: deque[StepRecord] = deque(maxlen=window)
         self._record = StepRecord()
         self._began: float | None = None
         self.listeners: list[Callable[[StepRecord], None]] = []
@@ -122,7 +116,6 @@ class StepTimer(Profiler):
             now = self._clock()
             record, began = self._record, self._began
             record.began, record.total = began, now - began
-            self._records.append(record)
             self._record, self._began = StepRecord(), now
             tell(self.listeners, record)
         elif action_name.endswith(_INTERRUPTIONS):
@@ -141,14 +134,6 @@ class StepTimer(Profiler):
     def restart(self) -> None:
         """The next step begins with its own first action: what happens until then is no part of training."""
         self._record, self._began = StepRecord(), None
-
-    def steps(self) -> list[StepTimes]:
-        """The steps of the window that the device has finished, oldest first."""
-        return [record.times() for record in self._records if record.finished()]
-
-    def clear(self) -> None:
-        self._records.clear()
-        self.restart()
 
     def _phase(self, action_name: str) -> str | None:
         try:

@@ -2,37 +2,28 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning.pytorch import Trainer
 
 from lightning_ring.comm.recording import CollectiveRecord
-from lightning_ring.monitor.breakdown import StepBreakdown, break_down, collectives_of, finished, mean
-from lightning_ring.monitor.step_timer import StepRecord, StepTimer
+from lightning_ring.monitor.breakdown import break_down, collectives_of, finished
+from lightning_ring.monitor.step_record import StepRecord, StepTimes, mean_times
+from lightning_ring.monitor.step_timer import StepTimer
 
 _MOST_STEPS = 200
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class RecordedStep:
     """``images`` of this rank; NaN where nobody can tell. ``number`` counts from 0 at the start of training."""
 
     number: int
     record: StepRecord
     collectives: list[CollectiveRecord]
     images: float
-
-
-@dataclass(frozen=True, slots=True)
-class Taken:
-    """Means over ``steps`` steps."""
-
-    steps: int
-    images: float
-    times: StepBreakdown
 
 
 class StepWindow:
@@ -53,9 +44,9 @@ class StepWindow:
         self._listeners.append(self._on_collective)
         self._collectives: list[CollectiveRecord] = []
         self._ended: tuple[StepRecord, list[CollectiveRecord]] | None = None
-        self._steps: deque[Step] = deque(maxlen=_MOST_STEPS)
+        self._steps: deque[RecordedStep] = deque(maxlen=_MOST_STEPS)
         self._count = 0
-        self.latest: Step | None = None
+        self.latest: RecordedStep | None = None
 
     def restart(self) -> None:
         """What happened since the last step is no part of training."""
@@ -65,11 +56,11 @@ class StepWindow:
     def end_step(self, images: float) -> None:
         """The step that ended last counts, with so many images of this rank."""
         if self._ended is not None:
-            self._steps.append(Step(self._count, *self._ended, images))
+            self._steps.append(RecordedStep(self._count, *self._ended, images))
             self._ended = None
             self._count += 1
 
-    def take(self, world_size: int) -> Taken:
+    def take(self, world_size: int) -> StepTimes:
         """Means over the steps since the last call that the device has finished.
 
         The first step of all is left out, where there are others: it makes plans, connections and optimizer state.
@@ -79,16 +70,17 @@ class StepWindow:
         """
         if self.timer.failure is not None:
             raise RuntimeError("steps could not be timed") from self.timer.failure
-        steps: list[Step] = []
+        steps: list[RecordedStep] = []
         while self._steps and finished(self._steps[0].record, self._steps[0].collectives):
             steps.append(self._steps.popleft())
         if not steps:
-            return Taken(0, math.nan, StepBreakdown.unknown())
+            return StepTimes.unknown()
         self.latest = steps[-1]
         if steps[0].number == 0 and len(steps) > 1:
             del steps[0]
-        times = mean([break_down(step.record, step.collectives, world_size) for step in steps])
-        return Taken(len(steps), sum(step.images for step in steps) / len(steps), times)
+        return mean_times(
+            [replace(break_down(step.record, step.collectives, world_size), images=step.images) for step in steps]
+        )
 
     def close(self) -> None:
         """Stop listening; once."""

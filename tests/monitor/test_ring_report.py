@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from lightning_ring.comm.recording import CollectiveRecord
-from lightning_ring.monitor.breakdown import StepBreakdown, break_down, collective_times, collectives_of, sent_bytes
+from lightning_ring.monitor.breakdown import break_down, collective_times, collectives_of, sent_bytes
 from lightning_ring.monitor.bucket_chart import ON_THE_WIRE, READY, WAITED_FOR, bars, draw
 from lightning_ring.monitor.memory import Memory
 from lightning_ring.monitor.rank_rows import RankRow
 from lightning_ring.monitor.ring_report import RingReport
-from lightning_ring.monitor.step_record import StepRecord
+from lightning_ring.monitor.step_record import StepRecord, StepTimes, mean_times
 
 
 def step(**marks: tuple[float, float]) -> StepRecord:
@@ -105,8 +105,10 @@ def row(
     images: float = 32,
     data_share: float = 0.1,
 ) -> RankRow:
-    times = StepBreakdown(data=data_share * total, exposed=exposed, total=total, busy=busy, sent=6e9)
-    return RankRow(rank, steps, images, 0, times, Memory(1e9 * (rank + 1)))
+    times = StepTimes(
+        data=data_share * total, exposed=exposed, total=total, busy=busy, sent=6e9, images=images, steps=steps
+    )
+    return RankRow(rank, 0, times, Memory(1e9 * (rank + 1)))
 
 
 def test_the_slowest_rank_is_the_one_that_waits_least() -> None:
@@ -140,7 +142,7 @@ def test_bandwidth_is_that_of_the_rank_that_others_did_not_keep_waiting() -> Non
 
 
 def test_what_cannot_be_told_is_left_out_and_a_norm_that_is_not_finite_is_not() -> None:
-    unknown = RankRow(0, 0, math.nan, 0, StepBreakdown.unknown(), Memory(1))
+    unknown = RankRow(0, 0, StepTimes.unknown(), Memory(1))
     report = RingReport(0, [unknown, row(1, 2.0, 0.5)], gradient_norms=[math.nan, None, 2.0])
     scalars = report.scalars()
     assert not [name for name in scalars if "ms" in name or "images" in name or "slowest" in name]
@@ -156,6 +158,11 @@ def test_what_cannot_be_told_is_left_out_and_a_norm_that_is_not_finite_is_not() 
 def test_trust_ratios_are_told_by_percentiles() -> None:
     scalars = RingReport(0, [row(0, 1.0, 0.0)], trust_ratios=torch.arange(101.0)).scalars()
     assert [scalars[f"ring/trust_ratio/p{percent}"] for percent in ("05", "50", "95")] == pytest.approx([5, 50, 95])
+
+
+def test_the_mean_of_each_number() -> None:
+    steps = [StepTimes(data=value, total=2 * value, images=value + 1) for value in (1.0, 5.0)]
+    assert mean_times(steps) == StepTimes(data=3, total=6, images=4, steps=2)
 
 
 def test_a_row_survives_its_way_as_numbers() -> None:

@@ -13,8 +13,7 @@ from lightning.pytorch.profilers import SimpleProfiler
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_ring.monitor import StepTimer
-from lightning_ring.monitor.step_timer import StepTimes, median_times
+from lightning_ring.monitor import StepTimer, StepTimes
 
 PHASES = {"data": 0.010, "forward": 0.020, "backward": 0.030, "optimizer": 0.040}
 
@@ -73,10 +72,12 @@ class Attach(L.Callback):
         self.clock = clock
         self.timer: StepTimer
         self.interruptions: list[tuple[str, float, float]] = []
+        self.steps: list[StepTimes] = []
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self.timer = StepTimer.attach(trainer, clock=self.clock)
         assert StepTimer.attach(trainer) is self.timer  # shared by two
+        self.timer.listeners.append(lambda record: self.steps.append(record.times()))
         self.timer.interruption_listeners.append(lambda *what: self.interruptions.append(what))
 
 
@@ -90,7 +91,7 @@ def timed(manual: bool = False, **arguments: Any) -> tuple[list[StepTimes], L.Tr
     )
     loader = DataLoader(Sleepy(torch.randn(6, 2)), batch_size=None, num_workers=0)
     trainer.fit(Model(clock, manual), loader, DataLoader(TensorDataset(torch.zeros(1, 2))))
-    return attach.timer.steps(), trainer, attach.timer
+    return attach.steps, trainer, attach.timer
 
 
 def test_every_phase_of_every_step_is_timed_and_validation_is_not() -> None:
@@ -138,9 +139,3 @@ def test_validation_is_told_with_its_times() -> None:
     whats, begins, ends = zip(*attach.interruptions, strict=True)
     assert whats == ("validation_step",) * 3  # of the sanity check and of two epochs
     assert all(end - begin == pytest.approx(100) for begin, end in zip(begins, ends, strict=True))
-
-
-def test_median_of_each_part() -> None:
-    steps = [StepTimes(*[float(value)] * 7) for value in (1, 5, 2)]
-    assert median_times(steps) == StepTimes(*[2.0] * 7)
-    assert median_times([]).total == 0

@@ -44,6 +44,7 @@ ARGUMENTS = {
 }
 
 
+@pytest.mark.ranks
 @pytest.mark.skipif(INTERPRETED, reason="what is interpreted is not compiled")
 @pytest.mark.parametrize("deferred", [False, True])
 @pytest.mark.parametrize("weight", [torch.float32, torch.bfloat16], ids=str)

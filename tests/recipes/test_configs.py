@@ -160,6 +160,7 @@ def test_mnist_that_cannot_be_had_is_told_with_the_command(composed, tmp_path, m
         data.prepare_data()
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("optimizer", "schedule"),
     sorted({(name, "cosine") for name in options("optimizer")} | {("sgd", name) for name in ("cosine", "poly")}),

@@ -62,6 +62,7 @@ def test_every_method_has_the_same_budget():
     assert config["tuning_seed"] not in config["seeds"]
 
 
+@pytest.mark.ranks
 def test_whole_study_writes_its_report_and_goes_on_where_it_stopped(tmp_path, capsys):
     cells = study(compose_study(*TINY), tmp_path)
     assert [(cell.method, cell.batch_size) for cell in cells] == [

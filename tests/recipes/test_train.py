@@ -25,7 +25,7 @@ SCALARS = {
     "val/loss",
     "val/accuracy",
     "lr-SGD/pg1",
-    "images_per_second",
+    "ring/images_per_second",
     "test/accuracy",
 }
 
@@ -66,14 +66,14 @@ def test_default_recipe_starts_two_ranks_and_reads_digits():
     assert result.returncode == 0, result.stdout
     assert accuracy_of(result.stdout) >= 0.97
     assert "on 2 ranks" in result.stdout
-    assert "images_per_second=" in result.stdout  # the progress bar
+    assert "img/s=" in result.stdout  # the progress bar
     folder = only_run_folder("digits")
     assert {file.name for file in (folder / "checkpoints").iterdir()} == {"best.ckpt", "last.ckpt"}
     assert (folder / ".hydra" / "config.yaml").exists()
     events = EventAccumulator(str(folder))
     events.Reload()
     assert set(events.Tags()["scalars"]) >= SCALARS
-    assert all(point.value > 0 for point in events.Scalars("images_per_second"))
+    assert all(point.value > 0 for point in events.Scalars("ring/images_per_second"))
 
 
 @pytest.mark.parametrize("launcher", ["mpirun", "torchrun"])

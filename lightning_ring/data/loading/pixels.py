@@ -37,7 +37,7 @@ class _Scratch(threading.local):
 _scratch = _Scratch()
 
 
-class Part(NamedTuple):
+class EncodedRegion(NamedTuple):
     """What is to be decoded of the image ``data``: ``box`` of ``jpeg``, which has height x width pixels.
 
     Without ``jpeg`` it is not known yet: Pillow will read the image.
@@ -67,26 +67,26 @@ def decode_into(out: Tensor, data: bytes, crop: Crop, uniforms: Sequence[float])
     decode_part_into(out, choose_part(data, crop, uniforms), crop, uniforms)
 
 
-def choose_part(data: bytes, crop: Crop, uniforms: Sequence[float]) -> Part:
+def choose_part(data: bytes, crop: Crop, uniforms: Sequence[float]) -> EncodedRegion:
     """The first half of `decode_into`, which holds the GIL."""
     if data[:2] != b"\xff\xd8":
-        return Part(data)
+        return EncodedRegion(data)
     layout = read_layout(data)
     if layout is not None:
         box = crop.box(layout.height, layout.width, uniforms)
         smaller = cut(data, layout, *box[:4])
         if smaller is None:
-            return Part(data, data, layout.height, layout.width, box)
+            return EncodedRegion(data, data, layout.height, layout.width, box)
         top, left, height, width = smaller[1:]
-        return Part(data, smaller.data, height, width, Box(top, left, box.height, box.width, box.flip))
+        return EncodedRegion(data, smaller.data, height, width, Box(top, left, box.height, box.width, box.flip))
     try:
         height, width, _, _ = simplejpeg.decode_jpeg_header(data)
     except ValueError:
-        return Part(data)
-    return Part(data, data, int(height), int(width), crop.box(int(height), int(width), uniforms))
+        return EncodedRegion(data)
+    return EncodedRegion(data, data, int(height), int(width), crop.box(int(height), int(width), uniforms))
 
 
-def decode_part_into(out: Tensor, part: Part, crop: Crop, uniforms: Sequence[float]) -> None:
+def decode_part_into(out: Tensor, part: EncodedRegion, crop: Crop, uniforms: Sequence[float]) -> None:
     """The second half."""
     image, (top, left, height, width, flip) = _decode(part, crop, uniforms)
     pixels = torch.from_numpy(image[None, top : top + height, left : left + width].transpose(0, 3, 1, 2))
@@ -96,7 +96,7 @@ def decode_part_into(out: Tensor, part: Part, crop: Crop, uniforms: Sequence[flo
     torch._C._nn._upsample_bilinear2d_aa(pixels, [crop.size] * 2, False, None, None, out=out)  # type: ignore[call-arg]
 
 
-def _decode(part: Part, crop: Crop, uniforms: Sequence[float]) -> tuple[npt.NDArray[np.uint8], Box]:
+def _decode(part: EncodedRegion, crop: Crop, uniforms: Sequence[float]) -> tuple[npt.NDArray[np.uint8], Box]:
     data, jpeg, height, width, box = part
     if box is not None:
         factor = _reduction(box, crop.size)

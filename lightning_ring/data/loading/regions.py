@@ -20,7 +20,7 @@ _HEADER = 16384  # bytes in which a restart interval is looked for: after colour
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class RestartGrid:
     """Where a baseline JPEG with one scan may be cut: its restart intervals, which are coded independently, as a grid.
 
     Attributes:
@@ -51,7 +51,7 @@ class Cut(NamedTuple):
     width: int
 
 
-def read_layout(data: bytes) -> Layout | None:
+def read_layout(data: bytes) -> RestartGrid | None:
     """`None`: there are no restart markers, or not where rows and columns could be cut, or it is no baseline JPEG."""
     restarts = data.find(_DRI, 0, _HEADER)
     scan = data.find(_SOS, restarts, 2 * _HEADER) if restarts > 0 else -1
@@ -59,7 +59,7 @@ def read_layout(data: bytes) -> Layout | None:
 
 
 @lru_cache(maxsize=1024)  # images of one size that one program wrote have the same header
-def _layout(header: bytes) -> Layout | None:
+def _layout(header: bytes) -> RestartGrid | None:
     at, frame, block, interval = 2, 0, (8, 8), 0
     while at + 5 <= len(header) and header[at] == 0xFF:
         marker, length = _SEGMENT.unpack_from(header, at)
@@ -81,7 +81,7 @@ def _layout(header: bytes) -> Layout | None:
     return None
 
 
-def _grid(header: bytes, frame: int, scan: int, block: tuple[int, int], interval: int) -> Layout | None:
+def _grid(header: bytes, frame: int, scan: int, block: tuple[int, int], interval: int) -> RestartGrid | None:
     height, width = _SIZE.unpack_from(header, frame)
     if 0 in (height, width, interval, *block):
         return None
@@ -89,10 +89,10 @@ def _grid(header: bytes, frame: int, scan: int, block: tuple[int, int], interval
     if columns % interval and interval % columns:
         return None
     wide, high = min(interval, columns) * block[1], max(1, interval // columns) * block[0]
-    return Layout(height, width, frame, scan, high, wide, -(-height // high), -(-width // wide))
+    return RestartGrid(height, width, frame, scan, high, wide, -(-height // high), -(-width // wide))
 
 
-def cut(data: bytes, layout: Layout, top: int, left: int, height: int, width: int) -> Cut | None:
+def cut(data: bytes, layout: RestartGrid, top: int, left: int, height: int, width: int) -> Cut | None:
     """A smaller JPEG that decodes to the very pixels of ``data`` in the rectangle given; the rectangle's place in it.
 
     Intervals outside are left out, the markers between the others are numbered anew (ITU-T T.81, B.2.1), and the header
@@ -132,7 +132,7 @@ def _span(start: int, length: int, unit: int, num: int) -> tuple[int, int]:
     return max(0, min(first, num - 2)) if stop == num else first, stop
 
 
-def _marks(data: bytes, layout: Layout) -> npt.NDArray[np.int64] | None:
+def _marks(data: bytes, layout: RestartGrid) -> npt.NDArray[np.int64] | None:
     """Offset of the marker after each interval, in the file's order, behind that of the one before the first."""
     num = layout.down * layout.across
     coded = np.frombuffer(data, dtype=np.uint8)

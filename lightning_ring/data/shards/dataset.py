@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from lightning_ring.data.decoding import decode_rgb
 from lightning_ring.data.shards.files import ShardFiles
-from lightning_ring.data.shards.index import Place, ShardIndex, key
+from lightning_ring.data.shards.index import ByteRange, ShardIndex, key
 from lightning_ring.data.shards.manifest import check_lengths, read_manifest
 from lightning_ring.errors import ShardError
 
@@ -114,11 +114,11 @@ class ShardDataset(Dataset[tuple[Any, int]]):
         path = self._files.path(place.shard)
         return f"image {self._index.position(i)} ({self.name(i)}), {path} at offset {place.offset}, {place.size} bytes"
 
-    def _read(self, places: Sequence[Place]) -> list[bytes]:
+    def _read(self, places: Sequence[ByteRange]) -> list[bytes]:
         self._files.will_need(places)
         return [self._files.read(place) for place in places]
 
-    def _sample(self, i: SupportsIndex, place: Place, data: bytes) -> tuple[Any, int]:
+    def _sample(self, i: SupportsIndex, place: ByteRange, data: bytes) -> tuple[Any, int]:
         image: Any = data
         if self.decode:
             try:

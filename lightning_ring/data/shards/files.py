@@ -7,7 +7,7 @@ import resource
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_ring.data.shards.index import Place
+from lightning_ring.data.shards.index import ByteRange
 from lightning_ring.data.shards.manifest import Shard
 from lightning_ring.errors import ShardError
 
@@ -53,7 +53,7 @@ class ShardFiles:
             self._files[shard] = file
         return file
 
-    def read(self, place: Place) -> bytes:
+    def read(self, place: ByteRange) -> bytes:
         """The bytes at ``place``, in one system call, without the GIL.
 
         Raises:
@@ -75,7 +75,7 @@ class ShardFiles:
             )
         return data
 
-    def will_need(self, places: Sequence[Place]) -> None:
+    def will_need(self, places: Sequence[ByteRange]) -> None:
         """Tell the kernel to start reading ``places``, all at once; returns before it has."""
         if hasattr(os, "posix_fadvise"):
             for shard, offset, size in places:

@@ -36,7 +36,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
 }
 
 
-class Place(NamedTuple):
+class ByteRange(NamedTuple):
     """``size`` bytes from byte ``offset`` of shard number ``shard``."""
 
     shard: int
@@ -93,9 +93,9 @@ class ShardIndex:
             raise IndexError(f"image {i} of {self._samples}")
         return i % self._samples
 
-    def place(self, i: SupportsIndex) -> Place:
+    def place(self, i: SupportsIndex) -> ByteRange:
         i = self.position(i)
-        return Place(bisect_right(self._starts, i) - 1, int(self._blocks[i]) * BLOCK, int(self._sizes[i]))
+        return ByteRange(bisect_right(self._starts, i) - 1, int(self._blocks[i]) * BLOCK, int(self._sizes[i]))
 
     def name(self, i: SupportsIndex) -> str:
         """Where image ``i`` came from: a path as the image folder or the CSV had it."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_ring.optim.engine import compiler
 from lightning_ring.optim.engine.cpp_kernel import CHUNK, source
 from lightning_ring.optim.engine.numbers import StepNumbers
-from lightning_ring.optim.engine.parameter_list import Kind, Part
+from lightning_ring.optim.engine.parameter_list import ParameterBatch, TensorKind
 from lightning_ring.optim.engine.rule import Rule
 from lightning_ring.optim.engine.trace import measure_body, move_body
 
@@ -23,16 +23,16 @@ class FusedCpuRunner:
     def __init__(self, rule: Rule) -> None:
         self._rule = rule
         self._chunks: dict[tuple[int, ...], Tensor] = {}
-        self._pointers: tuple[Part, Tensor] | None = None
+        self._pointers: tuple[ParameterBatch, Tensor] | None = None
 
-    def waves(self, part: Part) -> list[Part]:
+    def waves(self, part: ParameterBatch) -> list[ParameterBatch]:
         return [part]
 
-    def grad_square_sum(self, part: Part) -> Tensor:
+    def grad_square_sum(self, part: ParameterBatch) -> Tensor:
         norms = [torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in part.grads]
         return torch.stack(norms).square().sum()
 
-    def measure(self, part: Part, numbers: StepNumbers, deferred: bool) -> Tensor:
+    def measure(self, part: ParameterBatch, numbers: StepNumbers, deferred: bool) -> Tensor:
         chunks = self._chunks_of(part)
         sums = torch.empty(len(chunks), 3, dtype=torch.float64)
         scalars = self._scalars(measure_body(self._rule, deferred).scalars, part, numbers)
@@ -40,14 +40,14 @@ class FusedCpuRunner:
         by_row = torch.zeros(len(part.positions), 3, dtype=torch.float64)
         return by_row.index_add_(0, chunks[:, 0], sums).T
 
-    def move(self, part: Part, numbers: StepNumbers, deferred: bool, keep: Tensor | None) -> None:
+    def move(self, part: ParameterBatch, numbers: StepNumbers, deferred: bool, keep: Tensor | None) -> None:
         assert keep is None, "on the CPU it is known whether to move"
         scalars = self._scalars(move_body(self._rule, deferred).scalars, part, numbers)
         self._call("move", part, scalars, None, deferred)
         torch.autograd.graph.increment_version([*part.weights, *part.mirrors])
         self._pointers = None
 
-    def _call(self, name: str, part: Part, scalars: Tensor, sums: Tensor | None, deferred: bool) -> None:
+    def _call(self, name: str, part: ParameterBatch, scalars: Tensor, sums: Tensor | None, deferred: bool) -> None:
         chunks = self._chunks_of(part)
         library = compiler.load(_source(self._rule, part.kind, deferred))
         addresses = (chunks, self._pointers_of(part), scalars, sums)
@@ -58,14 +58,14 @@ class FusedCpuRunner:
             torch_threads(),
         )
 
-    def _scalars(self, names: tuple[str, ...], part: Part, numbers: StepNumbers) -> Tensor:
+    def _scalars(self, names: tuple[str, ...], part: ParameterBatch, numbers: StepNumbers) -> Tensor:
         """Shape [parameters, names], float64."""
         if not names:
             return torch.zeros(len(part.positions), 1, dtype=torch.float64)
         columns = torch.stack([numbers.on_device[name] for name in names], dim=1).cpu()
         return columns[part.positions].contiguous()
 
-    def _pointers_of(self, part: Part) -> Tensor:
+    def _pointers_of(self, part: ParameterBatch) -> Tensor:
         """Shape [parameters, weight + gradient + states (+ mirror)], int64; kept from `measure` to `move`."""
         if self._pointers is None or self._pointers[0] is not part:
             columns = [part.weights, part.grads, *zip(*part.states, strict=True)]
@@ -75,7 +75,7 @@ class FusedCpuRunner:
             self._pointers = (part, table.view(len(columns), -1).T.contiguous())
         return self._pointers[1]
 
-    def _chunks_of(self, part: Part) -> Tensor:
+    def _chunks_of(self, part: ParameterBatch) -> Tensor:
         """Row, first element and number of elements of each chunk: shape [chunks, 3], int64."""
         sizes = tuple(weight.numel() for weight in part.weights)
         if sizes not in self._chunks:
@@ -101,10 +101,10 @@ def torch_threads() -> ctypes.c_void_p:
         return ctypes.c_void_p(None)
 
 
-_sources: dict[tuple[Rule, Kind, bool], str] = {}
+_sources: dict[tuple[Rule, TensorKind, bool], str] = {}
 
 
-def _source(rule: Rule, kind: Kind, deferred: bool) -> str:
+def _source(rule: Rule, kind: TensorKind, deferred: bool) -> str:
     key = (rule, kind, deferred)
     if key not in _sources:
         _sources[key] = source(rule, kind.weight, kind.grad, kind.compute, kind.mirror, deferred)

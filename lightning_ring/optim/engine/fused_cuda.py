@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_ring.optim.engine.numbers import StepNumbers
-from lightning_ring.optim.engine.parameter_list import Kind, Part, send
+from lightning_ring.optim.engine.parameter_list import ParameterBatch, TensorKind, send
 from lightning_ring.optim.engine.rule import Rule
 from lightning_ring.optim.engine.trace import measure_body, move_body
 from lightning_ring.optim.engine.triton_kernel import BLOCK, CHUNK, compile_module
@@ -35,17 +35,17 @@ class FusedCudaRunner:
     def __init__(self, rule: Rule) -> None:
         self._rule = rule
         self._chunks: dict[Any, tuple[Tensor, Tensor]] = {}
-        self._addresses: dict[Kind, tuple[list[list[int]], Tensor, bool]] = {}
+        self._addresses: dict[TensorKind, tuple[list[list[int]], Tensor, bool]] = {}
         self._captured: list[Tensor] = []
 
-    def waves(self, part: Part) -> list[Part]:
+    def waves(self, part: ParameterBatch) -> list[ParameterBatch]:
         return [part]
 
-    def grad_square_sum(self, part: Part) -> Tensor:
+    def grad_square_sum(self, part: ParameterBatch) -> Tensor:
         norms = torch._foreach_norm(part.grads, 2, torch.float64)
         return torch.stack(norms).square().sum()
 
-    def measure(self, part: Part, numbers: StepNumbers, deferred: bool) -> Tensor:
+    def measure(self, part: ParameterBatch, numbers: StepNumbers, deferred: bool) -> Tensor:
         module = _module(self._rule, part.kind, deferred)
         chunks, first_chunk = self._chunks_of(part)
         rows = len(part.positions)
@@ -62,7 +62,7 @@ class FusedCudaRunner:
             module["add_up"][(rows,)](first_chunk, sums, by_row, rows, BLOCK=128, num_warps=4)
         return by_row
 
-    def move(self, part: Part, numbers: StepNumbers, deferred: bool, keep: Tensor | None) -> None:
+    def move(self, part: ParameterBatch, numbers: StepNumbers, deferred: bool, keep: Tensor | None) -> None:
         module = _module(self._rule, part.kind, deferred)
         chunks, _ = self._chunks_of(part)
         if len(chunks):
@@ -83,7 +83,7 @@ class FusedCudaRunner:
                 )
         torch.autograd.graph.increment_version([*part.weights, *part.mirrors])
 
-    def _pointers_of(self, part: Part) -> tuple[Tensor, bool]:
+    def _pointers_of(self, part: ParameterBatch) -> tuple[Tensor, bool]:
         """Addresses, shape [parameters, weight + gradient + states (+ mirror)]; whether all are multiples of 16."""
         columns = [part.weights, part.grads, *zip(*part.states, strict=True)]
         columns += [part.mirrors] if part.mirrors else []
@@ -95,7 +95,7 @@ class FusedCudaRunner:
             known = self._addresses[part.kind] = (addresses, table, aligned)
         return known[1], known[2]
 
-    def _chunks_of(self, part: Part) -> tuple[Tensor, Tensor]:
+    def _chunks_of(self, part: ParameterBatch) -> tuple[Tensor, Tensor]:
         """Row, start and size of each chunk, shape [chunks, 3]; first chunk of each row, shape [parameters + 1]."""
         sizes = tuple(weight.numel() for weight in part.weights)
         key = (part.kind.device, sizes)
@@ -117,7 +117,7 @@ class FusedCudaRunner:
         return pinned.to(device, non_blocking=True)
 
 
-def _table(names: tuple[str, ...], part: Part, numbers: StepNumbers) -> Tensor:
+def _table(names: tuple[str, ...], part: ParameterBatch, numbers: StepNumbers) -> Tensor:
     """Scalars by parameter of the part, shape [parameters, names], float64, on the part's device."""
     device = part.kind.device
     if not names:
@@ -138,5 +138,5 @@ def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
 
 
 @functools.cache
-def _module(rule: Rule, kind: Kind, deferred: bool) -> dict[str, Any]:
+def _module(rule: Rule, kind: TensorKind, deferred: bool) -> dict[str, Any]:
     return compile_module(rule, kind.weight, kind.grad, kind.compute, kind.mirror, deferred)

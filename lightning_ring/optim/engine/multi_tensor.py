@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_ring.optim.engine.numbers import StepNumbers
-from lightning_ring.optim.engine.parameter_list import Part, flat, norm_dtype
+from lightning_ring.optim.engine.parameter_list import ParameterBatch, flat, norm_dtype
 from lightning_ring.optim.engine.rule import Rule, Scalars
 from lightning_ring.optim.engine.tensor_list import TensorList, Tensors
 
@@ -58,9 +58,9 @@ class MultiTensorRunner:
 
     def __init__(self, rule: Rule) -> None:
         self._rule = rule
-        self._cut: tuple[Part, list[Batch]] | None = None
+        self._cut: tuple[ParameterBatch, list[Batch]] | None = None
 
-    def waves(self, part: Part) -> list[Part]:
+    def waves(self, part: ParameterBatch) -> list[ParameterBatch]:
         if part.kind.device.type != "cpu" or self._sweeps(part):
             return [part]
         kind = part.kind
@@ -68,7 +68,7 @@ class MultiTensorRunner:
         budget = MEMORY_SHARE * sum(weight.nbytes for weight in part.weights) / kind.compute.itemsize
         return list(_split(part, room=max(CPU_PIECE, int(budget) - pieces * CPU_PIECE)))
 
-    def grad_square_sum(self, part: Part) -> Tensor:
+    def grad_square_sum(self, part: ParameterBatch) -> Tensor:
         kind = part.kind
         if kind.device.type == "cpu" and kind.grad == kind.compute:
             pieces = [piece for grad in part.grads for piece in flat(grad).split(CPU_SUM_PIECE)]
@@ -76,7 +76,7 @@ class MultiTensorRunner:
         sums = [_square_sums(_cast(batch.grads, kind.compute)) for batch in self._batches(part)]
         return _as_vector([value for values in sums for value in values], part).sum()
 
-    def measure(self, part: Part, numbers: StepNumbers, deferred: bool) -> Tensor:
+    def measure(self, part: ParameterBatch, numbers: StepNumbers, deferred: bool) -> Tensor:
         sums: list[list[Any]] = [[], [], []]
         rows: list[int] = []
         try_torch = _fits_torch_kernels(part) and not deferred
@@ -110,7 +110,7 @@ class MultiTensorRunner:
             state = tuple(TensorList.of(s) for s in batch.states)
         return self._rule.direction(TensorList.of(w), TensorList.of(g), state, h).tensors()
 
-    def move(self, part: Part, numbers: StepNumbers, deferred: bool, keep: Tensor | None) -> None:
+    def move(self, part: ParameterBatch, numbers: StepNumbers, deferred: bool, keep: Tensor | None) -> None:
         try_torch = _fits_torch_kernels(part) and not deferred and keep is None
         for batch in reversed(self._batches(part, deferred)):  # what was measured last may still be in the cache
             if not try_torch or not self._torch_moves(part, numbers, batch):
@@ -121,7 +121,7 @@ class MultiTensorRunner:
             batch.directions = None
         self._cut = None
 
-    def _move(self, part: Part, batch: Batch, h: Scalars, deferred: bool, keep: Tensor | None) -> None:
+    def _move(self, part: ParameterBatch, batch: Batch, h: Scalars, deferred: bool, keep: Tensor | None) -> None:
         given = keep is None
         w, g = _cast(batch.weights, part.kind.compute), _cast(batch.grads, part.kind.compute)
         weights, grads = TensorList.of(w, given=given), TensorList.of(g)
@@ -137,7 +137,7 @@ class MultiTensorRunner:
         new_w, new_state = self._rule.move(weights, grads, direction, state, h)
         _store((batch.weights, *batch.states), (new_w, *new_state), keep)
 
-    def _torch_moves(self, part: Part, numbers: StepNumbers, batch: Batch) -> bool:
+    def _torch_moves(self, part: ParameterBatch, numbers: StepNumbers, batch: Batch) -> bool:
         if len(batch.rows) > 1:
             return False
         (row,), (w,), (g,) = batch.rows, batch.weights, batch.grads
@@ -147,7 +147,7 @@ class MultiTensorRunner:
         torch.autograd.graph.increment_version(w)  # torch's fused SGD leaves it out
         return True
 
-    def _batches(self, part: Part, deferred: bool = False) -> list[Batch]:
+    def _batches(self, part: ParameterBatch, deferred: bool = False) -> list[Batch]:
         """``part`` cut up; kept from `measure` to `move`."""
         if self._cut is None or self._cut[0] is not part:
             sweeps = self._sweeps(part) and not deferred
@@ -155,17 +155,17 @@ class MultiTensorRunner:
             self._cut = (part, cut(part, *sizes))
         return self._cut[1]
 
-    def _sweeps(self, part: Part) -> bool:
+    def _sweeps(self, part: ParameterBatch) -> bool:
         """Whether torch's kernels read and write the tensors once each, and there is nothing to keep in the cache."""
         return not self._rule.keeps_directions and _fits_torch_kernels(part)
 
 
-def _fits_torch_kernels(part: Part) -> bool:
+def _fits_torch_kernels(part: ParameterBatch) -> bool:
     kind = part.kind
     return kind.device.type == "cpu" and kind.weight == kind.grad == kind.compute
 
 
-def _split(part: Part, room: int) -> Iterator[Part]:
+def _split(part: ParameterBatch, room: int) -> Iterator[ParameterBatch]:
     """``part`` in waves of at most ``room`` elements, whose directions may be kept; larger tensors go alone."""
     rows: list[int] = []
     taken = 0
@@ -183,7 +183,7 @@ def _split(part: Part, room: int) -> Iterator[Part]:
         yield part.subset(rows, room)
 
 
-def cut(part: Part, piece_size: int, together: int) -> list[Batch]:
+def cut(part: ParameterBatch, piece_size: int, together: int) -> list[Batch]:
     """All of ``part`` in batches: pieces of at most ``piece_size`` elements of a tensor longer than ``together``, or
     several tensors of not more than ``together`` elements in all."""
     columns = [part.weights, part.grads, *zip(*part.states, strict=True)] + ([part.mirrors] if part.mirrors else [])
@@ -217,7 +217,7 @@ def cut(part: Part, piece_size: int, together: int) -> list[Batch]:
     return batches
 
 
-def _piece_size(part: Part) -> int:
+def _piece_size(part: ParameterBatch) -> int:
     if part.kind.device.type == "cpu":
         return CPU_PIECE
     return max(DEVICE_PIECE, sum(weight.numel() for weight in part.weights) // 100)
@@ -227,7 +227,7 @@ def _cast(tensors: Tensors, dtype: torch.dtype) -> Tensors:
     return tensors if tensors[0].dtype == dtype else [tensor.to(dtype) for tensor in tensors]
 
 
-def _scalars(part: Part, numbers: StepNumbers, rows: list[int]) -> Scalars:
+def _scalars(part: ParameterBatch, numbers: StepNumbers, rows: list[int]) -> Scalars:
     return numbers.over([part.positions[row] for row in rows])
 
 
@@ -257,13 +257,13 @@ def _square_sum(tensor: Tensor) -> float:
     return total
 
 
-def _as_vector(values: list[Any], part: Part) -> Tensor:
+def _as_vector(values: list[Any], part: ParameterBatch) -> Tensor:
     if isinstance(values[0], Tensor):
         return torch.stack(values)
     return torch.tensor(values, dtype=norm_dtype(part.kind.device), device=part.kind.device)
 
 
-def _sum_by_row(values: list[Any], rows: list[int], part: Part) -> Tensor:
+def _sum_by_row(values: list[Any], rows: list[int], part: ParameterBatch) -> Tensor:
     """Add up the pieces of each row, in their order, so that the sum has the same bits every time."""
     per_row: list[list[Any]] = [[] for _ in part.positions]
     for row, value in zip(rows, values, strict=True):

@@ -11,7 +11,7 @@ from lightning_ring.optim.engine.rule import Scalars
 
 
 class StepNumbers:
-    """Named vectors over the roster's parameters, on the device and, where that costs no synchronization, as floats.
+    """Named vectors over all parameters, on the device and, where that costs no synchronization, as floats.
 
     Args:
         on_device: The vectors, where the step's sums and ratios live.

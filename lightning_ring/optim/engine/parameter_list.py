@@ -24,8 +24,8 @@ def norm_dtype(device: torch.device) -> torch.dtype:
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
-    """What the parameters of one `Part` have in common."""
+class TensorKind:
+    """What the parameters of one `ParameterBatch` have in common."""
 
     device: torch.device
     compute: torch.dtype
@@ -36,14 +36,14 @@ class Kind:
 
 
 @dataclass(slots=True)
-class Part:
+class ParameterBatch:
     """The parameters of one step that one launch can update.
 
     ``weights`` are what is updated: the parameters, or their master copies in float32, which are then rounded into
-    ``mirrors`` (the parameters). ``positions`` are the parameters' places in the `Roster`.
+    ``mirrors`` (the parameters). ``positions`` are the parameters' places in the `ParameterList`.
     """
 
-    kind: Kind
+    kind: TensorKind
     positions: list[int] = field(default_factory=list)
     weights: list[Tensor] = field(default_factory=list)
     grads: list[Tensor] = field(default_factory=list)
@@ -51,10 +51,10 @@ class Part:
     mirrors: list[Tensor] = field(default_factory=list)
     room: int = 0  # of how many elements a runner may keep the directions from measuring to moving
 
-    def subset(self, rows: list[int], room: int) -> Part:
+    def subset(self, rows: list[int], room: int) -> ParameterBatch:
         picked = [[column[row] for row in rows] for column in (self.positions, self.weights, self.grads, self.states)]
         mirrors = [self.mirrors[row] for row in rows] if self.mirrors else []
-        return Part(self.kind, *picked, mirrors, room)  # type: ignore[arg-type, call-arg]
+        return ParameterBatch(self.kind, *picked, mirrors, room)  # type: ignore[arg-type, call-arg]
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
@@ -64,7 +64,7 @@ def send(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device)
 
 
-class Roster:
+class ParameterList:
     """The parameters of all groups, in order.
 
     Attributes:
@@ -106,14 +106,14 @@ class Roster:
         return self._sent[1]
 
     def index(self, positions: list[int]) -> Tensor:
-        """``positions`` as an int64 tensor on the roster's device, kept for the next step."""
+        """``positions`` as an int64 tensor on the list's device, kept for the next step."""
         key = tuple(positions)
         if key not in self._indices:
             self._indices[key] = send(torch.tensor(positions), self.device)
         return self._indices[key]
 
     def fits(self, groups: list[dict[str, Any]]) -> bool:
-        """Whether the groups still hold the parameters that this roster was made of."""
+        """Whether the groups still hold the parameters that this list was made of."""
         if self.sizes != [len(group["params"]) for group in groups]:
             return False
         return all(map(is_, self.params, (p for group in groups for p in group["params"])))

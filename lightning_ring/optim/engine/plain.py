@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_ring.optim.engine.numbers import StepNumbers
-from lightning_ring.optim.engine.parameter_list import Part, norm_dtype
+from lightning_ring.optim.engine.parameter_list import ParameterBatch, norm_dtype
 from lightning_ring.optim.engine.rule import Rule
 
 
@@ -20,13 +20,13 @@ class PlainRunner:
     def __init__(self, rule: Rule) -> None:
         self._rule = rule
 
-    def waves(self, part: Part) -> list[Part]:
+    def waves(self, part: ParameterBatch) -> list[ParameterBatch]:
         return [part]
 
-    def grad_square_sum(self, part: Part) -> Tensor:
+    def grad_square_sum(self, part: ParameterBatch) -> Tensor:
         return torch.stack([square_sum(grad.to(part.kind.compute)) for grad in part.grads]).sum()
 
-    def measure(self, part: Part, numbers: StepNumbers, deferred: bool) -> Tensor:
+    def measure(self, part: ParameterBatch, numbers: StepNumbers, deferred: bool) -> Tensor:
         sums = []
         for i, position in enumerate(part.positions):
             h, state = numbers.at(position), part.states[i]
@@ -39,7 +39,7 @@ class PlainRunner:
                 _store(state, new_state, None)
         return torch.stack(sums, dim=1)
 
-    def move(self, part: Part, numbers: StepNumbers, deferred: bool, keep: Tensor | None) -> None:
+    def move(self, part: ParameterBatch, numbers: StepNumbers, deferred: bool, keep: Tensor | None) -> None:
         for i, position in enumerate(part.positions):
             h, state = numbers.at(position), part.states[i]
             w, g = part.weights[i].to(part.kind.compute), part.grads[i].to(part.kind.compute)

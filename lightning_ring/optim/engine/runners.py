@@ -14,24 +14,24 @@ from lightning_ring.optim.engine.fused_cpu import FusedCpuRunner
 from lightning_ring.optim.engine.fused_cuda import FusedCudaRunner, triton_is_here
 from lightning_ring.optim.engine.multi_tensor import MultiTensorRunner
 from lightning_ring.optim.engine.numbers import StepNumbers
-from lightning_ring.optim.engine.parameter_list import Kind, Part
+from lightning_ring.optim.engine.parameter_list import ParameterBatch, TensorKind
 from lightning_ring.optim.engine.plain import PlainRunner
 from lightning_ring.optim.engine.rule import Rule
 from lightning_ring.optim.engine.validation import require
 
 
-class Runner(Protocol):
-    """One way to run a `Rule` over the parameters of a `Part`."""
+class StepRunner(Protocol):
+    """One way to run a `Rule` over the parameters of a `ParameterBatch`."""
 
-    def waves(self, part: Part) -> list[Part]:
+    def waves(self, part: ParameterBatch) -> list[ParameterBatch]:
         """``part``, cut up if it is better to measure and move a few parameters after another than all at once."""
         ...
 
-    def grad_square_sum(self, part: Part) -> Tensor:
+    def grad_square_sum(self, part: ParameterBatch) -> Tensor:
         """Sum of squares of all gradients, 0-d, on the part's device."""
         ...
 
-    def measure(self, part: Part, numbers: StepNumbers, deferred: bool) -> Tensor:
+    def measure(self, part: ParameterBatch, numbers: StepNumbers, deferred: bool) -> Tensor:
         """Accumulate state, and return sums over each parameter, shape [3, parameters].
 
         Rows: squares of the weights; squares of the direction; if ``deferred``, 0 where the gradient is finite and NaN
@@ -39,7 +39,7 @@ class Runner(Protocol):
         """
         ...
 
-    def move(self, part: Part, numbers: StepNumbers, deferred: bool, keep: Tensor | None) -> None:
+    def move(self, part: ParameterBatch, numbers: StepNumbers, deferred: bool, keep: Tensor | None) -> None:
         """Write the new weights and state; where the 0-d bool tensor ``keep`` is given and False, write nothing."""
         ...
 
@@ -82,7 +82,7 @@ def interpreting_triton() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def way_to_run(options: RunOptions, kind: Kind) -> str:
+def way_to_run(options: RunOptions, kind: TensorKind) -> str:
     """``"plain"``, ``"foreach"`` or ``"fused"``."""
     if not kind.flat:
         return "plain"
@@ -95,7 +95,7 @@ def way_to_run(options: RunOptions, kind: Kind) -> str:
     return "plain"
 
 
-def make_runner(way: str, device_type: str, rule: Rule) -> Runner:
+def make_runner(way: str, device_type: str, rule: Rule) -> StepRunner:
     if way == "foreach":
         return MultiTensorRunner(rule)
     if way == "fused":

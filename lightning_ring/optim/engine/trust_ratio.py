@@ -13,15 +13,15 @@ from torch.optim.optimizer import ParamsT
 from lightning_ring.optim.engine.loading import load_precisely
 from lightning_ring.optim.engine.parameter_list import (
     LOW_PRECISION,
-    Kind,
-    Part,
-    Roster,
+    ParameterBatch,
+    ParameterList,
+    TensorKind,
     compute_dtype,
     lie_alike,
     parameter_names,
 )
 from lightning_ring.optim.engine.rule import Rule, Scalars
-from lightning_ring.optim.engine.runners import Runner, RunOptions, check_options, make_runner, way_to_run
+from lightning_ring.optim.engine.runners import RunOptions, StepRunner, check_options, make_runner, way_to_run
 from lightning_ring.optim.engine.tensor_list import Tensors
 from lightning_ring.optim.engine.update import NormAllReduce, Run, update
 from lightning_ring.optim.engine.validation import require
@@ -56,8 +56,8 @@ class TrustRatioOptimizer(Optimizer):
 
     state_names: tuple[str, ...]
     counts_steps: bool
-    _roster: Roster | None
-    _runners: dict[tuple[str, str], Runner]
+    _parameter_list: ParameterList | None
+    _runners: dict[tuple[str, str], StepRunner]
     accumulate: Callable[..., Any]
     direction: Callable[..., Any]
     move: Callable[..., Any]
@@ -131,10 +131,10 @@ class TrustRatioOptimizer(Optimizer):
 
         1 where the parameter does not adapt or a norm was 0; NaN where no step was taken.
         """
-        roster = self._roster  # of parts, where a strategy has the parts of these parameters stepped
-        if roster is None or roster.sizes != [len(group["params"]) for group in self.param_groups]:
-            roster = self._current_roster()
-        return roster.ratios.clone()
+        listed = self._parameter_list  # of parts, where a strategy has the parts of these parameters stepped
+        if listed is None or listed.sizes != [len(group["params"]) for group in self.param_groups]:
+            listed = self._current_list()
+        return listed.ratios.clone()
 
     def named_trust_ratios(self) -> dict[str, float]:
         """Last trust ratio by parameter name (or place); waits for the device, once."""
@@ -156,9 +156,9 @@ class TrustRatioOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        roster, runs, hyperparameters = self._prepare(torch.compiler.is_compiling())
+        listed, runs, hyperparameters = self._prepare(torch.compiler.is_compiling())
         if runs or self.norm_all_reduce is not None:
-            taken = update(cast(Rule, type(self)), hyperparameters, roster, runs, self.options, self.norm_all_reduce)
+            taken = update(cast(Rule, type(self)), hyperparameters, listed, runs, self.options, self.norm_all_reduce)
             if taken is not True:
                 self._count_skipped(taken)
         return loss
@@ -172,26 +172,28 @@ class TrustRatioOptimizer(Optimizer):
         self._skipped.add_(~taken)  # in place: a CUDA graph that is replayed counts too
 
     @torch.compiler.disable  # lists and dicts only; what follows is traced with the tensors as plain inputs
-    def _prepare(self, compiling: bool) -> tuple[Roster, list[Run], list[dict[str, Any]]]:
-        roster = self._current_roster()
-        runs = [(self._runner(part.kind, compiling), part) for part in self._collect(roster)]
-        return roster, runs, [self.hyperparameters(group) for group in self.param_groups]
+    def _prepare(self, compiling: bool) -> tuple[ParameterList, list[Run], list[dict[str, Any]]]:
+        listed = self._current_list()
+        runs = [(self._runner(part.kind, compiling), part) for part in self._collect(listed)]
+        return listed, runs, [self.hyperparameters(group) for group in self.param_groups]
 
-    def _current_roster(self) -> Roster:
-        if self._roster is None or not self._roster.fits(self.param_groups):
-            self._roster = Roster(self.param_groups, self.counts_steps, self.options.capturable)
-        return self._roster
+    def _current_list(self) -> ParameterList:
+        if self._parameter_list is None or not self._parameter_list.fits(self.param_groups):
+            self._parameter_list = ParameterList(self.param_groups, self.counts_steps, self.options.capturable)
+        return self._parameter_list
 
-    def _collect(self, roster: Roster) -> list[Part]:
+    def _collect(self, listed: ParameterList) -> list[ParameterBatch]:
         """The parameters that have a gradient, by what one launch can update."""
-        parts: dict[tuple[Any, ...], Part] = {}  # by what makes a `Kind`: cheaper to hash, once for every parameter
-        for position, param in enumerate(roster.params):
+        parts: dict[
+            tuple[Any, ...], ParameterBatch
+        ] = {}  # by what makes a `TensorKind`: cheaper to hash, once for every parameter
+        for position, param in enumerate(listed.params):
             grad = param.grad
             if grad is None:
                 continue
             if grad.layout is not torch.strided:
                 self._refuse_gradient(position, grad)
-            states = self._states_of(roster, position, param)
+            states = self._states_of(listed, position, param)
             weight = self.state[param]["master"] if self._has_master(param) else param
             key = (param.device, param.dtype, weight.dtype, grad.dtype, lie_alike((param, grad, weight, *states)))
             part = parts.get(key)
@@ -199,8 +201,8 @@ class TrustRatioOptimizer(Optimizer):
                 if grad.is_complex():
                     self._refuse_gradient(position, grad)
                 mirror = None if weight is param else param.dtype
-                kind = Kind(param.device, compute_dtype(param), weight.dtype, grad.dtype, mirror, key[-1])
-                part = parts[key] = Part(kind)
+                kind = TensorKind(param.device, compute_dtype(param), weight.dtype, grad.dtype, mirror, key[-1])
+                part = parts[key] = ParameterBatch(kind)
             part.positions.append(position)
             part.weights.append(weight)
             part.grads.append(grad)
@@ -209,15 +211,15 @@ class TrustRatioOptimizer(Optimizer):
                 part.mirrors.append(param)
         return list(parts.values())
 
-    def _states_of(self, roster: Roster, position: int, param: Tensor) -> tuple[Tensor, ...]:
-        """This parameter's state, made of zeros at its first step; ``step`` becomes a view of ``roster.steps``."""
+    def _states_of(self, listed: ParameterList, position: int, param: Tensor) -> tuple[Tensor, ...]:
+        """This parameter's state, made of zeros at its first step; ``step`` becomes a view of ``listed.steps``."""
         state = self.state[param]
         for name in self.state_names:
             if name not in state:
                 state[name] = torch.zeros_like(param, dtype=compute_dtype(param), memory_format=torch.preserve_format)
         if self._has_master(param) and "master" not in state:
             state["master"] = param.detach().to(torch.float32, memory_format=torch.preserve_format, copy=True)
-        if self.counts_steps and state.get("step") is not (view := roster.step_views[position]):
+        if self.counts_steps and state.get("step") is not (view := listed.step_views[position]):
             if "step" in state:
                 view.copy_(torch.as_tensor(state["step"]))
             state["step"] = view
@@ -232,7 +234,7 @@ class TrustRatioOptimizer(Optimizer):
         advice = "pass real parameters" if grad.is_complex() else "make it dense: sparse=False in nn.Embedding"
         raise RuntimeError(f"{type(self).__name__}: the gradient of {name} is {found}, expected dense floats; {advice}")
 
-    def _runner(self, kind: Kind, compiling: bool) -> Runner:
+    def _runner(self, kind: TensorKind, compiling: bool) -> StepRunner:
         way = "plain" if compiling else way_to_run(self.options, kind)
         key = (way, kind.device.type)
         if key not in self._runners:
@@ -256,5 +258,5 @@ class TrustRatioOptimizer(Optimizer):
                 group.setdefault(name, default)
 
     def _forget_caches(self) -> None:
-        self._roster = None
+        self._parameter_list = None
         self._runners = {}

@@ -9,18 +9,18 @@ import torch
 from torch import Tensor
 
 from lightning_ring.optim.engine.numbers import StepNumbers, known_on_host
-from lightning_ring.optim.engine.parameter_list import Part, Roster, send
+from lightning_ring.optim.engine.parameter_list import ParameterBatch, ParameterList, send
 from lightning_ring.optim.engine.rule import Rule, Scalars
-from lightning_ring.optim.engine.runners import Runner, RunOptions
+from lightning_ring.optim.engine.runners import RunOptions, StepRunner
 
 NormAllReduce = Callable[[Tensor], Tensor | None]
-Run = tuple[Runner, Part]
+Run = tuple[StepRunner, ParameterBatch]
 
 
 def update(
     rule: Rule,
     hyperparameters: list[dict[str, Any]],
-    roster: Roster,
+    listed: ParameterList,
     runs: list[Run],
     options: RunOptions,
     norm_all_reduce: NormAllReduce | None,
@@ -29,23 +29,23 @@ def update(
 
     ``hyperparameters`` are one dict for each group.
     """
-    clip = _clip_divisor(roster, runs, options.max_grad_norm, norm_all_reduce)
-    active = _active(roster, runs)
-    step = None if roster.steps is None else roster.steps + (1.0 if active is None else active)
-    h = _per_parameter(hyperparameters, roster, on_device=clip is not None or options.capturable)
-    numbers = _numbers(rule, h, step, clip, roster.device)
+    clip = _clip_divisor(listed, runs, options.max_grad_norm, norm_all_reduce)
+    active = _active(listed, runs)
+    step = None if listed.steps is None else listed.steps + (1.0 if active is None else active)
+    h = _per_parameter(hyperparameters, listed, on_device=clip is not None or options.capturable)
+    numbers = _numbers(rule, h, step, clip, listed.device)
 
-    sums = torch.zeros(3, len(roster.params), dtype=roster.ratios.dtype, device=roster.device)
+    sums = torch.zeros(3, len(listed.params), dtype=listed.ratios.dtype, device=listed.device)
     adapt = numbers.on_device["adapt"] != 0
     if norm_all_reduce is None and not options.skip_nonfinite:
         for wave in [[(runner, wave)] for runner, part in runs for wave in runner.waves(part)]:
-            _measure(roster, wave, numbers, False, sums)
+            _measure(listed, wave, numbers, False, sums)
             ratio = _move(rule, wave, numbers, sums, adapt, False, None)
-        _commit(roster, ratio, step, active, None)
+        _commit(listed, ratio, step, active, None)
         return True
 
     deferred = options.skip_nonfinite
-    _measure(roster, runs, numbers, deferred, sums)
+    _measure(listed, runs, numbers, deferred, sums)
     if norm_all_reduce is not None:
         sums = _sum_over_ranks(sums, norm_all_reduce)
     finite = _as_host_bool(sums[2].sum() == 0) if deferred else True
@@ -53,7 +53,7 @@ def update(
         return False
     keep = finite if isinstance(finite, Tensor) else None
     ratio = _move(rule, runs, numbers, sums, adapt, deferred, keep)
-    _commit(roster, ratio, step, active, keep)
+    _commit(listed, ratio, step, active, keep)
     return finite
 
 
@@ -81,28 +81,28 @@ def _as_host_bool(flag: Tensor) -> Tensor | bool:
     return bool(flag) if flag.device.type == "cpu" and not torch.compiler.is_compiling() else flag
 
 
-def _active(roster: Roster, runs: list[Run]) -> Tensor | None:
-    """1 for each parameter that has a gradient and 0 elsewhere, like ``roster.steps``; None if all have one."""
+def _active(listed: ParameterList, runs: list[Run]) -> Tensor | None:
+    """1 for each parameter that has a gradient and 0 elsewhere, like ``listed.steps``; None if all have one."""
     positions = [position for _, part in runs for position in part.positions]
-    if len(positions) == len(roster.params):
+    if len(positions) == len(listed.params):
         return None
-    active = torch.zeros(len(roster.params))
+    active = torch.zeros(len(listed.params))
     active[positions] = 1
-    return active if roster.steps is None else send(active, roster.steps.device)
+    return active if listed.steps is None else send(active, listed.steps.device)
 
 
-def _per_parameter(hyperparameters: list[dict[str, Any]], roster: Roster, on_device: bool) -> Scalars:
+def _per_parameter(hyperparameters: list[dict[str, Any]], listed: ParameterList, on_device: bool) -> Scalars:
     """Each hyper-parameter as a float64 vector over the parameters."""
-    device = roster.device if on_device else torch.device("cpu")
+    device = listed.device if on_device else torch.device("cpu")
     names = list(hyperparameters[0])
     tensors = {name: [group[name] for group in hyperparameters] for name in names}
     plain = [name for name in names if not any(isinstance(value, Tensor) for value in tensors[name])]
-    table = roster.table([[float(v) for v in tensors[name]] for name in plain], device)
-    expanded = dict(zip(plain, roster.expand(table, device).unbind(), strict=True))
+    table = listed.table([[float(v) for v in tensors[name]] for name in plain], device)
+    expanded = dict(zip(plain, listed.expand(table, device).unbind(), strict=True))
     for name in names:
         if name not in expanded:
             values = [torch.as_tensor(v, dtype=torch.float64).reshape(()).to(device) for v in tensors[name]]
-            expanded[name] = roster.expand(torch.stack(values), device)
+            expanded[name] = listed.expand(torch.stack(values), device)
     return Scalars(**expanded)
 
 
@@ -120,23 +120,23 @@ def _numbers(rule: Rule, h: Scalars, step: Tensor | None, clip: Tensor | None, d
 
 
 def _clip_divisor(
-    roster: Roster, runs: list[Run], max_grad_norm: float | None, norm_all_reduce: NormAllReduce | None
+    listed: ParameterList, runs: list[Run], max_grad_norm: float | None, norm_all_reduce: NormAllReduce | None
 ) -> Tensor | None:
     """What all gradients are divided by, 0-d: ``max(norm / max_grad_norm, 1)``."""
     if max_grad_norm is None:
         return None
-    squares = torch.zeros(1, dtype=roster.ratios.dtype, device=roster.device)
+    squares = torch.zeros(1, dtype=listed.ratios.dtype, device=listed.device)
     for runner, part in runs:
-        squares += runner.grad_square_sum(part).to(roster.device)
+        squares += runner.grad_square_sum(part).to(listed.device)
     squares = _reduce(squares, norm_all_reduce)
     return (squares[0].sqrt() / max_grad_norm).clamp(min=1)
 
 
-def _measure(roster: Roster, runs: list[Run], numbers: StepNumbers, deferred: bool, sums: Tensor) -> None:
-    """Fill in ``sums`` over each parameter, shape [3, parameters]; see `Runner.measure`."""
+def _measure(listed: ParameterList, runs: list[Run], numbers: StepNumbers, deferred: bool, sums: Tensor) -> None:
+    """Fill in ``sums`` over each parameter, shape [3, parameters]; see `StepRunner.measure`."""
     for runner, part in runs:
         part_sums = runner.measure(part, numbers, deferred)
-        sums.index_copy_(1, roster.index(part.positions), part_sums.to(roster.device, sums.dtype))
+        sums.index_copy_(1, listed.index(part.positions), part_sums.to(listed.device, sums.dtype))
 
 
 def _sum_over_ranks(sums: Tensor, norm_all_reduce: NormAllReduce) -> Tensor:
@@ -153,10 +153,12 @@ def _reduce(vector: Tensor, norm_all_reduce: NormAllReduce | None) -> Tensor:
     return vector if returned is None else returned
 
 
-def _commit(roster: Roster, ratio: Tensor, step: Tensor | None, active: Tensor | None, keep: Tensor | None) -> None:
+def _commit(
+    listed: ParameterList, ratio: Tensor, step: Tensor | None, active: Tensor | None, keep: Tensor | None
+) -> None:
     """Write step counts and ratios, as far as parameters were active and the step was taken."""
-    if step is not None and roster.steps is not None:
-        roster.steps.copy_(step if keep is None else torch.where(keep.to(step.device), step, roster.steps))
+    if step is not None and listed.steps is not None:
+        listed.steps.copy_(step if keep is None else torch.where(keep.to(step.device), step, listed.steps))
     if active is not None:
-        ratio = torch.where(send(active, ratio.device) != 0, ratio, roster.ratios)
-    roster.ratios.copy_(ratio if keep is None else torch.where(keep, ratio, roster.ratios))
+        ratio = torch.where(send(active, ratio.device) != 0, ratio, listed.ratios)
+    listed.ratios.copy_(ratio if keep is None else torch.where(keep, ratio, listed.ratios))

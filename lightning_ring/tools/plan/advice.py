@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from lightning_ring.tools.plan.model import Cluster, Settings, Step, predict
+from lightning_ring.tools.plan.model import Cluster, PredictedStep, Settings, predict
 from lightning_ring.tools.plan.profile import Profile
 
 CAPS_MB = (1.0, 2.0, 4.0, 6.0, 10.0, 25.0, 50.0, 100.0, 200.0)
@@ -28,9 +28,9 @@ class Advice:
         faster_link: What twice the network's bandwidth, and nothing else, would save of the step now.
     """
 
-    now: Step
+    now: PredictedStep
     changes: tuple[Change, ...]
-    then: Step
+    then: PredictedStep
     settings: Settings
     faster_link: float
     data: float

@@ -71,7 +71,7 @@ class Settings:
 
 
 @dataclass(slots=True)
-class Bucket:
+class PlannedBucket:
     """Gradients that travel together: bytes by dtype's own size and on the wire, and when the last one is ready."""
 
     members: list[Gradient] = field(default_factory=list)
@@ -81,7 +81,7 @@ class Bucket:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class PredictedStep:
     """Seconds of a step and, of those, what waits for communication.
 
     ``communication`` is all of it, hidden or exposed; ``alone`` a step without any.
@@ -99,11 +99,11 @@ class Step:
         return self.alone / self.seconds
 
 
-def predict(profile: Profile, cluster: Cluster, settings: Settings) -> Step:
+def predict(profile: Profile, cluster: Cluster, settings: Settings) -> PredictedStep:
     """A step of ``profile``'s model on ``cluster``."""
     phases = profile.phases
     if cluster.world_size == 1:
-        return Step(1, phases.alone, 0.0, 0.0, phases.alone)
+        return PredictedStep(1, phases.alone, 0.0, 0.0, phases.alone)
     if profile.run.device == "cpu" and cluster.num_nodes > 1 and settings.topology == "flat":
         cluster = replace(cluster, node=cluster.network)  # inside a node, too, one ring over all ranks talks TCP
     cap = settings.bucket_cap_mb or default_cap_mb(profile.run.device, cluster.world_size)
@@ -113,7 +113,7 @@ def predict(profile: Profile, cluster: Cluster, settings: Settings) -> Step:
         reduced = _Wire("all_reduce", cluster, settings)
         ends = [reduced.send(bucket.ready, bucket.wire_bytes) for bucket in buckets]
         exposed = max(0.0, ends[-1] - phases.backward)
-        return Step(cluster.world_size, phases.alone + exposed, exposed, reduced.busy, phases.alone)
+        return PredictedStep(cluster.world_size, phases.alone + exposed, exposed, reduced.busy, phases.alone)
     scattered = _Wire("reduce_scatter", cluster, settings)
     for bucket in buckets:
         scattered.send(bucket.ready, bucket.wire_bytes)
@@ -125,18 +125,22 @@ def predict(profile: Profile, cluster: Cluster, settings: Settings) -> Step:
     delay = _delay_of_forward(profile, buckets, gathered, between)
     shorter = phases.optimizer * (1 - 1 / cluster.world_size)
     busy = scattered.busy + flags_seconds + gathered.busy
-    return Step(cluster.world_size, phases.alone - shorter + exposed + delay, exposed + delay, busy, phases.alone)
+    return PredictedStep(
+        cluster.world_size, phases.alone - shorter + exposed + delay, exposed + delay, busy, phases.alone
+    )
 
 
-def cut_buckets(gradients: Sequence[Gradient], cap_mb: float, compression: str | None, world_size: int) -> list[Bucket]:
+def cut_buckets(
+    gradients: Sequence[Gradient], cap_mb: float, compression: str | None, world_size: int
+) -> list[PlannedBucket]:
     """As `gradients.bucket.plan_buckets` cuts them: one dtype to a bucket, in the order in which they can leave."""
-    numbered: list[tuple[int, Bucket]] = []
+    numbered: list[tuple[int, PlannedBucket]] = []
     for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
         members = [(at, gradient) for at, gradient in enumerate(gradients) if gradient.dtype == dtype]
         numbers = number_by_size([gradient.num_bytes for _, gradient in members], cap_mb * MIB, FIRST_BUCKET_MB * MIB)
-        buckets: dict[int, tuple[int, Bucket]] = {}
+        buckets: dict[int, tuple[int, PlannedBucket]] = {}
         for number, (position, gradient) in zip(numbers, members, strict=True):
-            bucket = buckets.get(number, (0, Bucket()))[1]
+            bucket = buckets.get(number, (0, PlannedBucket()))[1]
             bucket.members.append(gradient)
             bucket.num_bytes += gradient.num_bytes
             bucket.wire_bytes += wire_bytes(gradient, compression, world_size)
@@ -224,7 +228,7 @@ def _flat_stage(collective: str, cluster: Cluster) -> Seconds:
     return lambda num_bytes: latency + passes * (size - 1) / size * num_bytes / bandwidth
 
 
-def _delay_of_forward(profile: Profile, buckets: Sequence[Bucket], wire: _Wire, between: float) -> float:
+def _delay_of_forward(profile: Profile, buckets: Sequence[PlannedBucket], wire: _Wire, between: float) -> float:
     """How long forward waits for parameters, which set out when the optimizer has ended.
 
     Forward was not recorded parameter by parameter: it is taken for backward run the other way, so that the parameter

@@ -8,10 +8,10 @@ from typing import Any
 
 from lightning_ring.comm.cost import MOST_RANKS_FOR_SMALL_BUCKETS, default_cap_mb
 from lightning_ring.tools.plan.advice import Advice, in_words
-from lightning_ring.tools.plan.model import MIB, Link, Settings, Step
+from lightning_ring.tools.plan.model import MIB, Link, PredictedStep, Settings
 from lightning_ring.tools.plan.profile import Profile
 
-Table = Mapping[str, Sequence[Step]]
+Table = Mapping[str, Sequence[PredictedStep]]
 
 ASSUMED = (
     "assumed: every rank as fast as the one recorded, no stragglers, nobody else on the network; one ring (or a ring "
