@@ -93,7 +93,7 @@ class RingOptions:
             name = chosen or ("ring_sharded" if self.shard_optimizer else "ring")
             if self.shard_optimizer and not algorithm_class(name).sharded:
                 raise ConfigurationError(
-                    f"RingStrategy got shard_optimizer=True with algorithm={name!r}, which keeps whole optimizers on "
+                    f"RingStrategy got shard_optimizer=True with algorithm={name!r}, which keeps full optimizers on "
                     "every rank. Leave one of the two out."
                 )
             object.__setattr__(self, "algorithm", name)

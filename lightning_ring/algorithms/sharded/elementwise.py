@@ -43,7 +43,7 @@ def check_can_be_sharded(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         try:
-            whole, parts = _step_whole_and_in_parts(kind, optimizer.defaults, settings)
+            full, parts = _step_full_and_in_parts(kind, optimizer.defaults, settings)
         except _Refused as why:
             raise _refusal(kind, str(why)) from None
         except Exception as error:
@@ -52,7 +52,7 @@ def check_can_be_sharded(optimizer: Optimizer) -> None:
                 f"is not one that lightning_ring knows, and trying it on small tensors raised {type(error).__name__}: "
                 f"{error}. If no element's update depends on another element, set `elementwise = True` on the class",
             ) from error
-        if not all(torch.allclose(a, b, rtol=1e-9, atol=1e-12) for a, b in zip(whole, parts, strict=True)):
+        if not all(torch.allclose(a, b, rtol=1e-9, atol=1e-12) for a, b in zip(full, parts, strict=True)):
             raise _refusal(kind, "takes another step for a tensor in two parts than for the whole tensor")
 
 
@@ -68,22 +68,22 @@ def _refusal(kind: type, why: str) -> ConfigurationError:
 
 
 @torch.random.fork_rng(devices=())
-def _step_whole_and_in_parts(
+def _step_full_and_in_parts(
     kind: type[Optimizer], defaults: dict[str, Any], settings: dict[str, Any]
 ) -> tuple[list[Tensor], list[Tensor]]:
     torch.manual_seed(0)
     start = [torch.randn(shape, dtype=torch.float64) for shape in _SHAPES]
     gradients = [[torch.randn_like(tensor) * 10.0 ** (step % 3 - 1) for tensor in start] for step in range(_STEPS)]
-    whole = _stepped(kind, defaults, settings, start, gradients)
+    full = _stepped(kind, defaults, settings, start, gradients)
     halves = []
     for half in range(2):
         cut = [_half(tensor, half) for tensor in start]
         cut_gradients = [[_half(gradient, half) for gradient in step] for step in gradients]
         halves.append(_stepped(kind, defaults, settings, cut, cut_gradients))
     together = [torch.cat(parts) for parts in zip(*halves, strict=True)]
-    if all(torch.equal(after, before) for after, before in zip(whole, start, strict=True)):
+    if all(torch.equal(after, before) for after, before in zip(full, start, strict=True)):
         raise RuntimeError(f"{_STEPS} steps did not change a parameter")
-    return [tensor.reshape(-1) for tensor in whole], together
+    return [tensor.reshape(-1) for tensor in full], together
 
 
 def _half(tensor: Tensor, half: int) -> Tensor:

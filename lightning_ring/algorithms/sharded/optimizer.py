@@ -76,11 +76,11 @@ class SlicedOptimizer:
     def use_parameters(self) -> None:
         if self._full_params is None:
             return
-        for group, whole in zip(self.optimizer.param_groups, self._full_params, strict=True):
-            for part, param in zip(group["params"], whole, strict=True):
+        for group, full in zip(self.optimizer.param_groups, self._full_params, strict=True):
+            for part, param in zip(group["params"], full, strict=True):
                 if part is not param:
                     part.grad = None
-            group["params"] = whole
+            group["params"] = full
         self._full_params = None
         self.hide_state()
         if self._sums_norms:
@@ -115,9 +115,9 @@ class SlicedOptimizer:
         state = gather_state(self.optimizer.state, self._parameters, keep=is_rank_zero)
         if not is_rank_zero:
             return {}
-        mine, whole = self.optimizer.state, self._unsharded | state
-        in_order = [param for group in self.optimizer.param_groups for param in group["params"] if param in whole]
-        self.optimizer.state = defaultdict(dict, {key: whole[key] for key in [*in_order, *(whole.keys() - in_order)]})
+        mine, full = self.optimizer.state, self._unsharded | state
+        in_order = [param for group in self.optimizer.param_groups for param in group["params"] if param in full]
+        self.optimizer.state = defaultdict(dict, {key: full[key] for key in [*in_order, *(full.keys() - in_order)]})
         self._gathering = True
         try:
             return self.optimizer.state_dict()

@@ -50,15 +50,15 @@ class ShardedState(MutableMapping[Any, Any]):
         self._refuse()
 
 
-def shard_state(whole: Mapping[Any, dict[str, Any]], shards: Mapping[Parameter, ParameterShard]) -> State:
-    """This rank's parts of the full state ``whole``, by shard. Values with one number per parameter are kept.
+def shard_state(full: Mapping[Any, dict[str, Any]], shards: Mapping[Parameter, ParameterShard]) -> State:
+    """This rank's parts of the full state ``full``, by shard. Values with one number per parameter are kept.
 
     Raises:
         ConfigurationError: A state tensor has neither one number per parameter nor one per element.
     """
-    scalars = _scalar_keys(whole)
+    scalars = _scalar_keys(full)
     parts: State = {}
-    for param, state in whole.items():
+    for param, state in full.items():
         if not isinstance(param, Tensor):
             parts[param] = state
             continue
@@ -70,10 +70,10 @@ def shard_state(whole: Mapping[Any, dict[str, Any]], shards: Mapping[Parameter, 
     return parts
 
 
-def _scalar_keys(whole: Mapping[Any, dict[str, Any]]) -> set[str]:
+def _scalar_keys(full: Mapping[Any, dict[str, Any]]) -> set[str]:
     """Keys whose tensors are 0-d for a parameter that is not."""
     scalars = set(_SCALARS)
-    for param, state in whole.items():
+    for param, state in full.items():
         if isinstance(param, Tensor) and param.dim():
             scalars |= {key for key, value in state.items() if isinstance(value, Tensor) and not value.dim()}
     return scalars
@@ -100,19 +100,19 @@ def gather_state(parts: Mapping[Any, dict[str, Any]], parameters: ShardedParamet
     """
     scalars = _agreed_scalars(parts, parameters)
     weights = {shard.weight for bucket in parameters.buckets for shard in bucket.shards}
-    whole: State = {key: state for key, state in parts.items() if keep and key not in weights}
+    full: State = {key: state for key, state in parts.items() if keep and key not in weights}
     for bucket in parameters.buckets:
         held = [(shard, parts[shard.weight]) for shard in bucket.shards if shard.weight in parts]
         for shard, state in held if keep else ():
             kept = {k: v for k, v in state.items() if k in scalars or not isinstance(v, Tensor)}
-            whole[shard.param] = {key: _copy(value) for key, value in kept.items()}
+            full[shard.param] = {key: _copy(value) for key, value in kept.items()}
         for key in sorted({key for _, state in held for key in state} - scalars):
             values = [(shard, state[key]) for shard, state in held if isinstance(state.get(key), Tensor)]
             for dtype in sorted({value.dtype for _, value in values}, key=str):
                 chosen = [(shard, value) for shard, value in values if value.dtype == dtype]
                 for param, value in _gather(bucket, chosen, dtype, parameters, key, keep):
-                    whole[param][key] = value
-    return whole
+                    full[param][key] = value
+    return full
 
 
 def _agreed_scalars(parts: Mapping[Any, dict[str, Any]], parameters: ShardedParameters) -> set[str]:

@@ -42,7 +42,7 @@ def _choose_our_environment() -> None:
 
     Lightning chooses a cluster environment before it builds the strategy, and only then takes the strategy's own. By
     then its `SLURMEnvironment` has refused ``srun -n 2`` (it wants ``--ntasks-per-node``), or its `MPIEnvironment` has
-    started MPI in a process that may be nobody's rank.
+    started MPI in a process that may not be a rank.
     """
     from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 

@@ -172,7 +172,7 @@ def check_join_allowed(num_loaders: int, module: LightningModule) -> None:
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         raise ConfigurationError(
             "RingStrategy(uneven='join') was given a training_step(dataloader_iter), which fetches batches by itself, "
-            "so that nobody can tell whose batch counts. Let it take (batch, batch_idx), or use uneven='error'."
+            "so that it is unknown which rank has data. Let it take (batch, batch_idx), or use uneven='error'."
         )
     if num_loaders > 1:
         raise several_cannot_join(num_loaders)
