@@ -1,6 +1,6 @@
 """Synchronous data-parallel training for PyTorch Lightning over a ring all-reduce.
 
-Importing it registers ``Trainer(strategy="ring")``.
+Importing it registers ``Trainer(strategy="ring")`` and ``Trainer(strategy="ring_sharded")``.
 """
 
 from typing import TYPE_CHECKING, Any

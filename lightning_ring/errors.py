@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class RingError(RuntimeError):
-    """Base of every error that lightning_ring raises on purpose."""
+    """Base class of the errors of lightning_ring."""
 
 
 class ConfigurationError(RingError, ValueError):
@@ -12,11 +12,11 @@ class ConfigurationError(RingError, ValueError):
 
 
 class RankDiscoveryError(RingError):
-    """What the launcher started and what was asked for, or found, disagree."""
+    """The ranks that the launcher started do not match the ranks that were requested or found."""
 
 
 class ModelMismatchError(RingError):
-    """Ranks hold models of different shape, dtype or parameter count."""
+    """Ranks have models of different shapes, dtypes or numbers of parameters."""
 
 
 class UnevenBatchesError(RingError):
@@ -24,7 +24,7 @@ class UnevenBatchesError(RingError):
 
 
 class CollectiveError(RingError):
-    """A collective did not finish: it was late beyond the timeout, or the ranks called it with different tensors."""
+    """A collective did not finish before the timeout, or ranks called it with different tensors."""
 
 
 class PeerFailedError(RingError):

@@ -1,4 +1,4 @@
-"""What `RingStrategy` was asked for, checked once, when the strategy is built."""
+"""The arguments of `RingStrategy`, checked once, when the strategy is built."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BucketCap = float | Literal["auto"] | None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RingOptions:
-    """The arguments of `RingStrategy`; its docstring says what each means.
+    """The arguments of `RingStrategy`. Its docstring explains each.
 
     Raises:
         ConfigurationError: An argument has a value that cannot work.
@@ -93,7 +93,7 @@ class RingOptions:
             name = chosen or ("ring_sharded" if self.shard_optimizer else "ring")
             if self.shard_optimizer and not algorithm_class(name).sharded:
                 raise ConfigurationError(
-                    f"RingStrategy got shard_optimizer=True with algorithm={name!r}, which keeps whole optimizers on "
+                    f"RingStrategy got shard_optimizer=True with algorithm={name!r}, which keeps full optimizers on "
                     "every rank. Leave one of the two out."
                 )
             object.__setattr__(self, "algorithm", name)
@@ -108,7 +108,7 @@ class RingOptions:
         object.__setattr__(self, "shard_optimizer", chosen.sharded)
 
     def new_algorithm(self) -> Algorithm:
-        """One for a new fit, without a past."""
+        """A new algorithm for a fit, without state of an earlier fit."""
         if isinstance(self.algorithm, Algorithm):
             return copy.deepcopy(self.algorithm)
         made: Algorithm = algorithm_class(str(self.algorithm))(
@@ -117,7 +117,7 @@ class RingOptions:
         return made
 
     def new_compressor(self) -> Compressor | None:
-        """One without a past: what a fit leaves out of its last step is no part of the next fit."""
+        """A new compressor, without the residual of an earlier fit."""
         chosen = self.compression
         return COMPRESSORS[chosen].build() if isinstance(chosen, str) else copy.deepcopy(chosen)
 

@@ -21,7 +21,7 @@ ALLOWED = {  # room: the rooms that it may import
     "job": {"comm", "errors", "host"},
     "gradients": {"comm", "errors"},
     "algorithms": {"comm", "errors", "gradients", "optim"},
-    "options": {"comm", "errors", "gradients", "timeline"},
+    "options": {"algorithms", "comm", "errors", "gradients", "timeline"},
     "launch": {"errors", "host", "job"},
     "timeline": {"comm", "errors", "host"},
     "optim": {"errors"},

@@ -1,4 +1,4 @@
-"""Training algorithms: how the replicas of a model are kept together. Without Lightning.
+"""Training algorithms, which keep the replicas of a model together. They do not import Lightning.
 
 A new algorithm is one file with a subclass of `Algorithm`, and one line in `ALGORITHMS`.
 """
@@ -8,13 +8,13 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-ALGORITHMS = {  # the strategy that Lightning knows by this name, and the class that it trains with
+ALGORITHMS = {  # name of a Lightning strategy: path of its class
     "ring": "lightning_ring.algorithms.averaging.Averaging",
     "ring_sharded": "lightning_ring.algorithms.sharded.Sharded",
 }
 
 
 def algorithm_class(name: str) -> Any:
-    """The class of `ALGORITHMS` behind ``name``; imported now, since the table is read before torch is needed."""
+    """Import the class of `ALGORITHMS` behind ``name``. Reading the table itself needs no torch."""
     module, _, attribute = ALGORITHMS[name].rpartition(".")
     return getattr(import_module(module), attribute)

@@ -1,4 +1,4 @@
-"""The protocol of a training algorithm: how the replicas of a model, one on each rank, are kept together."""
+"""The interface of a training algorithm, which keeps the replicas of a model together."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ log = logging.getLogger(__name__)
 
 
 class Algorithm:
-    """Keeps the replicas of a model together. As it stands it does nothing, which is right for a single process.
+    """Keeps the replicas of a model, one on each rank, together. This class does nothing, as for a single process.
 
-    An algorithm overrides the methods that it needs. All ranks make the same calls in the same order, except
-    `detach`, which one rank may call alone. A training loop calls::
+    Subclasses override the methods that they need. All ranks make the same calls in the same order; only `detach` may
+    be called by one rank alone. A training loop calls::
 
         algorithm.attach(module, optimizers, communicator)
         hooks = StepHooks(algorithm)  # calls before_step and after_step
@@ -34,7 +34,7 @@ class Algorithm:
                 loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-        algorithm.make_whole()
+        algorithm.wait_parameters()
         hooks.remove()
         algorithm.detach()
 
@@ -54,7 +54,7 @@ class Algorithm:
         warn: Callable[[str], None] = log.warning,
         inform: Callable[[str], None] = log.info,
     ) -> None:
-        """Begin a training. ``warn`` and ``inform`` are called with messages for the user. Collective.
+        """Begin a training. ``warn`` and ``inform`` receive messages for the user. Collective.
 
         Raises:
             ConfigurationError: The algorithm cannot train this module with these optimizers.
@@ -64,9 +64,9 @@ class Algorithm:
         """Replace the optimizers in the middle of a training."""
 
     def detach(self, *, wait: bool = True) -> None:
-        """End the training, and leave module and optimizers as they were found. Also after an `attach` that raised.
+        """End the training, and restore module and optimizers. Allowed after an `attach` that raised, and twice.
 
-        With ``wait=False``, after an exception, no other rank is waited for. Calling it twice is fine.
+        ``wait=False``, after an exception, waits for no other rank.
         """
 
     # -- a batch
@@ -75,7 +75,7 @@ class Algorithm:
         """Before the forward of a batch. ``active_ranks``: number of ranks that have data, `None` for all."""
 
     def forward(self, *, wait: bool = True) -> AbstractContextManager[None]:
-        """Around code that computes a loss. With ``wait`` all parameters are whole when the block ends."""
+        """Around code that computes a loss. With ``wait`` all parameters are complete when the block ends."""
         return nullcontext()
 
     def backward(self) -> AbstractContextManager[None]:
@@ -83,7 +83,7 @@ class Algorithm:
         return nullcontext()
 
     def plain_backwards(self, *, reduced: bool) -> AbstractContextManager[None]:
-        """Around code whose backwards outside `backward` belong to the training (``reduced``), or stay local."""
+        """Around code whose plain ``loss.backward()`` belongs to the training (``reduced``), or stays local."""
         return nullcontext()
 
     @property
@@ -100,7 +100,7 @@ class Algorithm:
         return nullcontext()
 
     def before_step(self, optimizer: Optimizer, *, has_closure: bool) -> None:
-        """Before any optimizer's step. With ``has_closure`` the step computes its gradients itself."""
+        """Before any optimizer's step. ``has_closure``: the step computes gradients in a closure."""
 
     def check_gradients(self, optimizer: Optimizer) -> None:
         """After the closure of a step.
@@ -118,8 +118,8 @@ class Algorithm:
         """Around code between two steps that may read parameters, or take norms of gradients."""
         return nullcontext()
 
-    def make_whole(self) -> None:
-        """Return when every parameter has its new values on this rank."""
+    def wait_parameters(self) -> None:
+        """Return when every parameter has its new values on this rank: all parameters are complete."""
 
     def clip_grad_norm_(self, parameters: Iterable[Parameter], max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale gradients so that their norm over ``parameters`` is at most ``max_norm``; returns the norm before."""
@@ -140,12 +140,12 @@ class Algorithm:
     # -- checkpoints
 
     def optimizer_state_dict(self, optimizer: Any, *, is_rank_zero: bool) -> dict[str, Any]:
-        """The ordinary state dict of the whole optimizer; a sharded algorithm gives it to rank 0 only."""
+        """The ordinary, full state dict of the optimizer; under a sharded algorithm on rank 0 only."""
         state: dict[str, Any] = optimizer.state_dict()
         return state
 
     def load_optimizer_state_dict(self, optimizer: Any, state: dict[str, Any]) -> None:
-        """Take an ordinary state dict of the whole optimizer."""
+        """Load an ordinary, full state dict of the optimizer."""
         optimizer.load_state_dict(state)
 
     def states_shown(self) -> AbstractContextManager[None]:

@@ -24,7 +24,7 @@ from lightning_ring.gradients.squared_norms import squares_by_bucket
 
 
 class Averaging(Algorithm):
-    """Every backward of the training averages gradients over all ranks, in buckets, while it goes on.
+    """Every backward of the training averages gradients over all ranks, in buckets, while it runs.
 
     Each rank holds all parameters and all optimizer state, and takes the same step. ``strategy="ring"``.
 
@@ -32,7 +32,7 @@ class Averaging(Algorithm):
         bucket_cap_mb: Bucket size in MiB; `None` chooses by device and number of ranks, ``"auto"`` by measurement.
         compression: Name of a compressor, a `Compressor`, or `None` to send gradients in their own dtype.
         shards: Leave each rank only its shard of an average (`ShardReducer`), for an algorithm on top of this one.
-        on_new_parameters: Called when parameters were added, before their values are broadcast.
+        on_new_parameters: Called after parameters were added, before their values are broadcast.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Averaging(Algorithm):
         on_new_parameters: Callable[[], None] = lambda: None,
     ) -> None:
         self.reducer: Reducer | None = None
-        self._asked_to_stop = False  # a signal may come before the reducer is there
+        self._asked_to_stop = False  # a signal may come before `attach`
         self._bucket_cap_mb = bucket_cap_mb
         self._compression = compression
         self._shards = shards
@@ -63,7 +63,7 @@ class Averaging(Algorithm):
         inform: Callable[[str], None] = log.info,
     ) -> None:
         self._module, self._comm, self._optimizers = module, comm, optimizers
-        # one without a past: the residual of an earlier training is no part of this one
+        # a new one, without the residual of an earlier training
         chosen = self._compression
         self._compressor = COMPRESSORS[chosen].build() if isinstance(chosen, str) else copy.deepcopy(chosen)
         default = default_cap_mb(next((p.device.type for p in module.parameters()), "cpu"), comm.world_size)
@@ -102,7 +102,7 @@ class Averaging(Algorithm):
     def _track_new_parameters(self) -> list[Parameter]:
         """Put parameters that were added or thawed after the start (fine-tuning callbacks) into buckets.
 
-        Only parameters of an optimizer cause a search. Returns the new ones; all ranks find the same.
+        Only parameters of an optimizer cause a search. Returns the new parameters, the same on all ranks.
         """
         reducer = self._training
         params = [p for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]]

@@ -11,7 +11,7 @@ from lightning_ring.algorithms.algorithm import Algorithm
 
 
 class StepHooks:
-    """Global hooks of torch's optimizers: they see optimizers that were built in the middle of a training too."""
+    """Global hooks of torch's optimizers. They also cover optimizers that are built in the middle of a training."""
 
     def __init__(self, algorithm: Algorithm) -> None:
         self._algorithm = algorithm

@@ -1,4 +1,4 @@
-"""Flat buckets: several parameters' gradients side by side in one buffer, so that they travel as one message."""
+"""Flat buckets: the gradients of several parameters in one buffer, sent as one message."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from lightning_ring.comm.cost import FIRST_BUCKET_MB, number_by_size
 from lightning_ring.gradients.gradient_views import LentViews, are_held
 
-_ALIGNMENT_BYTES = 64  # a cache line: views start where vector kernels like it
+_ALIGNMENT_BYTES = 64  # a cache line: vector kernels are fast on aligned views
 _MIB = 2**20
 
 Empty = Callable[[int, torch.dtype, torch.device], Tensor]
@@ -25,7 +25,7 @@ def torch_empty(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A flat buffer and its parts: a view for each parameter's gradient, and the flags behind them."""
+    """A flat buffer, a view of it for each parameter's gradient, and the flags at its end."""
 
     flat: Tensor
     views: list[Tensor]
@@ -34,7 +34,7 @@ class Layout:
 
 
 class Bucket:
-    """One flat buffer with a view for each parameter's gradient, and a tail of flags that travels with them.
+    """One flat buffer with a view for each parameter's gradient, and flags at the end.
 
     Layout of ``flat`` (1-D, the parameters' dtype and device)::
 
@@ -42,20 +42,20 @@ class Bucket:
 
     Its length is divisible by ``num_shards``: shards of equal length travel across nodes without a padded copy.
 
-    A flag is 0 or 1 before the reduction and positive after it where any rank had set it: whether any rank has a
-    gradient for a parameter, and whether any rank was asked to stop, is known without a message of its own.
+    A flag is 0 or 1 before the reduction, and positive after it if any rank had set it. The flags tell whether any
+    rank has a gradient of a parameter, and whether any rank was asked to stop, without a message of their own.
 
-    Averages are handed out as views of ``flat``, without a copy, until somebody is found to keep one past the next
-    backward. The old memory is then left to its holder, and from there on gradients are tensors of their own.
+    ``param.grad`` is a view of ``flat``, without a copy, until other code keeps a gradient past the next backward. The
+    bucket then moves to new memory, and gradients are separate tensors from then on.
 
     Attributes:
         gradients: ``flat`` without its flags.
         flags: The flags, as the last elements of ``flat``.
         wire: What `fill` writes and what travels: ``flat`` itself, unless a compressor called `travel_as`.
         copies: Whether gradients are copies. It differs from rank to rank.
-        pending: Parameters whose gradient this backward has yet to produce.
-        launched: Whether the buffer has left in this backward.
-        contributed: For each parameter whether this rank put a gradient into the buffer.
+        pending: Number of parameters whose gradient this backward has yet to produce.
+        launched: Whether this backward has sent the buffer.
+        contributed: For each parameter, whether this rank put a gradient into the buffer.
     """
 
     def __init__(
@@ -80,9 +80,9 @@ class Bucket:
         return len(self.params) + 1
 
     def travel_as(self, dtype: torch.dtype) -> None:
-        """Have `fill` write gradients into a second buffer, of ``dtype``: converting them costs no pass of its own.
+        """Have `fill` write gradients into a second buffer, of ``dtype``, so that conversion needs no extra pass.
 
-        Whoever asks for this brings the reduction back into ``flat``. Asking a second time changes nothing.
+        The caller brings the reduction back into ``flat``. A second call changes nothing.
         """
         if self.wire is self._layout:
             self.wire = self._lay_out(dtype)
@@ -105,19 +105,19 @@ class Bucket:
         return Layout(flat, views, flags[:-1], flags[-1:])
 
     def begin(self) -> bool:
-        """Get ready for a backward; False if every parameter is frozen, so that nothing can come."""
+        """Prepare for a backward. Returns False if every parameter is frozen."""
         self.pending = sum(param.requires_grad for param in self.params)
         self.launched = False
         return self.pending > 0
 
     def fill(self, fresh: Sequence[bool], *, stop: bool) -> None:
-        """Put every ``param.grad`` into ``wire``, zeros where there is none; those in ``fresh`` count as used.
+        """Copy every ``param.grad`` into ``wire``, or zeros if it is `None`. ``fresh`` gradients count as used.
 
-        A gradient that already is a view of ``wire`` is not copied; the rest is copied in one multi-tensor call. A
-        fresh one is dropped from ``param.grad``: should autograd accumulate into it again in the same backward, that
-        late part is then seen separately instead of racing with the reduction under way.
+        Gradients that are views of ``wire`` need no copy; one multi-tensor call copies the others. Fresh gradients are
+        dropped from ``param.grad``: a further part from the same backward then accumulates outside the buffer, which
+        the reduction uses.
         """
-        grads: dict[int, Tensor] = {}  # those that are not in place
+        grads: dict[int, Tensor] = {}  # not views of `flat`
         in_place, absent = [], []
         for index, (param, view) in enumerate(zip(self.params, self.views, strict=True)):
             grad = param.grad
@@ -132,7 +132,7 @@ class Bucket:
                 grads[index] = grad
             if self.contributed[index]:
                 param.grad = None
-            elif is_view:  # an average of an earlier backward: it counts if some rank adds to it, else it must stay
+            elif is_view:  # an average of an earlier backward: kept unless some rank adds to it
                 param.grad = grad.clone()
         grad = None
         self._leave_what_is_held(in_place)
@@ -153,9 +153,9 @@ class Bucket:
         self.launched = True
 
     def _leave_what_is_held(self, in_place: Sequence[int]) -> None:
-        """Go on in other memory if somebody holds a gradient of an earlier backward; those ``in_place`` go along.
+        """Move to new memory if other code holds a gradient of an earlier backward. Copies ``in_place`` gradients too.
 
-        Not in memory of `Communicator.empty`, which all ranks would have to ask for.
+        The new memory is not from `Communicator.empty`, which is collective.
         """
         if self._lent is None or not self._lent.are_held():
             return
@@ -167,17 +167,17 @@ class Bucket:
             self.wire = self._layout
 
     def _keep(self, grads: dict[int, Tensor]) -> None:
-        """Averages are copied into those of ``grads`` that somebody else holds as well, or into all of them."""
+        """Note ``grads`` that other code holds, or all after a move: averages are copied into them."""
         indices = [index for index in grads if self.copies or self.contributed[index]]
         held = are_held([grads[index] for index in indices]) if not self.copies else [True] * len(indices)
         self._kept.update((index, grads[index]) for index, is_held in zip(indices, held, strict=True) if is_held)
 
     def publish(self) -> list[Parameter]:
-        """Make the reduced gradients the parameters' ``.grad``, and return those parameters.
+        """Set ``.grad`` of each used parameter to the reduced gradient, and return these parameters.
 
-        A gradient that no rank used is left as it was.
+        A parameter that no rank used keeps its ``.grad``.
         """
-        used = None if all(self.contributed) else self.used.tolist()  # waits for the device, only where flags matter
+        used = None if all(self.contributed) else self.used.tolist()  # waits for the device: only if needed
         published = []
         for index, param in enumerate(self.params):
             if self.contributed[index] or (used is not None and used[index] > 0 and param.requires_grad):
@@ -188,7 +188,7 @@ class Bucket:
         return published
 
     def _copied(self, index: int) -> Tensor:
-        """As DistributedDataParallel does: into the gradient that was there, so that who holds it sees the average."""
+        """As DistributedDataParallel: the average is copied into the kept gradient, for its holder to see."""
         view, kept = self.views[index], self._kept.get(index)
         if kept is None or kept.is_sparse or kept.stride() != view.stride() or kept.dtype != view.dtype:
             return view.clone()
@@ -201,7 +201,7 @@ class Bucket:
 
 
 def same_memory(tensor: Tensor, view: Tensor) -> bool:
-    """Whether ``tensor`` is laid out as ``view``, in the same place."""
+    """Whether ``tensor`` has the address and the strides of ``view``."""
     return not tensor.is_sparse and tensor.data_ptr() == view.data_ptr() and tensor.stride() == view.stride()
 
 
@@ -212,14 +212,14 @@ def plan_buckets(
     empty: Empty = torch_empty,
     num_shards: int = 1,
 ) -> list[Bucket]:
-    """Fill buckets with ``named_params`` in the order given (the reverse of use), one dtype and device to a bucket.
+    """Fill buckets with ``named_params`` in the given order (the reverse of use), one dtype and device per bucket.
 
     Args:
         named_params: Each parameter once, in the order in which backward is expected to produce gradients.
         bucket_cap_mb: Size in MiB past which a bucket takes no further parameter (`number_by_size`).
         first_bucket_mb: The same for the first bucket of each dtype and device, smaller so that the wire starts early.
-        empty: Where buffers get their memory, `Communicator.empty` for instance.
-        num_shards: What each buffer's length is to be divisible by: the world size.
+        empty: Allocates buffers, such as `Communicator.empty`.
+        num_shards: Divisor of each buffer's length: the world size.
     """
     kinds = {(param.dtype, param.device) for _, param in named_params}
     groups: list[tuple[int, tuple[str, ...], tuple[Parameter, ...]]] = []
@@ -231,12 +231,12 @@ def plan_buckets(
         for _, group in groupby(zip(numbered, members, strict=True), key=lambda pair: pair[0]):
             last, names, params = zip(*(member for _, member in group), strict=True)
             groups.append((last[-1], names, params))
-    # a bucket can leave once its last gradient is there: that position decides the one order of travel on every rank
+    # a bucket is complete with its last gradient: the position of that gradient decides the order, alike on all ranks
     return [Bucket(names, params, empty, num_shards) for _, names, params in sorted(groups, key=lambda group: group[0])]
 
 
 def _offsets(params: Sequence[Parameter]) -> tuple[list[int], int]:
-    """Where each parameter starts, in elements, and where the last one ends; each start is aligned."""
+    """Aligned start of each parameter, and end of the last, in elements."""
     step = max(1, _ALIGNMENT_BYTES // params[0].element_size())
     offsets, end = [], 0
     for param in params:
@@ -246,6 +246,6 @@ def _offsets(params: Sequence[Parameter]) -> tuple[list[int], int]:
 
 
 def _view_like(flat: Tensor, offset: int, param: Parameter) -> Tensor:
-    """View into ``flat`` with ``param``'s shape, and its strides (say, channels-last) where those are dense."""
+    """View of ``flat`` with the shape of ``param``, and its strides (such as channels-last) if they are dense."""
     strides = torch.empty_like(param, device="meta").stride()
     return flat.as_strided(param.size(), strides, flat.storage_offset() + offset)

@@ -1,4 +1,4 @@
-"""Views of a bucket's memory that are handed out as gradients, and whether somebody still holds that memory."""
+"""Views of a bucket's memory that serve as gradients, and detection of other code that holds them."""
 
 from __future__ import annotations
 
@@ -11,25 +11,24 @@ from torch import Tensor
 
 
 class LentViews:
-    """``views`` once more, for ``param.grad``: in a storage of their own over the same memory.
+    """Copies of ``views`` for ``param.grad``, with a storage of their own over the same memory.
 
-    A communicator, or a thread of it, may keep aliases of ``flat`` for a while after a collective. They are in the
-    storage of ``flat``, so that the counts here see code outside lightning_ring only: the Python objects, the tensors
-    behind them (autograd saves those), and the aliases of their memory (``detach()``, ``view()``, ``numpy()``, an
-    optimizer's state).
+    A communicator may keep aliases of ``flat`` after a collective. They use the storage of ``flat``, so that the counts
+    here cover only code outside lightning_ring: Python objects, the tensors behind them (autograd saves those), and
+    aliases of their memory (``detach()``, ``view()``, ``numpy()``, an optimizer's state).
     """
 
     def __init__(self, flat: Tensor, views: Sequence[Tensor]) -> None:
         memory = torch.from_dlpack(flat)
         start = flat.storage_offset()
-        # `.data`: each with a version of its own, so that a change of one gradient does not look like one of all
+        # `.data`: separate version counters, so that changing one gradient does not mark all as changed
         self.views = [memory.as_strided(v.size(), v.stride(), int(v.storage_offset()) - start).data for v in views]
         self._storage = memory.untyped_storage()
         del memory
         self._unheld = self._counts()
 
     def are_held(self) -> bool:
-        """Whether anything but this object refers to the memory, a ``param.grad`` as well."""
+        """Whether anything but this object, including a ``param.grad``, refers to the memory."""
         return self._counts() != self._unheld
 
     def _counts(self) -> list[int]:
@@ -44,9 +43,9 @@ class LentViews:
 
 
 def are_held(tensors: Sequence[Tensor]) -> list[bool]:
-    """For each of ``tensors`` whether anything refers to it but that list and one place in the caller.
+    """For each of ``tensors``, whether it has references besides that list and one variable of the caller.
 
-    Aliases of its memory are not looked for: autograd itself has one during the hook that a gradient calls.
+    Aliases of its memory do not count: autograd itself has one while it calls a gradient's hook.
     """
     alone = torch.empty(0)
     (unheld,) = _references([alone])

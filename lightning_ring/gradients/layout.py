@@ -1,8 +1,8 @@
-"""Which parameters share a bucket, and in which order buckets leave: the same on every rank."""
+"""The buckets of a model: which parameters share one, and in which order buckets are sent. The same on every rank."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import ClassVar
 
 import torch
@@ -14,69 +14,104 @@ from lightning_ring.gradients.sizing.auto_buckets import AutoBuckets
 
 
 class BucketLayout:
-    """First the reverse of registration; after the first backward the order in which rank 0's gradients came; later,
-    once, the sizes that ``auto`` chooses.
+    """Buckets in the order given at first, and after the first backward in the order of rank 0's gradients.
+
+    With ``auto``, sizes and order change once more, after `backwards_before_auto` backward passes.
 
     Args:
-        comm: Who takes part.
+        comm: The ranks that average gradients.
         cap_mb: Bucket size in MiB.
-        auto: Who chooses other sizes after `backwards_before_auto` backward passes.
+        auto: Measures the first backward passes and chooses other sizes.
+        on_new_bucket: Called with each bucket before its first use.
+
+    Attributes:
+        buckets: In the order of sending.
+        slots: The bucket of each parameter, and the parameter's index in it.
     """
 
     backwards_before_auto: ClassVar[int] = 4  # the first warms up; the others are measured
 
-    def __init__(self, comm: Communicator, cap_mb: float, auto: AutoBuckets | None) -> None:
+    def __init__(
+        self, comm: Communicator, cap_mb: float, auto: AutoBuckets | None, on_new_bucket: Callable[[Bucket], None]
+    ) -> None:
+        self.buckets: list[Bucket] = []
+        self.slots: dict[Parameter, tuple[Bucket, int]] = {}
         self._comm = comm
         self._cap_mb = cap_mb
         self._auto = auto
-        self._order: list[str] | None = []  # order of the first backward's gradients; None once it was used
+        self._on_new_bucket = on_new_bucket
+        self._order: list[str] | None = []  # of the first backward's gradients; None once it was used
 
     @property
     def settled(self) -> bool:
-        """Whether buckets have their last layout: nothing is noted any more."""
+        """Whether the layout is final."""
         return self._order is None and self._auto is None
 
-    def plan(self, params: Sequence[tuple[str, Parameter]]) -> list[Bucket]:
-        """Buckets of ``params``, in their order."""
-        return plan_buckets(params, self._cap_mb, empty=self._comm.empty, num_shards=self._comm.world_size)
+    def add(self, params: Sequence[tuple[str, Parameter]]) -> None:
+        """Put ``params`` into new buckets, in their order."""
+        self._use(self._plan(params))
 
-    def begin_backward(self, device: torch.device) -> None:
-        """Now a backward begins, of gradients on ``device``."""
-        if self._auto is not None:
-            self._auto.begin_backward(device)
+    def remove(self, params: Container[Parameter]) -> None:
+        """Rebuild the buckets without ``params``."""
+        rest = [(name, param) for name, param in self._members() if param not in params]
+        self.buckets, self.slots = [], {}
+        self.add(rest)
+
+    def begin_backward(self) -> None:
+        """A backward begins."""
+        if self._auto is not None and self.buckets:
+            self._auto.begin_backward(self.buckets[0].flat.device)
 
     def note(self, name: str, device: torch.device) -> None:
-        """Now the gradient of ``name`` is there."""
+        """The gradient of ``name`` is complete."""
         if self._order is not None:
             self._order.append(name)
         if self._auto is not None:
             self._auto.note(name, device)
 
-    def revise(self, buckets: Sequence[Bucket], num_finished: int) -> list[Bucket] | None:
-        """Between two backward passes: what ``buckets`` are to be replaced by, `None` to keep them. Collective.
+    def revise(self, num_finished: int) -> None:
+        """Between two backward passes: replace the buckets where sizes or order change. Collective.
 
-        ``num_finished`` backward passes were reduced so far.
+        Args:
+            num_finished: Backward passes reduced so far.
         """
         if self._auto is not None and num_finished >= self.backwards_before_auto:
             auto, self._auto, self._order = self._auto, None, None
-            return auto.build(_members(buckets)) if buckets else None  # none: all gradients are sparse
-        if self._order is None or not num_finished:
-            return None
-        order, self._order = self._order, None
-        if self._auto is not None:
-            self._auto.forget()  # the first backward is slower than all that follow
-        position = {name: index for index, name in enumerate(self._comm.broadcast_object(order))}
-        now = _members(buckets)
-        then = sorted(now, key=lambda pair: position.get(pair[0], len(position)))
-        return self.plan(then) if [name for name, _ in then] != [name for name, _ in now] else None
+            if self.buckets:  # else all gradients are sparse
+                self._replace(auto.build(self._members()))
+        elif self._order is not None and num_finished:
+            order, self._order = self._order, None
+            if self._auto is not None:
+                self._auto.forget()  # the first backward is slower than all that follow
+            self._sort(self._comm.broadcast_object(order))
 
     def settle(self) -> bool:
-        """Stay with the layout at hand; whether that can be, or ``auto`` has yet to choose sizes."""
+        """Keep the current layout for good. Returns False if ``auto`` has yet to choose sizes."""
         if self._auto is not None:
             return False
         self._order = None
         return True
 
+    def _sort(self, order: Sequence[str]) -> None:
+        position = {name: index for index, name in enumerate(order)}
+        before = self._members()
+        after = sorted(before, key=lambda pair: position.get(pair[0], len(position)))
+        if [name for name, _ in after] != [name for name, _ in before]:
+            self._replace(self._plan(after))
 
-def _members(buckets: Sequence[Bucket]) -> list[tuple[str, Parameter]]:
-    return [pair for bucket in buckets for pair in zip(bucket.names, bucket.params, strict=True)]
+    def _plan(self, params: Sequence[tuple[str, Parameter]]) -> list[Bucket]:
+        return plan_buckets(params, self._cap_mb, empty=self._comm.empty, num_shards=self._comm.world_size)
+
+    def _replace(self, buckets: Sequence[Bucket]) -> None:
+        self.buckets = []
+        self._use(buckets)
+
+    def _use(self, buckets: Sequence[Bucket]) -> None:
+        self.buckets += buckets
+        for bucket in buckets:
+            self._on_new_bucket(bucket)
+            for index, param in enumerate(bucket.params):
+                self.slots[param] = bucket, index
+
+    def _members(self) -> list[tuple[str, Parameter]]:
+        return [pair for bucket in self.buckets for pair in zip(bucket.names, bucket.params, strict=True)]

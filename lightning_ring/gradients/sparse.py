@@ -1,4 +1,4 @@
-"""Sparse gradients (``nn.Embedding(sparse=True)``): ranks gather indices and values, and optimizers get them sparse."""
+"""Sparse gradients (``nn.Embedding(sparse=True)``): ranks gather indices and values, and averages stay sparse."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ABSENT, _DENSE = -1, -2  # in place of a number of entries
 
 
 def sparse_weights(module: nn.Module) -> set[Parameter]:
-    """Weights of embeddings that say ``sparse=True``: DistributedDataParallel finds sparse gradients the same way."""
+    """Weights of embeddings with ``sparse=True``: DistributedDataParallel finds sparse gradients the same way."""
     embeddings = (each for each in module.modules() if isinstance(each, (nn.Embedding, nn.EmbeddingBag)))
     weights = (embedding.weight for embedding in embeddings if embedding.sparse)
     return {weight for weight in weights if isinstance(weight, Parameter)}  # a parametrisation computes it
@@ -24,15 +24,15 @@ def sparse_weights(module: nn.Module) -> set[Parameter]:
 class SparseGradients:
     """Parameters whose gradients are averaged outside the buckets, because they may be sparse.
 
-    Ranks agree on these parameters: the weights of embeddings that say so, and every parameter whose gradient some rank
-    saw sparse in the first backward.
+    These are the weights of embeddings with ``sparse=True``, and every parameter with a sparse gradient on some rank in
+    the first backward.
 
     Args:
-        declared: Gives the weights that say that their gradients are sparse; the same on every rank.
-        enabled: Else all gradients stay in buckets, which make them dense.
+        declared: Returns the weights that declare sparse gradients; the same on every rank.
+        enabled: If False, all gradients stay in buckets, which make them dense.
 
     Attributes:
-        params: Name of each parameter, in one order on all ranks.
+        params: Name of each parameter, in the same order on all ranks.
     """
 
     def __init__(self, comm: Communicator, declared: Callable[[], set[Parameter]], *, enabled: bool) -> None:
@@ -40,17 +40,17 @@ class SparseGradients:
         self._comm = comm
         self._declared = declared
         self._enabled = enabled
-        self._seen: dict[Parameter, Tensor] = {}  # in buckets so far: their sparse gradients of the first backward
+        self._seen: dict[Parameter, Tensor] = {}  # sparse gradients of parameters in buckets, of the first backward
         self._agreed = False
 
     def take(self, named: Sequence[tuple[str, Parameter]]) -> list[tuple[str, Parameter]]:
-        """Take over the declared ones among ``named``; returns the others."""
+        """Add the declared parameters among ``named``; returns the others."""
         declared = self._declared() if self._enabled else set()
         self.params |= {param: name for name, param in named if param in declared}
         return [(name, param) for name, param in named if param not in declared]
 
     def notice(self, param: Parameter, name: str) -> str:
-        """``param``, which lies in a bucket, got a sparse gradient. Returns what to tell the user, or nothing."""
+        """A parameter in a bucket got a sparse gradient. Returns a message for the user, or ``""``."""
         if not self._enabled:
             return (
                 f"the gradient of {name} is sparse. With the strategy `ring_sharded` it travels dense, and reaches the "
@@ -58,8 +58,8 @@ class SparseGradients:
             )
         if self._agreed:
             return (
-                f"the gradient of {name} is sparse, which that of no rank was in the first backward. It travels dense, "
-                "and reaches the optimizer dense. The weight of an nn.Embedding(sparse=True) is known beforehand."
+                f"the gradient of {name} is sparse, but was so on no rank in the first backward. It travels dense, and "
+                "reaches the optimizer dense. The weight of an nn.Embedding(sparse=True) stays sparse."
             )
         assert param.grad is not None
         self._seen[param] = param.grad
@@ -68,10 +68,9 @@ class SparseGradients:
     def agree(
         self, names: dict[Parameter, str], fresh: set[Parameter], active_ranks: int | None, prefix: str
     ) -> set[Parameter]:
-        """At the end of the first backward: take over parameters with an undeclared sparse gradient. Collective.
+        """After the first backward: add parameters with an undeclared sparse gradient, and return them. Collective.
 
-        Their ``.grad``, which the buckets averaged dense, is averaged once more and then sparse, unless the gradient of
-        some rank was dense. Returns these parameters.
+        The buckets averaged their ``.grad`` dense. It is averaged again, sparse unless some rank's gradient was dense.
         """
         if self._agreed or not self._enabled:
             return set()
@@ -89,13 +88,13 @@ class SparseGradients:
         return set(found)
 
     def average(self, fresh: set[Parameter], active_ranks: int | None, *, stop: bool, prefix: str) -> bool:
-        """Average ``param.grad`` of all ``params``; whether some rank says ``stop``. Collective if there are any.
+        """Average ``param.grad`` of all ``params``. Returns whether some rank has ``stop``. Collective if not empty.
 
         Args:
-            fresh: Parameters whose gradient this rank computed since the last average. What no rank computed stays.
-            active_ranks: The sum is divided by it; `None` where all ranks count.
+            fresh: Parameters whose gradient this rank computed since the last average. Without any rank it is kept.
+            active_ranks: Divisor of the sum; `None` for the world size.
             stop: Whether this rank was asked to stop.
-            prefix: Of the names of all collectives.
+            prefix: Begins the names of all collectives.
         """
         if not self.params:
             return stop
@@ -116,16 +115,16 @@ def average_gradients(
 ) -> bool:
     """Set ``.grad`` of ``params`` to the average of all ranks' ``grads``, the same bits on all ranks. Collective.
 
-    Sparse where every rank's is sparse or absent, dense where some rank's is dense, untouched where none is ``fresh``.
+    Sparse if every rank's is sparse or absent, dense if some rank's is dense, unchanged if none is ``fresh``.
     """
     local = [_coalesced(grads.get(param)) for param in params]
     sizes = [(_size(grad), grad.sparse_dim() if grad is not None else 0) for grad in local]
     mine = [[*size, int(param in fresh)] for size, param in zip(sizes, params, strict=True)] + [[0, 0, int(stop)]]
     table = torch.tensor(mine, device=next(iter(params)).device)
     # by rank and parameter: the three numbers; the last row has the request to stop
-    everyones = torch.stack(comm.all_gather(table, name=f"{prefix}sizes of sparse gradients")).tolist()
+    by_rank = torch.stack(comm.all_gather(table, name=f"{prefix}sizes of sparse gradients")).tolist()
     for index, (param, name) in enumerate(params.items()):
-        rows = [rank[index] for rank in everyones]
+        rows = [rank[index] for rank in by_rank]
         if not any(is_fresh for _, _, is_fresh in rows):
             continue
         dims = {dim for size, dim, _ in rows if size != _ABSENT}
@@ -134,7 +133,7 @@ def average_gradients(
             continue
         counts = [max(size, 0) for size, _, _ in rows]
         param.grad = _SparseAverage(param, dims.pop(), comm, name, prefix)(local[index], counts, active_ranks)
-    return any(rank[-1][2] for rank in everyones)
+    return any(rank[-1][2] for rank in by_rank)
 
 
 def _coalesced(grad: Tensor | None) -> Tensor | None:
@@ -142,7 +141,7 @@ def _coalesced(grad: Tensor | None) -> Tensor | None:
 
 
 def _size(grad: Tensor | None) -> int:
-    """Number of entries (rows of an embedding), or what stands in its place."""
+    """Number of entries (rows of an embedding), or a constant for an absent or dense gradient."""
     if grad is None:
         return _ABSENT
     return int(grad._nnz()) if grad.is_sparse else _DENSE
@@ -159,10 +158,10 @@ def _dense_average(
 
 
 class _SparseAverage:
-    """The average of one parameter's sparse gradients; ``dim`` of its dimensions are indexed.
+    """Averages one parameter's sparse gradients; the first ``dim`` dimensions are indexed.
 
-    Indices travel always. Values travel as they are where those of all ranks together are shorter than the parameter,
-    else as one dense tensor, of which the indexed entries are taken. An index is a number in the row-major order.
+    Ranks gather the indices, which are row-major numbers. If all ranks' values together are smaller than the parameter,
+    ranks gather them too. Else they all-reduce one dense tensor, and take its indexed entries.
     """
 
     def __init__(self, param: Parameter, dim: int, comm: Communicator, name: str, prefix: str) -> None:
@@ -171,7 +170,7 @@ class _SparseAverage:
         self._name = name
         self._prefix = prefix
         self._indexed = param.shape[:dim]
-        self._num_places = self._indexed.numel()
+        self._num_entries = self._indexed.numel()
         self._row = param.shape[dim:]
         strides = [self._indexed[axis + 1 :].numel() for axis in range(dim)]
         self._strides = torch.tensor(strides, device=param.device).unsqueeze(1)
@@ -185,34 +184,34 @@ class _SparseAverage:
             index = (grad.indices() * self._strides).sum(0)
             values = grad.values().reshape(-1, length).to(param.dtype)
         indices = self._gather(index, counts, "indices")
-        places, inverse = torch.unique(torch.cat(indices), return_inverse=True)
+        unique, inverse = torch.unique(torch.cat(indices), return_inverse=True)
         bytes_gathered = sum(counts) * (length * param.element_size() + index.element_size())
         if bytes_gathered <= param.numel() * param.element_size():
             gathered = self._gather(values, counts, "values")
-            total = self._sum(gathered, inverse.split(list(counts)), len(places), active_ranks)
+            total = self._sum(gathered, inverse.split(list(counts)), len(unique), active_ranks)
         else:
-            flat = param.new_zeros(self._num_places, length)
+            flat = param.new_zeros(self._num_entries, length)
             flat[index] = values
             average_(flat, self._comm, active_ranks, f"{self._prefix}values of {self._name}").wait()
-            total = flat[places]
-        unravelled = torch.stack(torch.unravel_index(places, self._indexed))
+            total = flat[unique]
+        unravelled = torch.stack(torch.unravel_index(unique, self._indexed))
         return torch.sparse_coo_tensor(
             unravelled, total.reshape(-1, *self._row), param.shape, is_coalesced=True, check_invariants=False
         )
 
     def _sum(
-        self, gathered: Iterable[Tensor], places: Iterable[Tensor], num_places: int, active_ranks: int | None
+        self, gathered: Iterable[Tensor], positions: Iterable[Tensor], num_entries: int, active_ranks: int | None
     ) -> Tensor:
-        """Rank by rank, so that all ranks get the same bits; divided first, as DistributedDataParallel does."""
+        """Sum rank by rank, so that all ranks get the same bits. Divides first, as DistributedDataParallel does."""
         divisor = active_ranks or self._comm.world_size
         wide = torch.promote_types(self._param.dtype, torch.float32)
-        total = self._param.new_zeros(num_places, self._row.numel(), dtype=wide)
-        for values, place in zip(gathered, places, strict=True):
-            total.index_add_(0, place, values.to(wide) / divisor)  # no place twice: a rank's entries are coalesced
+        total = self._param.new_zeros(num_entries, self._row.numel(), dtype=wide)
+        for values, position in zip(gathered, positions, strict=True):
+            total.index_add_(0, position, values.to(wide) / divisor)  # no index twice: a rank's entries are coalesced
         return total.to(self._param.dtype)
 
     def _gather(self, mine: Tensor, counts: Sequence[int], what: str) -> list[Tensor]:
-        """All ranks' tensors, of which the first dimension differs."""
+        """All ranks' tensors, which differ in the first dimension."""
         outputs = [mine.new_empty(count, *mine.shape[1:]) for count in counts]
         name = f"{self._prefix}{what} of the sparse gradient of {self._name}"
         self._comm.all_to_all([mine.contiguous()] * len(counts), outputs, name=name).wait()

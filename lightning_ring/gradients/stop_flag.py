@@ -1,4 +1,4 @@
-"""Whether some rank was asked to stop, as the buckets of a backward brought it."""
+"""The stop flag that a backward's buckets carry: whether some rank was asked to stop."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from torch import Tensor
 
 
 class Flag(NamedTuple):
-    """A number that the host has, or on CUDA will have once ``copied`` is over."""
+    """A flag on the host; on CUDA it is valid after ``copied``."""
 
     value: Tensor
     copied: torch.cuda.Event | None
 
 
 class StopFlag:
-    """Kept on the host until it is asked for; on CUDA until the backward after its own has left a flag as well.
+    """The flags of the last backward passes. On CUDA the flag of the last pass is not read before the next pass.
 
-    To know of the last one the host would wait for the device, which would then wait for what the host sends it next.
-    A rank that was asked to stop sets every flag from then on, so that none is missed.
+    Reading it earlier would make the host wait for the device, and the device then for the host's next kernel. A rank
+    that was asked to stop sets every flag from then on, so that no request is missed.
     """
 
     def __init__(self) -> None:
         self._flags: deque[Flag] = deque(maxlen=2)
 
     def keep(self, flag: Tensor) -> None:
-        """Copy ``flag``, of one element, which the next backward overwrites."""
-        self._flags.append(_on_its_way(flag))
+        """Copy ``flag`` (one element), which the next backward overwrites."""
+        self._flags.append(_copied_to_host(flag))
 
     def take(self) -> bool:
-        """Whether it was set; False once it was taken."""
+        """Whether a flag was set. Each flag is read once."""
         agreed = False
         while self._flags and (self._flags[-1].copied is None or len(self._flags) > 1):
             flag = self._flags.popleft()
@@ -41,7 +41,7 @@ class StopFlag:
         return agreed
 
 
-def _on_its_way(flag: Tensor) -> Flag:
+def _copied_to_host(flag: Tensor) -> Flag:
     if not flag.is_cuda:
         return Flag(flag.clone(), None)
     value, copied = flag.to("cpu", non_blocking=True), torch.cuda.Event()

@@ -1,4 +1,4 @@
-"""Each rank steps its shard of the parameters, and holds its shard of the optimizer's state."""
+"""Sharded optimizers: each rank steps its shard of the parameters and holds its shard of the optimizer state."""
 
 from lightning_ring.algorithms.sharded.algorithm import Sharded
 

@@ -1,4 +1,4 @@
-"""Sharded optimizers: each rank steps its shard of the parameters and holds its shard of the optimizer state."""
+"""`Sharded`: the algorithm behind ``strategy="ring_sharded"``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lightning_ring.gradients.shard_reducer import ShardReducer
 class Sharded(Algorithm):
     """Gradients are reduce-scattered, each rank steps its shard, and parameters are all-gathered.
 
-    The all-gather overlaps the next forward. ``strategy="ring_sharded"``.
+    The all-gather overlaps the next forward.
 
     Args:
         bucket_cap_mb: As of `Averaging`.
@@ -112,7 +112,7 @@ class Sharded(Algorithm):
     def before_step(self, optimizer: Optimizer, *, has_closure: bool) -> None:
         self._averaging.before_step(optimizer, has_closure=has_closure)
         if self._averaging.steps_tracked_parameters(optimizer):
-            self._training.slice(optimizer)  # it may have been built in the middle of the training
+            self._training.slice(optimizer)  # optimizers may be built in the middle of the training
 
     def check_gradients(self, optimizer: Optimizer) -> None:
         self._averaging.check_gradients(optimizer)
@@ -124,7 +124,7 @@ class Sharded(Algorithm):
 
     @property
     def overlaps(self) -> bool:
-        """Whether a step returns before all parameters have arrived; whoever reads one waits for it."""
+        """Whether a step returns before all parameters are complete. Reading a parameter then waits for it."""
         return self._training.overlaps
 
     @overlaps.setter
@@ -134,12 +134,12 @@ class Sharded(Algorithm):
     def reading(self) -> AbstractContextManager[None]:
         return self._training.reading()
 
-    def make_whole(self) -> None:
+    def wait_parameters(self) -> None:
         if self.sharding is not None:
-            self.sharding.make_whole()
+            self.sharding.wait_parameters()
 
     def show(self) -> None:
-        """Make all parameters readable as they are, after an exception: some values may never arrive."""
+        """After an exception: make all parameters readable with their current values; new ones may never arrive."""
         self._training.show()
 
     def clip_grad_norm_(self, parameters: Iterable[Parameter], max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -147,9 +147,9 @@ class Sharded(Algorithm):
             return clip_grad_norm_(parameters, max_norm, norm_type)
         return self._training.clip_grad_norm_(parameters, max_norm, norm_type)
 
-    def unscale_parts_only(self, unscale: Callable[..., Any]) -> Callable[..., Any]:
-        """``unscale`` of a loss scaler, changed to look at this rank's shard of gradients and to ask all ranks."""
-        return self._training.unscale_parts_only(unscale)
+    def unscale_shards(self, unscale: Callable[..., Any]) -> Callable[..., Any]:
+        """A loss scaler's ``unscale`` for sharded gradients: an infinity on one rank counts on all."""
+        return self._training.unscale_shards(unscale)
 
     @property
     def num_buckets(self) -> int:

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from lightning_ring.errors import ConfigurationError
 
 
-def check_nothing_aliases(module: nn.Module) -> None:
-    """Raise if a trainable parameter of ``module`` overlaps another parameter, or a buffer, in memory.
+def check_no_aliases(module: nn.Module) -> None:
+    """Check that no trainable parameter of ``module`` shares memory with another parameter or a buffer.
 
-    A parameter moves into the memory of its bucket, and the other tensor would keep the old values from then on.
+    Parameters move into the memory of their bucket. The other tensor would keep the old values.
 
     Raises:
-        ConfigurationError: It names both.
+        ConfigurationError: Two tensors share memory; the message names both.
     """
     end, before, moves = (torch.device("cpu"), 0), "", False
     for device, start, stop, name, trainable in sorted(_places(module), key=lambda place: (str(place[0]), place[1])):
@@ -31,7 +31,7 @@ def check_nothing_aliases(module: nn.Module) -> None:
 
 
 def _places(module: nn.Module) -> Iterator[tuple[torch.device, int, int, str, bool]]:
-    """Device, first byte, byte after the last, name, whether it is trained, of everything in ``module``."""
+    """Device, first byte, byte after the last, name and trainability of each tensor of ``module``."""
     named: list[tuple[str, Tensor]] = [*module.named_parameters(), *module.named_buffers()]
     for name, tensor in named:
         if tensor.layout == torch.strided and tensor.numel() and not tensor.is_meta:

@@ -1,4 +1,4 @@
-"""Code that reads parameters without a call of torch from Python: scripted, or compiled."""
+"""Search for scripted or compiled code, which reads parameters without a call of torch from Python."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _LIBRARIES = ("torch", "lightning", "pytorch_lightning", "lightning_ring")
 
 
 def find_unseen_reader(module: nn.Module) -> str | None:
-    """Name of something scripted or compiled that the steps of ``module`` may hand any parameter to, if there is one.
+    """Name of a scripted or compiled object to which the steps of ``module`` may pass parameters, or `None`.
 
-    Looked at are the modules within, their attributes, and what the methods of the class of ``module`` can name:
-    globals and closures. Not a list or dict of such functions, nor what another Python module calls. A module that
-    ``torch.compile(module)`` returned is none: its parameters are waited for before its forward.
+    The search covers submodules, their attributes, and the globals and closures of the methods of the class of
+    ``module``. It does not cover lists or dicts of functions, nor calls in other Python modules. A module returned by
+    ``torch.compile(module)`` does not count: its forward pre-hook waits for its parameters.
     """
     for path, child in module.named_modules():
         if isinstance(child, torch.jit.ScriptModule):

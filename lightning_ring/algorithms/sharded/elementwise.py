@@ -1,4 +1,4 @@
-"""Can an optimizer step parts of a tensor? Only if no element's update looks at another element."""
+"""Check that an optimizer is elementwise: the update of an element depends on no other element."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ _ELEMENTWISE = {
     getattr(torch.optim, name)
     for name in ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
 } | {LARS, LAMB}  # the norms of these two are summed over ranks
-_WHOLE = {getattr(torch.optim, name, None) for name in ("LBFGS", "SparseAdam", "Adafactor", "Muon")}
+_NOT_ELEMENTWISE = {getattr(torch.optim, name, None) for name in ("LBFGS", "SparseAdam", "Adafactor", "Muon")}
 _SHAPES = ((6, 5), (7,))
-_STEPS = 12  # some change what they do after warm-up steps, or only every tenth
+_STEPS = 12  # some optimizers change after warm-up steps, or at every tenth step
 
 
 def check_can_be_sharded(optimizer: Optimizer) -> None:
-    """Raise unless ``optimizer`` can step this rank's part of each parameter.
+    """Check that ``optimizer`` can step this rank's part of each parameter.
 
     torch's own optimizers are known. Any other class is tried on small tensors, with the settings of each group: one
-    object steps them whole, two others (as on two ranks) step a part each. A class says for itself that it can be cut
-    by the attribute ``elementwise = True``.
+    object steps full tensors, two others (as on two ranks) step a part each. A class with the attribute
+    ``elementwise = True`` is not tried.
 
     Raises:
-        ConfigurationError: It looks at whole tensors, keeps tensors where they are not cut, or could not be tried.
+        ConfigurationError: The optimizer needs full tensors, keeps tensors outside its state, or could not be tried.
     """
     kind = type(optimizer)
     if not isinstance(optimizer, Optimizer) or not hasattr(optimizer, "_optimizer_step_pre_hooks"):
         raise _refusal(kind, "is no torch.optim.Optimizer (or does not call its constructor), whose step has hooks")
     if kind in _ELEMENTWISE or getattr(kind, "elementwise", False) is True:
         return
-    if kind in _WHOLE:
+    if kind in _NOT_ELEMENTWISE:
         raise _refusal(kind, "looks at whole tensors, or at all of them together")
     for group in optimizer.param_groups:
         settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         try:
-            whole, parts = _step_whole_and_in_parts(kind, optimizer.defaults, settings)
+            full, parts = _step_full_and_in_parts(kind, optimizer.defaults, settings)
         except _Refused as why:
             raise _refusal(kind, str(why)) from None
         except Exception as error:
@@ -52,7 +52,7 @@ def check_can_be_sharded(optimizer: Optimizer) -> None:
                 f"is not one that lightning_ring knows, and trying it on small tensors raised {type(error).__name__}: "
                 f"{error}. If no element's update depends on another element, set `elementwise = True` on the class",
             ) from error
-        if not all(torch.allclose(a, b, rtol=1e-9, atol=1e-12) for a, b in zip(whole, parts, strict=True)):
+        if not all(torch.allclose(a, b, rtol=1e-9, atol=1e-12) for a, b in zip(full, parts, strict=True)):
             raise _refusal(kind, "takes another step for a tensor in two parts than for the whole tensor")
 
 
@@ -68,22 +68,22 @@ def _refusal(kind: type, why: str) -> ConfigurationError:
 
 
 @torch.random.fork_rng(devices=())
-def _step_whole_and_in_parts(
+def _step_full_and_in_parts(
     kind: type[Optimizer], defaults: dict[str, Any], settings: dict[str, Any]
 ) -> tuple[list[Tensor], list[Tensor]]:
     torch.manual_seed(0)
     start = [torch.randn(shape, dtype=torch.float64) for shape in _SHAPES]
     gradients = [[torch.randn_like(tensor) * 10.0 ** (step % 3 - 1) for tensor in start] for step in range(_STEPS)]
-    whole = _stepped(kind, defaults, settings, start, gradients)
+    full = _stepped(kind, defaults, settings, start, gradients)
     halves = []
     for half in range(2):
         cut = [_half(tensor, half) for tensor in start]
         cut_gradients = [[_half(gradient, half) for gradient in step] for step in gradients]
         halves.append(_stepped(kind, defaults, settings, cut, cut_gradients))
     together = [torch.cat(parts) for parts in zip(*halves, strict=True)]
-    if all(torch.equal(after, before) for after, before in zip(whole, start, strict=True)):
+    if all(torch.equal(after, before) for after, before in zip(full, start, strict=True)):
         raise RuntimeError(f"{_STEPS} steps did not change a parameter")
-    return [tensor.reshape(-1) for tensor in whole], together
+    return [tensor.reshape(-1) for tensor in full], together
 
 
 def _half(tensor: Tensor, half: int) -> Tensor:
@@ -109,7 +109,7 @@ def _stepped(
 
 
 def _check_all_is_in_its_state(optimizer: Optimizer) -> None:
-    """What is kept elsewhere would be neither cut over ranks nor put together for a checkpoint."""
+    """Tensors outside the state would neither be sharded nor gathered for a checkpoint."""
     places = {name: value for name, value in vars(optimizer).items() if name not in ("state", "param_groups")}
     for group in optimizer.param_groups:
         places |= {f"param_groups[...][{name!r}]": value for name, value in group.items() if name != "params"}

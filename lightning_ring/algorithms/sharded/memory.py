@@ -1,4 +1,4 @@
-"""Memory of parameters: whether others hold it too, and tensors whose memory cannot be read."""
+"""Parameters whose memory is shared with other objects, and tensors whose memory cannot be read."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from torch import Tensor
 
 
 def is_held_elsewhere(tensor: Tensor) -> bool:
-    """Whether another tensor, an array or another process may see the memory of ``tensor``.
+    """Whether another tensor, array or process shares the memory of ``tensor``.
 
-    Such as ``alias = param.data``, ``param.data = other``, ``torch.from_numpy(array)`` and ``param.share_memory_()``.
+    Examples: ``alias = param.data``, ``param.data = other``, ``torch.from_numpy(array)``, ``param.share_memory_()``.
     """
     storage = tensor.untyped_storage()
     alone = torch.empty(1, dtype=tensor.dtype, device=tensor.device).untyped_storage()
@@ -21,10 +21,10 @@ def num_holders(storage: torch.UntypedStorage) -> int:
 
 
 def unreadable_like(tensor: Tensor, message: str) -> Tensor:
-    """A tensor with the shape, strides, dtype and device of ``tensor``, whose values nothing can read.
+    """A tensor with the shape, strides, dtype and device of ``tensor`` that has no readable values.
 
-    Whatever asks for its memory gets a `RuntimeError` with ``message``: an operator, called from Python or not, in any
-    thread; NumPy; C++. Views can be made of it, and are as unreadable. It takes no memory.
+    Access to its memory raises a `RuntimeError` with ``message``: in operators (from Python or not, in any thread),
+    NumPy and C++. Its views are unreadable too. It takes no memory.
     """
     memory = tensor.untyped_storage()
     storage = torch._C._construct_storage_from_data_pointer(memory.data_ptr(), tensor.device, memory.nbytes())

@@ -1,4 +1,4 @@
-"""What is taken over all gradients, of which each rank has its parts: a norm to clip by, whether one is not finite."""
+"""Norms over gradients that are sharded across ranks, and the search for infinite ones."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from lightning_ring.comm.communicator import ReduceOp
 NORMS = {torch._foreach_norm, torch.norm, torch.linalg.norm, torch.linalg.vector_norm, Tensor.norm}
 
 
-def names_a_gradient(values: Iterable[Any], parameters: ShardedParameters) -> bool:
-    """Whether a gradient that lies in a bucket, of which this rank has a part only, is among tensors and lists."""
+def contains_gradient(values: Iterable[Any], parameters: ShardedParameters) -> bool:
+    """Whether a sharded gradient is among ``values``: tensors, and lists of tensors."""
     tensors = [one for value in values for one in (value if isinstance(value, (list, tuple)) else [value])]
     places = {one.data_ptr() for one in tensors if isinstance(one, Tensor) and one.layout == torch.strided}
     return any(
-        piece.param.grad is not None and piece.param.grad.data_ptr() in places for piece in parameters.by_param.values()
+        shard.param.grad is not None and shard.param.grad.data_ptr() in places for shard in parameters.by_param.values()
     )
 
 
@@ -32,7 +32,7 @@ def clip_grad_norm_(
 ) -> Tensor:
     """`torch.nn.utils.clip_grad_norm_` over all ranks' parts; collective. Returns the norm before, 0-d, float64.
 
-    Gradients of parameters that lie in no bucket are taken to be the same on all ranks.
+    Gradients outside the buckets are assumed to be the same on all ranks.
     """
     own, everywhere = [], []
     for param in params:
@@ -67,19 +67,21 @@ def _power_sum(grads: list[Tensor], norm_type: float, device: torch.device) -> T
     return sum((norm.double() ** norm_type for norm in norms), torch.zeros(1, dtype=torch.float64, device=device))
 
 
-def look_at_parts_only(
+def unscale_shards(
     unscale: Callable[..., dict[torch.device, Tensor]], sliced: Callable[[Any], SlicedOptimizer], comm: Any
 ) -> Callable[..., dict[torch.device, Tensor]]:
-    """`GradScaler._unscale_grads_` (the place that torch's own sharded scaler overrides too) over this rank's parts;
-    a rank that finds an infinity tells the others, so that all skip the step."""
+    """`GradScaler._unscale_grads_` for sharded gradients: if one rank finds an infinity, all ranks skip the step.
+
+    torch's own sharded scaler overrides the same method.
+    """
 
     def unscale_parts(optimizer: Any, *args: Any, **kwargs: Any) -> dict[torch.device, Tensor]:
         mine = sliced(optimizer)
-        mine.put_pieces_in()
+        mine.use_shards()
         try:
             found = unscale(optimizer, *args, **kwargs)
         finally:
-            mine.take_pieces_out()
+            mine.use_parameters()
         for flag in found.values():
             comm.all_reduce_(flag.view(1), op=ReduceOp.MAX, name="found inf").wait()
         return found

@@ -1,4 +1,4 @@
-"""Parameters are waited for where they are read."""
+"""Hooks that wait for a parameter's all-gather where code reads the parameter."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _DESCRIPTORS = [
     vars(torch._C.TensorBase)[name] if name in vars(torch._C.TensorBase) else getattr(Tensor, name)
     for name in _DESCRIBES
 ]
-_READS_NO_VALUES = {  # a parameter that is on its way is not waited for
+_READS_NO_VALUES = {  # no wait for the all-gather
     *(accessor for descriptor in _DESCRIPTORS for accessor in (descriptor.__get__, descriptor.__set__)),
     *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.is_floating_point, Tensor.__len__, Tensor.__hash__),
     *(Tensor.requires_grad_, Tensor.register_hook, Tensor.register_post_accumulate_grad_hook),
@@ -28,23 +28,23 @@ _READS_NO_VALUES = {  # a parameter that is on its way is not waited for
 
 
 class ParameterReads:
-    """Parameters wait for the all-gather of their bucket where they are read.
+    """Reading a parameter waits for the all-gather of its bucket.
 
-    Two things see a read coming: a forward pre-hook on each module that has parameters of its own, and inside
-    `watching` a `TorchFunctionMode`, which is shown every call of torch from Python (tied weights,
-    ``F.linear(x, emb.weight)``, methods other than ``forward``, tensors that share a parameter's memory, `torch.func`).
-    Neither sees scripted or compiled code outside its module's call, nor other threads. What they do not see is an
-    error there and then, because values that have not arrived cannot be read (`ParameterBucket.hide`).
+    Two mechanisms detect a read. A forward pre-hook covers each module's own parameters. Inside `watching`, a
+    `TorchFunctionMode` covers every call of torch from Python (tied weights, ``F.linear(x, emb.weight)``, methods other
+    than ``forward``, tensors that share a parameter's memory, `torch.func`). Scripted or compiled code outside its
+    module's call and other threads are not covered: there, a read before the all-gather has finished is an error
+    (`ParameterBucket.hide`).
 
-    That error is rare. Where `find_unseen_reader` finds scripted or compiled code, all parameters are waited for after
-    each step. So they are once a parameter gets a gradient that nobody saw being read: its first gradient comes from a
-    forward in which all were whole.
+    That error is rare. If `find_unseen_reader` finds scripted or compiled code, each step waits for all parameters.
+    Steps also wait once a parameter gets a gradient and no read was detected: its first gradient comes from a forward
+    in which all parameters were complete.
 
     Args:
-        on_norm: Called with the arguments of each norm that is taken inside `watching`.
+        on_norm: Called with the arguments of each norm of tensors inside `watching`.
 
     Attributes:
-        trusted: False where, or once, a read may go unseen: whoever steps must wait for all parameters then.
+        trusted: Whether every read is detected. If False, each step must wait for all parameters.
     """
 
     def __init__(
@@ -75,16 +75,16 @@ class ParameterReads:
             )
 
     def follow(self) -> None:
-        """Take in modules and parameters that are new."""
+        """Watch new modules and parameters too."""
         self._ids.update((id(param), param) for param in self._module.parameters())
         for module in self._module.modules():
-            scripted = isinstance(module, torch.jit.ScriptModule)  # takes no hooks
+            scripted = isinstance(module, torch.jit.ScriptModule)  # does not support hooks
             if module not in self._hooks and not scripted and next(_own_parameters(module), None) is not None:
                 self._hooks[module] = module.register_forward_pre_hook(_BeforeForward(self), prepend=True)
 
     @contextmanager
     def watching(self, *, norms: bool) -> Iterator[None]:
-        """Around code that may read parameters, or, where ``norms`` is True, take norms of gradients."""
+        """Around code that may read parameters or, with ``norms``, compute norms of gradients."""
         # an overridden `optimizer_step` contains the training step: a mode entered twice would see its own calls
         if self._watching or (not self.trusted and not norms):
             yield
@@ -107,20 +107,20 @@ class ParameterReads:
 
     def read(self, param_id: int) -> None:
         self._seen.add(param_id)
-        if not self._parameters.whole:
+        if not self._parameters.complete:
             self._parameters.wait_for(param_id)
 
     def look_at(self, value: Any) -> None:
-        """``value`` is handed to torch."""
+        """``value`` is an argument of a call of torch."""
         if id(value) in self._ids:
             self.read(id(value))
-        elif not self._parameters.whole and isinstance(value, Tensor):
+        elif not self._parameters.complete and isinstance(value, Tensor):
             self._parameters.wait_for_memory(value)
 
     def before_forward(self, module: nn.Module) -> None:
         if torch.compiler.is_compiling():
-            return  # nothing of this would be left in the compiled code
-        if self.trusted or not self._parameters.whole:
+            return  # compiled code would not contain this
+        if self.trusted or not self._parameters.complete:
             for param in _own_parameters(module):
                 self.read(id(param))
 
@@ -137,7 +137,7 @@ class ParameterReads:
 
 
 class _BeforeForward:
-    """The hook on each module. A copy of the module, or a pickled one, belongs to nobody: there it does nothing."""
+    """The hook on each module. In a copy of the module, or a pickled module, it does nothing."""
 
     def __init__(self, reads: ParameterReads | None = None) -> None:
         self._reads = reads
@@ -151,7 +151,7 @@ class _BeforeForward:
 
 
 def _own_parameters(module: nn.Module) -> Iterator[Parameter]:
-    compiled = getattr(module, "_orig_mod", None) is not None  # by torch.compile(module): its inside is not seen
+    compiled = getattr(module, "_orig_mod", None) is not None  # by torch.compile(module): hooks inside do not run
     return module.parameters(recurse=compiled)
 
 

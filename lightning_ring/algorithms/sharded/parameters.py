@@ -1,4 +1,4 @@
-"""Parameters in flat buckets: each rank changes its shard of a bucket, and an all-gather makes it whole again."""
+"""Parameters in flat buckets: each rank steps its shard of a bucket, and an all-gather completes the bucket."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _TOO_EARLY = (
 
 
 @dataclass(slots=True, eq=False)
-class Piece:
-    """This rank's part of one parameter, in the order of memory; it may be empty.
+class ParameterShard:
+    """This rank's part of one parameter, in memory order. It may be empty.
 
     Attributes:
         offset: Where the parameter begins in its bucket, in elements.
         strides: The parameter's strides there.
         first: Where the part begins within the parameter, in elements.
         numel: How long the part is.
-        weight: The part, 1-D: what an optimizer steps.
+        weight: The part, 1-D. The optimizer steps it.
     """
 
     param: Parameter
@@ -41,21 +41,21 @@ class Piece:
     numel: int
     weight: Parameter
 
-    def whole(self, flat: Tensor) -> Tensor:
-        """View of the whole parameter's place in ``flat``, a buffer laid out as its bucket."""
+    def full(self, flat: Tensor) -> Tensor:
+        """View of the full parameter in ``flat``, a buffer with the layout of its bucket."""
         return flat.as_strided(self.param.size(), self.strides, flat.storage_offset() + self.offset)
 
     def part(self, flat: Tensor) -> Tensor:
-        """View of this rank's part of it, 1-D."""
+        """View of this rank's part in ``flat``, 1-D."""
         start = self.offset + self.first
         return flat[start : start + self.numel]
 
 
 class ParameterBucket:
-    """The parameters of one gradient bucket, in memory laid out as that bucket is.
+    """The parameters of one gradient bucket, in a flat buffer with the same layout.
 
-    A parameter whose memory others hold too (``alias = param.data``) stays there, so that they see its new values: its
-    place in the bucket then holds a copy, of which this rank's part is stepped.
+    A parameter whose memory is shared (``alias = param.data``) stays in that memory, so that the alias gets the new
+    values. The bucket then contains a copy, of which the optimizer steps this rank's part.
     """
 
     def __init__(self, bucket: Bucket, comm: Communicator, reducer: ShardReducer) -> None:
@@ -63,9 +63,9 @@ class ParameterBucket:
         self.name = bucket.describe()
         self.numel, self.device = like.numel(), like.device
         self.flat = comm.empty(like.numel(), like.dtype, like.device).zero_()
-        self.pieces: list[Piece] = []
-        self._home: dict[Piece, Tensor] = {}  # memory that others hold too, of the parameters that stay in it
-        self._places: list[Tensor] = []
+        self.shards: list[ParameterShard] = []
+        self._shared_memory: dict[ParameterShard, Tensor] = {}  # memory of the parameters that stay outside
+        self._views: list[Tensor] = []
         self._hidden = False
         self._unreadable: list[Tensor] = []
         # parameters get a storage of their own over this memory: collectives hold aliases of `flat`
@@ -75,31 +75,31 @@ class ParameterBucket:
             _, start, stop = reducer.part_of(param)
             offset = int(view.storage_offset() - like.storage_offset())
             weight = Parameter(self.flat[start:stop])
-            piece = Piece(param, offset, view.stride(), start - offset, stop - start, weight)
-            self.pieces.append(piece)
-            self._places.append(piece.whole(shown))
+            shard = ParameterShard(param, offset, view.stride(), start - offset, stop - start, weight)
+            self.shards.append(shard)
+            self._views.append(shard.full(shown))
         del shown
         self._holders_while_hidden = num_holders(self._storage)
         messages = [_TOO_EARLY.format(name) for name in bucket.names]
-        self._unreadable = [unreadable_like(*pair) for pair in zip(self._places, messages, strict=True)]
+        self._unreadable = [unreadable_like(*pair) for pair in zip(self._views, messages, strict=True)]
         self.move_in()
 
     @torch.no_grad()
     def move_in(self) -> None:
-        """Move the parameters here; again, where someone gave one other memory (``param.data = ...``)."""
+        """Move the parameters into the bucket; again, after other code has moved one (``param.data = ...``)."""
         if self._hidden:
             return
-        self._home.clear()
-        for piece, place in zip(self.pieces, self._places, strict=True):
-            param = piece.param
-            if not param.numel() or param.data_ptr() == place.data_ptr():
+        self._shared_memory.clear()
+        for shard, view in zip(self.shards, self._views, strict=True):
+            param = shard.param
+            if not param.numel() or param.data_ptr() == view.data_ptr():
                 continue
             stays = is_held_elsewhere(param)
-            place.copy_(param)
+            view.copy_(param)
             if stays:
-                self._home[piece] = param.data
+                self._shared_memory[shard] = param.data
             else:
-                param.data = place
+                param.data = view
 
     def holds(self, address: int) -> bool:
         start = self.flat.data_ptr()
@@ -107,70 +107,70 @@ class ParameterBucket:
 
     @property
     def can_be_hidden(self) -> bool:
-        return not self._home
+        return not self._shared_memory
 
     def hide(self) -> None:
-        """Until `arrive`, reading one of the parameters is an error; an alias of its memory can still be read."""
-        for piece, unreadable in zip(self.pieces, self._unreadable, strict=True):
-            piece.param.data = unreadable
+        """Until `arrive`, reading a parameter is an error. An alias of its memory stays readable."""
+        for shard, unreadable in zip(self.shards, self._unreadable, strict=True):
+            shard.param.data = unreadable
         self._hidden = True
 
     @property
     def has_aliases(self) -> bool:
-        """Whether something outside has the memory of a parameter that is hidden: ``array = param.numpy()``, say."""
+        """Whether other code holds memory of a hidden parameter, as after ``array = param.numpy()``."""
         return num_holders(self._storage) != self._holders_while_hidden
 
     @torch.no_grad()
     def arrive(self) -> None:
-        """All ranks' parts are here."""
+        """The all-gather has finished: make the parameters readable."""
         if self._hidden:
-            for piece, place in zip(self.pieces, self._places, strict=True):
-                piece.param.data = place
+            for shard, view in zip(self.shards, self._views, strict=True):
+                shard.param.data = view
             self._hidden = False
-        for piece, home in self._home.items():
-            home.copy_(piece.whole(self.flat))
+        for shard, home in self._shared_memory.items():
+            home.copy_(shard.full(self.flat))
 
     @torch.no_grad()
     def move_out(self) -> None:
-        """Give parameters memory of their own again; what is left here describes the layout."""
-        for piece, place in zip(self.pieces, self._places, strict=True):
-            if self._hidden or piece.param.data_ptr() == place.data_ptr():
-                piece.param.data = place.clone(memory_format=torch.preserve_format)
-            piece.weight.data = self.flat.new_empty(0)
+        """Give parameters memory of their own again. Only the description of the layout remains."""
+        for shard, view in zip(self.shards, self._views, strict=True):
+            if self._hidden or shard.param.data_ptr() == view.data_ptr():
+                shard.param.data = view.clone(memory_format=torch.preserve_format)
+            shard.weight.data = self.flat.new_empty(0)
         self._hidden = False
-        self._places.clear()
+        self._views.clear()
         self._unreadable.clear()
-        self._home.clear()
+        self._shared_memory.clear()
         self.flat = self.flat.new_empty(0)
         self._storage = self.flat.untyped_storage()
 
 
 class ShardedParameters:
-    """All parameter buckets of a model, and the all-gathers that are on their way.
+    """All parameter buckets of a model, and the unfinished all-gathers.
 
     Attributes:
-        by_param: The piece of each parameter that lies in a bucket.
+        by_param: This rank's shard of each parameter in a bucket.
     """
 
     def __init__(self, comm: Communicator, reducer: ShardReducer) -> None:
         self.comm = comm
         self.reducer = reducer
         self.buckets: list[ParameterBucket] = []
-        self.by_param: dict[Parameter, Piece] = {}
+        self.by_param: dict[Parameter, ParameterShard] = {}
         self._bucket_of: dict[int, ParameterBucket] = {}
-        self._coming: dict[ParameterBucket, Work] = {}
+        self._gathers: dict[ParameterBucket, Work] = {}
 
     def follow(self) -> None:
-        """Lay out the buckets that the reducer has and this has not yet. Collective."""
+        """Create a parameter bucket for each new gradient bucket. Collective."""
         self.reducer.settle()
         if not self.reducer.settled:
             return
         for gradients in self.reducer.buckets[len(self.buckets) :]:
             new = ParameterBucket(gradients, self.comm, self.reducer)
             self.buckets.append(new)
-            for piece in new.pieces:
-                self.by_param[piece.param] = piece
-                self._bucket_of[id(piece.param)] = new
+            for shard in new.shards:
+                self.by_param[shard.param] = shard
+                self._bucket_of[id(shard.param)] = new
         for bucket in self.buckets:
             bucket.move_in()
 
@@ -179,72 +179,72 @@ class ShardedParameters:
         return self.reducer.own_part(param)
 
     def gather(self, params: Iterable[Parameter]) -> None:
-        """Start to make the buckets of ``params`` whole, in the order in which the next forward uses them."""
+        """Start the all-gathers of the buckets of ``params``, in the order of use in the next forward."""
         params = list(params)
-        # an optimizer that steps whole ones leaves this mark too: a graph made before the step is then an error
+        # as after any optimizer's step, backward through an older graph is then an error
         for param in params:
             torch.autograd.graph.increment_version(param)
         changed = {self._bucket_of[id(param)] for param in params}
         for number, bucket in reversed(list(enumerate(self.buckets))):
             if bucket in changed:
                 name = f"parameters of bucket {number} ({bucket.name})"
-                self._coming[bucket] = self.comm.all_gather_(bucket.flat, name=name)
+                self._gathers[bucket] = self.comm.all_gather_(bucket.flat, name=name)
 
     @property
-    def whole(self) -> bool:
-        return not self._coming
+    def complete(self) -> bool:
+        return not self._gathers
 
     @property
     def device(self) -> torch.device:
-        """Where vectors that all ranks sum belong."""
+        """Device for vectors that are summed over ranks."""
         return self.reducer.buckets[0].flat.device
 
     def wait_for(self, param_id: int) -> None:
-        """Return when the parameter with this ``id`` is whole."""
+        """Return when the parameter with this ``id`` is complete."""
         bucket = self._bucket_of.get(param_id)
-        if bucket is not None and bucket in self._coming:
+        if bucket is not None and bucket in self._gathers:
             self._wait_for(bucket)
 
     def wait_for_memory(self, tensor: Tensor) -> None:
-        """Return when the memory of ``tensor``, no parameter, is whole: that of ``alias = param.data``, for instance.
+        """Return when the memory of ``tensor`` is complete, such as that of ``alias = param.data``.
 
-        A tensor without memory of its own, such as those of `torch.func`, may have any parameter inside.
+        A tensor without memory of its own, as in `torch.func`, may wrap any parameter: wait for all.
         """
         try:
             address = tensor.data_ptr()
         except RuntimeError:
             self.wait()
             return
-        for bucket in list(self._coming):
+        for bucket in list(self._gathers):
             if bucket.holds(address):
                 self._wait_for(bucket)
                 return
 
     def hide(self) -> None:
-        """Reading what has not arrived is an error from now on, unless it is waited for."""
+        """Until its bucket has arrived, reading a parameter without waiting is an error."""
         with torch._C.DisableTorchFunction():  # in manual optimization `ParameterReads` would take it for a read
-            for bucket in list(self._coming):
+            for bucket in list(self._gathers):
                 if bucket.can_be_hidden:
                     bucket.hide()
                 if not bucket.can_be_hidden or bucket.has_aliases:
                     self._wait_for(bucket)  # an alias cannot be hidden
 
     def show(self) -> None:
-        """Make all parameters readable as they are, after an exception: some values may never arrive."""
-        for bucket in self._coming:
+        """After an exception: make all parameters readable with their current values; new ones may never arrive."""
+        for bucket in self._gathers:
             bucket.arrive()
 
     def wait(self) -> None:
-        """Return when all parameters are whole."""
-        while self._coming:
-            self._wait_for(next(iter(self._coming)))
+        """Return when all parameters are complete."""
+        while self._gathers:
+            self._wait_for(next(iter(self._gathers)))
 
     def _wait_for(self, bucket: ParameterBucket) -> None:
-        # `torch.func`, and modes such as that of `ParameterReads`, would take part in what waiting computes
+        # `torch.func` and the mode of `ParameterReads` must not intercept computations of the wait
         with torch._C.DisableTorchFunction(), temporarily_clear_interpreter_stack():
-            self._coming[bucket].wait()
-            # taken out after the wait: an interrupted one is asked for again
-            if self._coming.pop(bucket, None) is not None:
+            self._gathers[bucket].wait()
+            # removed after the wait, so that an interrupted wait is repeated
+            if self._gathers.pop(bucket, None) is not None:
                 bucket.arrive()
 
     def release(self) -> None:

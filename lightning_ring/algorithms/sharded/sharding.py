@@ -1,4 +1,4 @@
-"""The whole of a sharded training: gradients' shards, optimizers that step them, parameters that become whole."""
+"""Sharded training: sliced optimizers, and all-gathers of the parameters they step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_ring.algorithms.sharded import norms
-from lightning_ring.algorithms.sharded.aliases import check_nothing_aliases
+from lightning_ring.algorithms.sharded.aliases import check_no_aliases
 from lightning_ring.algorithms.sharded.elementwise import check_can_be_sharded
 from lightning_ring.algorithms.sharded.optimizer import SlicedOptimizer
 from lightning_ring.algorithms.sharded.parameter_reads import ParameterReads
@@ -25,14 +25,14 @@ from lightning_ring.gradients.squared_norms import squares_by_bucket
 class Sharding:
     """Has ``optimizers`` step this rank's shard of the parameters of ``module``.
 
-    After a step an all-gather of each changed bucket starts. Where ``overlaps`` is True the step returns at once, and
-    whoever reads a parameter inside `forward` or `reading` waits for its bucket; else the step waits.
+    A step starts an all-gather of each changed bucket. If ``overlaps`` is True the step returns at once, and reading a
+    parameter inside `forward` or `reading` waits for its bucket. Else the step waits.
 
     Args:
         warn: Called with a message for the user.
 
     Raises:
-        ConfigurationError: An optimizer looks at whole tensors, or two tensors of ``module`` share memory.
+        ConfigurationError: An optimizer needs full tensors, or two tensors of ``module`` share memory.
     """
 
     def __init__(
@@ -44,14 +44,14 @@ class Sharding:
         warn: Callable[[str], None],
     ) -> None:
         self.overlaps = False
-        check_nothing_aliases(module)
+        check_no_aliases(module)
         self._comm = comm
         self._module = module
         self._warn = warn
-        self._quiet_about_norms = False  # lightning_ring takes one itself, or the user was told
+        self._quiet_about_norms = False  # lightning_ring computes one itself, or the warning was given
         self._parameters = ShardedParameters(comm, reducer)
         self._reads = ParameterReads(self._parameters, module, warn, self._on_norm)
-        self._set: list[SlicedOptimizer] = []  # the others live as long as their optimizers, whose hooks they are
+        self._set: list[SlicedOptimizer] = []  # others live as long as their optimizers, through the hooks
         self._optimizers: WeakValueDictionary[int, SlicedOptimizer] = WeakValueDictionary()
         try:
             self.set_optimizers(optimizers)
@@ -60,11 +60,11 @@ class Sharding:
             raise
 
     def set_optimizers(self, optimizers: Iterable[Optimizer]) -> None:
-        """These step from now on. Those that were set before go on, if they are stepped, as `slice` says."""
+        """Replace the optimizers. Earlier ones stay sharded: stepping them is still allowed."""
         self._set = [self.slice(optimizer) for optimizer in optimizers]
 
     def slice(self, optimizer: Optimizer) -> SlicedOptimizer:
-        """Have ``optimizer`` step this rank's shard, whether or not it was among those that were set."""
+        """Have ``optimizer`` step this rank's shard, from now on."""
         if (known := self._optimizers.get(id(optimizer))) is not None:
             return known
         check_can_be_sharded(optimizer)
@@ -73,12 +73,12 @@ class Sharding:
         return sliced
 
     def reading(self) -> AbstractContextManager[None]:
-        """Around code that may read parameters, or take norms of gradients."""
+        """Around code that may read parameters or compute norms of gradients."""
         return self._reads.watching(norms=True) if self.overlaps else nullcontext()
 
     @contextmanager
     def forward(self, *, wait: bool) -> Iterator[None]:
-        """Around code that computes a loss; ``wait`` on leaving it for what it did not read."""
+        """Around code that computes a loss. ``wait``: all parameters are complete at the end."""
         self._reads.begin_forward()
         with self._reads.watching(norms=not wait) if self.overlaps else nullcontext():
             yield
@@ -86,21 +86,21 @@ class Sharding:
             self._parameters.wait()
 
     def follow_module(self) -> None:
-        """Modules or parameters were added."""
-        self.make_whole()
-        check_nothing_aliases(self._module)
+        """Shard added modules and parameters too."""
+        self.wait_parameters()
+        check_no_aliases(self._module)
         self._reads.follow()
 
-    def make_whole(self) -> None:
-        """Return when all parameters are whole."""
+    def wait_parameters(self) -> None:
+        """Return when all parameters are complete."""
         self._parameters.wait()
 
     def show(self) -> None:
-        """Make all parameters readable as they are, after an exception."""
+        """After an exception: make all parameters readable with their current values."""
         self._parameters.show()
 
     def of(self, optimizer: Any) -> SlicedOptimizer:
-        return self._optimizers[id(getattr(optimizer, "_optimizer", optimizer))]  # Lightning's wrapper, or the bare one
+        return self._optimizers[id(getattr(optimizer, "_optimizer", optimizer))]  # Lightning may have wrapped it
 
     def clip_grad_norm_(self, params: Iterable[Parameter], max_norm: float, norm_type: float = 2.0) -> Tensor:
         self._parameters.follow()
@@ -121,8 +121,8 @@ class Sharding:
         finally:
             self._quiet_about_norms = before
 
-    def unscale_parts_only(self, unscale: Callable[..., Any]) -> Callable[..., Any]:
-        return norms.look_at_parts_only(unscale, self.of, self._comm)
+    def unscale_shards(self, unscale: Callable[..., Any]) -> Callable[..., Any]:
+        return norms.unscale_shards(unscale, self.of, self._comm)
 
     @contextmanager
     def states_shown(self) -> Iterator[None]:
@@ -136,18 +136,18 @@ class Sharding:
                 optimizer.hide_state()
 
     def release(self, *, wait: bool) -> None:
-        """Leave module and optimizers as they were found. State dicts of the optimizers can still be gathered."""
+        """Restore module and optimizers. State dicts of the optimizers can still be gathered."""
         if wait:
-            self.make_whole()
+            self.wait_parameters()
         for optimizer in list(self._optimizers.values()):
             optimizer.release()
         self._reads.remove()
         self._parameters.release()
 
     def _on_norm(self, values: Iterable[Any]) -> None:
-        if self._quiet_about_norms or any(optimizer.holds_pieces for optimizer in self._optimizers.values()):
+        if self._quiet_about_norms or any(optimizer.holds_shards for optimizer in self._optimizers.values()):
             return
-        if norms.names_a_gradient(values, self._parameters):
+        if norms.contains_gradient(values, self._parameters):
             self._quiet_about_norms = True
             self._warn(
                 "a norm of gradients was taken (torch.nn.utils.clip_grad_norm_ or the like). Under ring_sharded a "

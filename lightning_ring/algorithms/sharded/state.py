@@ -1,4 +1,4 @@
-"""Optimizer state between its two forms: whole tensors for a checkpoint, parts of them on the ranks."""
+"""Optimizer state: sharded over the ranks, and gathered for a checkpoint."""
 
 from __future__ import annotations
 
@@ -10,23 +10,22 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_ring.algorithms.sharded.parameters import ParameterBucket, Piece, ShardedParameters
+from lightning_ring.algorithms.sharded.parameters import ParameterBucket, ParameterShard, ShardedParameters
 from lightning_ring.errors import ConfigurationError
 
-State = dict[Any, dict[str, Any]]  # by parameter; also by whatever else an optimizer uses as a key
-_SCALARS = ("step", "mu_product", "eta", "mu")  # torch's names of what is one number for a parameter, of any shape
+State = dict[Any, dict[str, Any]]  # by parameter, and by any other key of an optimizer
+_SCALARS = ("step", "mu_product", "eta", "mu")  # torch's names of state with one number per parameter
 
 
-class StateOfParts(MutableMapping[Any, Any]):
-    """In the place of an optimizer's state while that is of this rank's parts: using it in any way is an error."""
+class ShardedState(MutableMapping[Any, Any]):
+    """Replaces an optimizer's sharded state outside of its step, where any use of the state is an error."""
 
     def __init__(self, optimizer: Optimizer, message: str | None = None) -> None:
         self.message = message or (
             f"{type(optimizer).__name__}.state was used outside of step() under strategy='ring_sharded', where each "
-            "rank holds its part of the state. A checkpoint (trainer.save_checkpoint) holds the whole of it, and so "
-            "does what trainer.strategy.optimizer_state(optimizer), called on all ranks, gives rank 0. Methods of an "
-            "optimizer that need its state between steps, such as eval() of a schedule-free one, work with "
-            "strategy='ring'."
+            "rank holds its part of the state. For the full state save a checkpoint (trainer.save_checkpoint), or call "
+            "trainer.strategy.optimizer_state(optimizer) on all ranks: rank 0 gets it. Optimizers that need their "
+            "state between steps, such as schedule-free ones in eval(), work with strategy='ring'."
         )
 
     def _refuse(self) -> NoReturn:
@@ -51,97 +50,97 @@ class StateOfParts(MutableMapping[Any, Any]):
         self._refuse()
 
 
-def cut_state(whole: Mapping[Any, dict[str, Any]], pieces: Mapping[Parameter, Piece]) -> State:
-    """This rank's parts of ``whole``, by piece; values that are not one number an element are kept as they are.
+def shard_state(full: Mapping[Any, dict[str, Any]], shards: Mapping[Parameter, ParameterShard]) -> State:
+    """This rank's parts of the full state ``full``, by shard. Values with one number per parameter are kept.
 
     Raises:
-        ConfigurationError: State that is neither one number a parameter nor one number an element of it.
+        ConfigurationError: A state tensor has neither one number per parameter nor one per element.
     """
-    scalars = _one_a_parameter(whole)
+    scalars = _scalar_keys(full)
     parts: State = {}
-    for param, state in whole.items():
+    for param, state in full.items():
         if not isinstance(param, Tensor):
             parts[param] = state
             continue
-        piece = pieces[param]  # type: ignore[index]
-        parts[piece.weight] = {
-            key: _cut(key, value, piece) if isinstance(value, Tensor) and key not in scalars else value
+        shard = shards[param]  # type: ignore[index]
+        parts[shard.weight] = {
+            key: _cut(key, value, shard) if isinstance(value, Tensor) and key not in scalars else value
             for key, value in state.items()
         }
     return parts
 
 
-def _one_a_parameter(whole: Mapping[Any, dict[str, Any]]) -> set[str]:
-    """Keys whose tensors have no dimensions although the parameter has; of a parameter without any none could tell."""
+def _scalar_keys(full: Mapping[Any, dict[str, Any]]) -> set[str]:
+    """Keys whose tensors are 0-d for a parameter that is not."""
     scalars = set(_SCALARS)
-    for param, state in whole.items():
+    for param, state in full.items():
         if isinstance(param, Tensor) and param.dim():
             scalars |= {key for key, value in state.items() if isinstance(value, Tensor) and not value.dim()}
     return scalars
 
 
-def _cut(key: str, value: Tensor, piece: Piece) -> Tensor:
-    if value.shape != piece.param.shape:
+def _cut(key: str, value: Tensor, shard: ParameterShard) -> Tensor:
+    if value.shape != shard.param.shape:
         raise ConfigurationError(
             f"optimizer state {key!r} has the shape {tuple(value.shape)} for a parameter of shape "
-            f"{tuple(piece.param.shape)}: it is not one number an element, and cannot be cut over ranks. Use "
+            f"{tuple(shard.param.shape)}: it has not one number per element, and cannot be sharded over ranks. Use "
             "strategy='ring'."
         )
-    memory = torch.empty_strided(piece.param.size(), piece.strides, dtype=value.dtype, device=value.device)
+    memory = torch.empty_strided(shard.param.size(), shard.strides, dtype=value.dtype, device=value.device)
     flat = memory.copy_(value).as_strided((value.numel(),), (1,))
-    return flat[piece.first : piece.first + piece.numel].clone()
+    return flat[shard.first : shard.first + shard.numel].clone()
 
 
 def gather_state(parts: Mapping[Any, dict[str, Any]], parameters: ShardedParameters, *, keep: bool) -> State:
-    """Put all ranks' parts together, one bucket and one kind of value at a time; collective.
+    """Gather the full state, one bucket and one key at a time. Collective.
 
     Args:
-        parts: This rank's state, by piece.
-        keep: Return the result, by whole parameter and on the CPU; elsewhere at most one bucket is held at a time.
+        parts: This rank's state, by shard.
+        keep: Return the result, by parameter and on the CPU. Other ranks hold at most one bucket at a time.
     """
     scalars = _agreed_scalars(parts, parameters)
-    weights = {piece.weight for bucket in parameters.buckets for piece in bucket.pieces}
-    whole: State = {key: state for key, state in parts.items() if keep and key not in weights}
+    weights = {shard.weight for bucket in parameters.buckets for shard in bucket.shards}
+    full: State = {key: state for key, state in parts.items() if keep and key not in weights}
     for bucket in parameters.buckets:
-        held = [(piece, parts[piece.weight]) for piece in bucket.pieces if piece.weight in parts]
-        for piece, state in held if keep else ():
+        held = [(shard, parts[shard.weight]) for shard in bucket.shards if shard.weight in parts]
+        for shard, state in held if keep else ():
             kept = {k: v for k, v in state.items() if k in scalars or not isinstance(v, Tensor)}
-            whole[piece.param] = {key: _copy(value) for key, value in kept.items()}
+            full[shard.param] = {key: _copy(value) for key, value in kept.items()}
         for key in sorted({key for _, state in held for key in state} - scalars):
-            values = [(piece, state[key]) for piece, state in held if isinstance(state.get(key), Tensor)]
+            values = [(shard, state[key]) for shard, state in held if isinstance(state.get(key), Tensor)]
             for dtype in sorted({value.dtype for _, value in values}, key=str):
-                chosen = [(piece, value) for piece, value in values if value.dtype == dtype]
+                chosen = [(shard, value) for shard, value in values if value.dtype == dtype]
                 for param, value in _gather(bucket, chosen, dtype, parameters, key, keep):
-                    whole[param][key] = value
-    return whole
+                    full[param][key] = value
+    return full
 
 
 def _agreed_scalars(parts: Mapping[Any, dict[str, Any]], parameters: ShardedParameters) -> set[str]:
-    """Keys that some rank holds something else under than one number an element of its piece."""
+    """Keys whose value on some rank has not one number per element of its shard."""
     mine = set()
     for bucket in parameters.buckets:
-        for piece in bucket.pieces:
-            for key, value in parts.get(piece.weight, {}).items():
-                if isinstance(value, Tensor) and tuple(value.shape) != (piece.numel,):
+        for shard in bucket.shards:
+            for key, value in parts.get(shard.weight, {}).items():
+                if isinstance(value, Tensor) and tuple(value.shape) != (shard.numel,):
                     mine.add(key)
     return set().union(*parameters.comm.all_gather_object(mine))
 
 
 def _gather(
     bucket: ParameterBucket,
-    values: list[tuple[Piece, Tensor]],
+    values: list[tuple[ParameterShard, Tensor]],
     dtype: torch.dtype,
     parameters: ShardedParameters,
     key: str,
     keep: bool,
 ) -> Iterable[tuple[Parameter, Tensor]]:
     flat = torch.zeros(bucket.numel, dtype=dtype, device=bucket.device)
-    for piece, value in values:
-        piece.part(flat).copy_(value)
+    for shard, value in values:
+        shard.part(flat).copy_(value)
     parameters.comm.all_gather_(flat, name=f"{key} of {bucket.name}").wait()
     if not keep:
         return ()
-    return [(p.param, p.whole(flat).to("cpu", copy=True, memory_format=torch.preserve_format)) for p, _ in values]
+    return [(p.param, p.full(flat).to("cpu", copy=True, memory_format=torch.preserve_format)) for p, _ in values]
 
 
 def _copy(value: Any) -> Any:

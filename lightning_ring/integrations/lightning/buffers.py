@@ -1,4 +1,4 @@
-"""Rank 0's buffers replace those of the other ranks: which buffers, and how often."""
+"""Broadcast of rank 0's buffers to the other ranks."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ class BufferBroadcast:
 
     def _find_different(self, module: nn.Module, comm: Communicator) -> None:
         digests = {name: _digest(buffer) for name, buffer in _read_in_training(module) if name not in self._every_step}
-        everyones = comm.all_gather_object(digests)
-        names = sorted(set().union(*everyones))
-        different = [name for name in names if len({digests.get(name) for digests in everyones}) > 1]
+        by_rank = comm.all_gather_object(digests)
+        names = sorted(set().union(*by_rank))
+        different = [name for name in names if len({digests.get(name) for digests in by_rank}) > 1]
         if not different:
             return
         self._every_step.update(different)
@@ -72,7 +72,7 @@ class BufferBroadcast:
 
 
 class BroadcastAfterSwap(pl.Callback):
-    """The last of all callbacks: broadcasts again where another one may have put other buffers into the module.
+    """The last of all callbacks: broadcasts again, if another callback may replace buffers of the module.
 
     Lightning's `WeightAveraging` does so in ``on_validation_epoch_start``, which follows the strategy's
     ``on_validation_start``: each rank would evaluate its own average of BatchNorm statistics.
@@ -98,7 +98,7 @@ class BroadcastAfterSwap(pl.Callback):
 
 
 def _read_in_training(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """All buffers, by name, but the running statistics of normalization layers, which only evaluation reads."""
+    """All buffers, by name, except the running statistics of normalization layers: only evaluation reads these."""
     for prefix, part in module.named_modules():
         statistics = ("running_mean", "running_var", "num_batches_tracked") if isinstance(part, _NormBase) else ()
         for name, buffer in part.named_buffers(prefix, recurse=False):

@@ -1,4 +1,4 @@
-"""Several training loaders at once: what counts is how many batches the training takes of all of them together."""
+"""Agreement of ranks on several training loaders at once: ranks compare the number of combined batches."""
 
 from __future__ import annotations
 
@@ -23,31 +23,32 @@ from lightning_ring.integrations.lightning.uneven import (
     is_stream,
     limited,
     ran_out,
-    say_what_is_padded,
     several_cannot_join,
+    warn_of_padding,
 )
 
 _OF_ALL: dict[str, Callable[[list[float]], float]] = {"min_size": min, "sequential": sum}  # the other modes: max
 
 
 class AgreedCombinedLoader(CombinedLoader):
-    """A `CombinedLoader` that ranks agree on: beforehand where lengths are known, else batch by batch, one small
-    message each. Loaders may differ in length between ranks, as long as the training takes equally many batches on all.
+    """A `CombinedLoader` on whose number of batches ranks agree: before training if lengths are known, else per batch.
+
+    A batch costs one small message then. A loader's length may differ between ranks if the combined number does not.
 
     Raises:
-        UnevenBatchesError: On every rank; before the first step where lengths are known, else at the step for which
-            some rank has no batch.
+        UnevenBatchesError: On every rank; before the first step if lengths are known, else at the step for which some
+            rank has no batch.
     """
 
     def __init__(self, iterables: Any, mode: Any) -> None:
         super().__init__(iterables, mode)
-        self._lengths: list[tuple[float, bool]] = []  # of the loaders seen so far: batches, and whether that is sure
-        self._comm: Communicator | None = None  # where batches are agreed on one by one
+        self._lengths: list[tuple[float, bool]] = []  # of the loaders so far: batches, and whether that is exact
+        self._comm: Communicator | None = None  # if ranks agree on each batch
         self._same_length = True
         self._step = 0
 
     def add(self, loader: Any, comm: Communicator, *, policy: str, limit: float, needed: float) -> None:
-        """Take note of the next of the loaders, as Lightning prepared it; at the last one ranks compare. Collective.
+        """Add a loader that Lightning has prepared. After the last loader ranks compare. Collective.
 
         Args:
             policy: ``RingStrategy(uneven=)``.
@@ -61,10 +62,10 @@ class AgreedCombinedLoader(CombinedLoader):
             return
         bounds, sure = zip(*self._lengths, strict=True)
         self._lengths = []
-        everyones = comm.all_gather_object((_OF_ALL.get(self._mode, max)(list(bounds)), all(sure)))
-        numbers = [number for number, _ in everyones]
+        by_rank = comm.all_gather_object((_OF_ALL.get(self._mode, max)(list(bounds)), all(sure)))
+        numbers = [number for number, _ in by_rank]
         self._same_length = min(numbers) == max(numbers)
-        all_sure = all(is_sure for _, is_sure in everyones)
+        all_sure = all(is_sure for _, is_sure in by_rank)
         if all_sure and (self._same_length or min(numbers) >= needed):
             return
         if policy == "join":
@@ -100,22 +101,22 @@ class AgreedCombinedLoader(CombinedLoader):
 
 
 class TrainingLoaders:
-    """Sees what Lightning takes for training loaders, before it prepares them one by one.
+    """Agrees on a Trainer's training loaders, which Lightning prepares one by one.
 
     Attributes:
-        combined: The loaders of which the one at hand is one, `None` where it is the only one.
+        combined: The combined loader of the current loaders; `None` for a single loader.
     """
 
     def __init__(self) -> None:
         self.combined: AgreedCombinedLoader | None = None
 
     def prepare(self, dataloader: Any, trainer: Trainer, comm: Communicator, policy: Literal["error", "join"]) -> Any:
-        """The loader that ``trainer`` reads in place of ``dataloader``, which it has made for this rank. Collective.
+        """Return the loader that ``trainer`` reads instead of ``dataloader``. Collective.
 
         Args:
             policy: ``RingStrategy(uneven=)``.
         """
-        say_what_is_padded(dataloader, comm.world_size)
+        warn_of_padding(dataloader, comm.world_size)
         if trainer.state.stage != RunningStage.TRAINING or trainer.state.fn != TrainerFn.FITTING:
             return dataloader
         limit, needed = trainer.limit_train_batches, batches_until_the_end(trainer)
@@ -125,7 +126,7 @@ class TrainingLoaders:
         return dataloader
 
     def follow(self, trainer: Trainer) -> None:
-        """From now on, also when loaders are reloaded."""
+        """Cover the loaders of ``trainer``, now and whenever they are reloaded."""
         source = trainer.fit_loop._data_source
         source.dataloader = functools.partial(self._request, type(source).dataloader, source)  # type: ignore[method-assign]
 
@@ -139,7 +140,7 @@ class TrainingLoaders:
         if type(loaders) is CombinedLoader:
             iterables, mode = loaders.iterables, loaders._mode
         elif isinstance(loaders, CombinedLoader):
-            return loaders  # a class of the user's
+            return loaders  # a subclass of the user
         else:
             iterables, mode = loaders, "max_size_cycle"
         if len(_tree_flatten(iterables)[0]) < 2:

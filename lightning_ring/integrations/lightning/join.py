@@ -1,4 +1,4 @@
-"""Whose batch counts: a rank that ran out of data goes on with the others, and leaves no trace."""
+"""``uneven="join"``: ranks without data repeat a batch, whose gradient counts as zero."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from lightning_ring.integrations.lightning.uneven import AgreedLoader, BatchStat
 
 
 class ActiveRanks:
-    """Which ranks hold data for the batch at hand. Without an `AgreedLoader` that joins all of them do.
+    """The ranks that have data for the current batch: all ranks, unless a loader joins (`AgreedLoader.joins`).
 
     Attributes:
-        loader: The training loader that goes on until the last rank has no data.
+        loader: The training loader that continues until no rank has data.
         during_step: The current status while a training step runs, else `None`.
     """
 
@@ -33,7 +33,7 @@ class ActiveRanks:
         return self._current is None or self._current.has_data
 
     def find_loader(self, trainer: Trainer) -> None:
-        """See which of the fit's training loaders joins, if any; another one whenever loaders are reloaded.
+        """Find the fit's training loader that joins, if any. Reloading loaders may change it.
 
         Raises:
             ConfigurationError: This fit cannot join (`check_join_allowed`).
@@ -46,12 +46,12 @@ class ActiveRanks:
         self.loader = joining
 
     def take(self, batch_idx: int, accumulate_grad_batches: int) -> int | None:
-        """Go on to the next batch; returns how many ranks its gradient averages over, `None` where that is all.
+        """Take the next batch. Returns the number of ranks that its gradient averages over, `None` for all.
 
-        Over several micro-batches a rank counts if it had data for the first: then it holds part of the gradient.
+        With gradient accumulation a rank counts if it had data for the first micro-batch.
         """
         if self.loader is None:
-            self._current = None  # the loader before this one may have ended without data on this rank
+            self._current = None  # an earlier loader may have ended without data on this rank
             return None
         self._current = self.loader.next_status()
         if batch_idx % accumulate_grad_batches == 0:
@@ -63,30 +63,32 @@ class ActiveRanks:
         """Around a training step."""
         self.during_step = self._current
         try:
-            with nullcontext() if self.has_data else _leaving_no_trace(module):
+            with nullcontext() if self.has_data else _discarding_effects(module):
                 yield
         finally:
             self.during_step = None
 
 
 @contextmanager
-def _leaving_no_trace(module: LightningModule) -> Iterator[None]:
-    """Around the training step of a rank that ran out of data: it repeats its last batch, so that it makes the same
-    collective calls as the others (``self.log(..., sync_dist=True)``, ``self.all_gather``), and none of it counts: no
-    gradient (its loss is not used), no buffer, no metric, no weight in logged means."""
+def _discarding_effects(module: LightningModule) -> Iterator[None]:
+    """Around the training step of a rank without data, which repeats its last batch.
+
+    The step makes the same collective calls as on other ranks (``self.log(..., sync_dist=True)``,
+    ``self.all_gather``). It has no effect on gradients (its loss is not used), buffers, metrics or logged means.
+    """
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     metrics = [(metric, _metric_state(metric)) for metric in module.modules() if isinstance(metric, Metric)]
     log = module.log
     module.log = functools.partial(_log_without_weight, log)  # type: ignore[method-assign]
     try:
-        yield  # with gradients enabled: steps that call torch.autograd.grad (penalties, forces) need them
+        yield  # with gradients enabled, for steps that call torch.autograd.grad (penalties, forces)
     finally:
         del module.log
         for metric, state in metrics:
             for name, value in state.items():
                 setattr(metric, name, value)
         for buffer, before in buffers:
-            buffer.data.copy_(before)  # unseen by autograd: a backward may follow
+            buffer.data.copy_(before)  # without autograd: a backward may follow
 
 
 def _metric_state(metric: Metric) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Loaders that resume: their saved position counts the batches that were trained on, not those that were fetched."""
+"""The saved position of loaders that resume: it counts trained batches, not fetched batches."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import lightning.pytorch as pl
 
 
 def count_trained_batches(checkpoint: dict[str, Any], trainer: pl.Trainer) -> None:
-    """Correct the loaders' states in ``checkpoint``: a batch may have been fetched that training stopped before.
+    """Correct the loaders' states in ``checkpoint`` for batches that were fetched but not trained on.
 
-    So it is when the job is told to stop, or when a step raises and a callback saves what there is.
+    There is such a batch when the job is told to stop, or when a step raises and a callback saves a checkpoint.
     """
     fit_loop = trainer.fit_loop
     loaders = fit_loop._combined_loader.flattened if fit_loop._combined_loader is not None else []
@@ -20,6 +20,6 @@ def count_trained_batches(checkpoint: dict[str, Any], trainer: pl.Trainer) -> No
         return
     progress: Any = fit_loop.epoch_loop.batch_progress.current
     not_trained = max(0, fit_loop._data_fetcher.fetched - progress.processed)
-    for place, loader in enumerate(with_state[: len(states)]):
+    for index, loader in enumerate(with_state[: len(states)]):
         if hasattr(loader, "trained_state"):
-            states[place] = loader.trained_state(not_trained)
+            states[index] = loader.trained_state(not_trained)

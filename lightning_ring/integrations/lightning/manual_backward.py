@@ -1,4 +1,4 @@
-"""Which plain ``loss.backward()`` of a module with manual optimization is the training's."""
+"""Meaning of a plain ``loss.backward()`` in a module with manual optimization: training, or another purpose."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from lightning.pytorch import LightningModule
 def calls_manual_backward(module: LightningModule) -> bool:
     """Whether code of the module's class names ``manual_backward``.
 
-    If it does, a plain ``loss.backward()`` in it has another purpose (an adversarial example, a saliency map) and stays
-    local, as under DDP. If it does not, a plain backward is the only one that the training can mean.
+    If so, a plain ``loss.backward()`` has another purpose (an adversarial example, a saliency map) and stays local, as
+    under DDP. If not, plain backwards are the training.
     """
     return any(
         "manual_backward" in code.co_names
@@ -23,7 +23,7 @@ def calls_manual_backward(module: LightningModule) -> bool:
 
 
 def _codes(code: CodeType | None) -> list[CodeType]:
-    """``code`` and that of the functions within."""
+    """``code`` and the code of nested functions."""
     if code is None:
         return []
     return [code, *(inner for const in code.co_consts if isinstance(const, CodeType) for inner in _codes(const))]

@@ -1,4 +1,4 @@
-"""``trainer.model.no_sync()``, with which scripts for DistributedDataParallel accumulate in manual optimization."""
+"""``trainer.model.no_sync()``: gradient accumulation in manual optimization, as with DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _NAME = "no_sync"
 
 
 class NoSync:
-    """The attribute ``no_sync`` of a module that is being trained. A copy of it, or a pickled one, does nothing."""
+    """The attribute ``no_sync`` of the module in training. A copied or pickled one does nothing."""
 
     def __init__(self, block_backward_sync: Callable[[], AbstractContextManager[None]]) -> None:
         self._block_backward_sync = block_backward_sync
 
     def __call__(self) -> AbstractContextManager[None]:
-        """Backward inside leaves gradients local; they travel with the next backward outside."""
+        """Around backwards that leave gradients local. The next backward outside sends them."""
         return self._block_backward_sync()
 
     def __reduce__(self) -> Any:
@@ -33,6 +33,6 @@ def add_no_sync(module: nn.Module, block_backward_sync: Callable[[], AbstractCon
 
 
 def remove_no_sync(module: nn.Module) -> None:
-    """After `add_no_sync`; an attribute of the user's stays."""
+    """Undo `add_no_sync`. An attribute of the user stays."""
     if isinstance(vars(module).get(_NAME), NoSync):
         del vars(module)[_NAME]

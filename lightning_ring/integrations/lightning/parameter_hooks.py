@@ -1,4 +1,4 @@
-"""Code that Lightning runs between an optimizer's step and the next training step, and that may read parameters."""
+"""Waiting for all-gathers in hooks between two training steps, which may read parameters."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 _EACH_BATCH = ("on_train_batch_start", "on_train_batch_end")
-_ALONE = ("on_exception", "on_load_checkpoint")  # here ranks may be alone, or have nothing to wait for
+_ALONE = ("on_exception", "on_load_checkpoint")  # on one rank alone, or with nothing to wait for
 _TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _MODULE_HOOKS = (*_EACH_BATCH, *_TRANSFERS, "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step")
 _BEFORE_VALIDATION = ("val_dataloader", "on_validation_model_zero_grad", "on_validation_model_eval")
 _AFTER_BACKWARD = ("on_after_backward", "on_before_optimizer_step")  # watched for norms of gradients
 
 
-class WholeParameters(pl.Callback):
-    """The first of all callbacks: has all parameters whole before any other's hook runs.
+class WaitForParameters(pl.Callback):
+    """The first of all callbacks: its hooks wait for all parameters, before the hooks of other callbacks.
 
-    Not in the two hooks of every training batch: those that are overridden run inside `Sharding.reading` instead, where
-    a read waits for what it reads (`watch_hooks`).
+    The two hooks of every training batch do not wait. Their overrides run inside `Sharding.reading` instead, where
+    reading a parameter waits for that parameter (`watch_hooks`).
     """
 
-    reads_parameters = False  # as any callback may say of itself: its hooks are not watched
+    reads_parameters = False  # any callback may set this: its hooks are then not watched
 
-    def __init__(self, make_whole: Callable[[], None]) -> None:
-        self.make_whole = make_whole
+    def __init__(self, wait_parameters: Callable[[], None]) -> None:
+        self.wait_parameters = wait_parameters
 
 
 def _waiting_hook(name: str) -> Callable[..., None]:
-    def hook(self: WholeParameters, *_: Any, **__: Any) -> None:
-        self.make_whole()
+    def hook(self: WaitForParameters, *_: Any, **__: Any) -> None:
+        self.wait_parameters()
 
     hook.__name__ = name
     return hook
@@ -41,26 +41,26 @@ def _waiting_hook(name: str) -> Callable[..., None]:
 
 for _name in dir(pl.Callback):
     if _name.startswith("on_") and _name not in (*_EACH_BATCH, *_ALONE):
-        setattr(WholeParameters, _name, _waiting_hook(_name))
+        setattr(WaitForParameters, _name, _waiting_hook(_name))
 
 
 def watch_hooks(
-    trainer: pl.Trainer, reading: Callable[[], AbstractContextManager[None]], make_whole: Callable[[], None]
+    trainer: pl.Trainer, reading: Callable[[], AbstractContextManager[None]], wait_parameters: Callable[[], None]
 ) -> Callable[[], None]:
-    """Run every overridden hook between two training steps inside ``reading()``, and those that begin a validation
-    after ``make_whole()``; returns what undoes it."""
+    """Run overridden hooks between two training steps inside ``reading()``, and hooks that begin a validation after
+    ``wait_parameters()``. Returns a function that undoes this."""
 
-    def whole() -> AbstractContextManager[None]:
-        make_whole()
+    def complete() -> AbstractContextManager[None]:
+        wait_parameters()
         return nullcontext()
 
     undo = [
-        _wrap(owner, name, whole if name in _BEFORE_VALIDATION else reading) for owner, name in _overridden(trainer)
+        _wrap(owner, name, complete if name in _BEFORE_VALIDATION else reading) for owner, name in _overridden(trainer)
     ]
 
     def undo_all() -> None:
-        for one in undo:
-            one()
+        for undo_one in undo:
+            undo_one()
 
     return undo_all
 
@@ -87,8 +87,8 @@ def _wrap(owner: Any, name: str, reading: Callable[[], AbstractContextManager[No
 
 
 class _Watched:
-    """The hook ``name`` of ``owner``, run inside ``reading()``. In a copy of the owner, or a pickled one, it is the
-    plain hook again."""
+    """The hook ``name`` of ``owner``, run inside ``reading()``. Copying or pickling the owner restores the plain
+    hook."""
 
     def __init__(self, owner: Any, name: str, reading: Callable[[], AbstractContextManager[None]]) -> None:
         functools.update_wrapper(self, getattr(owner, name))

@@ -1,4 +1,4 @@
-"""Every rank's random state, for checkpoints that resume exactly."""
+"""Every rank's random state in checkpoints, for exact resumes."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ _CHECKPOINT_KEY = "lightning_ring"
 
 
 class RandomStates:
-    """Carries the ranks' random states into a checkpoint, and out of one."""
+    """Saves the ranks' random states in checkpoints, and restores them."""
 
     def __init__(self) -> None:
         self._loaded: list[dict[str, Any]] | None = None
 
     def save(self, checkpoint: dict[str, Any], comm: Communicator | None) -> None:
-        """Add every rank's state to rank 0's ``checkpoint``; this rank's alone without ``comm``. Collective with it."""
+        """Add every rank's state to rank 0's ``checkpoint``. Collective; without ``comm`` only this rank's state."""
         state = collect_random_state()
         states = comm.all_gather_object(state) if comm is not None else [state]
-        if "optimizer_states" in checkpoint:  # not in one that holds weights only
+        if "optimizer_states" in checkpoint:  # not if it contains only weights
             checkpoint[_CHECKPOINT_KEY] = {"random_states": states}
 
     def load(self, checkpoint: dict[str, Any]) -> None:
@@ -30,7 +30,7 @@ class RandomStates:
         self._loaded = checkpoint.get(_CHECKPOINT_KEY, {}).get("random_states")
 
     def restore(self, rank: int, world_size: int) -> None:
-        """Continue where ``rank`` was when the checkpoint was saved; warns where there is no such rank."""
+        """Restore the state of ``rank``. Warns if the checkpoint is of another world size."""
         states, self._loaded = self._loaded, None
         if states is None:
             return

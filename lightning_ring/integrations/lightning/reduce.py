@@ -1,4 +1,4 @@
-"""The collectives that Lightning asks of a strategy, over a `Communicator`."""
+"""`Strategy.reduce` of Lightning, over a `Communicator`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_ring.comm.communicator import Communicator, ReduceOp
 from lightning_ring.integrations.lightning.uneven import BatchStatus
 
-_OPS: dict[Any, ReduceOp] = {  # as `sync_dist`, torchmetrics and users spell them
+_OPS: dict[Any, ReduceOp] = {  # in the spelling of `sync_dist`, torchmetrics and users
     **{name: op for op in ReduceOp for name in (op.value, op.value.upper())},
     **{getattr(torch.distributed.ReduceOp, op.name): op for op in ReduceOp},
     "mean": ReduceOp.AVG,
@@ -19,16 +19,17 @@ _OPS: dict[Any, ReduceOp] = {  # as `sync_dist`, torchmetrics and users spell th
 
 
 def reduce_op_of(spelled: Any) -> ReduceOp | None:
-    """The `ReduceOp` for what Lightning or torch call it; `None` for an operation that only torch has."""
+    """The `ReduceOp` of a name in Lightning or torch; `None` for an operation that only torch has."""
     return _OPS.get(spelled)
 
 
 def reduce_(tensor: Tensor, comm: Communicator, op: ReduceOp, status: BatchStatus | None) -> Tensor:
-    """Reduce ``tensor`` over the ranks, in place, and return it. A mean of integers is a new float tensor instead:
-    Lightning divides epoch means by one, which DDP cuts to an integer.
+    """Reduce ``tensor`` over the ranks, in place, and return it. A mean of integers is a new float tensor.
 
-    ``status`` is given inside a training step where some ranks may have run out of data: those repeat their last batch,
-    which counted already, so they add nothing to a sum, and a mean divides by the others.
+    Lightning divides epoch means by such a mean, which DDP truncates to an integer.
+
+    ``status`` is given inside a training step if ranks may run out of data. These repeat their last batch: they add
+    nothing to a sum, and a mean divides by the number of the other ranks.
     """
     flat = tensor.detach().clone(memory_format=torch.contiguous_format)
     if status is not None and not status.has_data and op in (ReduceOp.SUM, ReduceOp.AVG):
@@ -39,7 +40,6 @@ def reduce_(tensor: Tensor, comm: Communicator, op: ReduceOp, status: BatchStatu
     comm.all_reduce_(flat, op=ReduceOp.SUM if divide_here else op, name="reduce").wait()
     if divide_here and not flat.is_floating_point():
         return flat / divide_by
-    # past autograd, as torch.distributed does it: a loss that was reduced still has the gradient of this rank's own,
-    # and a mean that of a 1/N of it
+    # without autograd, as torch.distributed: a reduced loss keeps the gradient of this rank's loss, a mean 1/N of it
     tensor.detach().copy_(flat)
     return tensor.div_(divide_by) if divide_here else tensor

@@ -1,6 +1,7 @@
-"""Registers the strategies when Lightning is imported, so that importing lightning_ring does not take its seconds.
+"""Registers the strategies when Lightning is imported.
 
-``ringrun``, data-loader workers, and scripts that use the optimizers or communicators alone need no Lightning.
+Importing lightning_ring itself does not import Lightning, which takes seconds. ``ringrun``, data-loader workers, and
+scripts that use only optimizers or communicators do not need it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def register_strategies() -> None:
-    """Make "ring" and "ring_sharded" known, now or as soon as ``lightning.pytorch`` has been imported."""
+    """Register "ring" and "ring_sharded", now or as soon as ``lightning.pytorch`` is imported."""
     _after_import("lightning.pytorch", _register)
     _after_import("pytorch_lightning", _register_with_the_other_package)
 
@@ -41,7 +42,7 @@ def _choose_our_environment() -> None:
 
     Lightning chooses a cluster environment before it builds the strategy, and only then takes the strategy's own. By
     then its `SLURMEnvironment` has refused ``srun -n 2`` (it wants ``--ntasks-per-node``), or its `MPIEnvironment` has
-    started MPI in a process that may be nobody's rank.
+    started MPI in a process that may not be a rank.
     """
     from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 
@@ -94,7 +95,7 @@ def _after_import(name: str, then: Callable[[], None]) -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Finds one module as the others would, and calls ``then`` once it has been executed."""
+    """Finds one module as other finders do, and calls ``then`` after its execution."""
 
     def __init__(self, name: str, then: Callable[[], None]) -> None:
         self._name = name

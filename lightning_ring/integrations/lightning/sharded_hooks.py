@@ -1,4 +1,4 @@
-"""What Lightning needs where parameters are sharded between two steps: hooks that may read them wait."""
+"""Lightning under sharded parameters: hooks wait for all-gathers, norms of gradients cover all ranks."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_ring.algorithms.sharded import Sharded
-from lightning_ring.integrations.lightning.parameter_hooks import WholeParameters, watch_hooks
+from lightning_ring.integrations.lightning.parameter_hooks import WaitForParameters, watch_hooks
 
 
 class ShardedHooks:
     """Changes a Trainer and its precision plugin for one fit with ``algorithm``; `remove` changes them back.
 
     Args:
-        make_whole: Waits for all parameters; called before hooks of callbacks and before a validation begins.
+        wait_parameters: Waits for all parameters. Called before hooks of callbacks, and before a validation.
     """
 
     def __init__(
-        self, trainer: pl.Trainer, plugin: Precision, algorithm: Sharded, make_whole: Callable[[], None]
+        self, trainer: pl.Trainer, plugin: Precision, algorithm: Sharded, wait_parameters: Callable[[], None]
     ) -> None:
         self._trainer = trainer
         self._plugin = plugin
         self._algorithm = algorithm
-        self._make_whole = make_whole
-        self._first_callback = WholeParameters(make_whole)
+        self._wait_parameters = wait_parameters
+        self._first_callback = WaitForParameters(wait_parameters)
         self._stop_watching: Callable[[], None] = lambda: None
         trainer.callbacks.insert(0, self._first_callback)  # type: ignore[attr-defined]
         self._see_all_shards()
@@ -42,10 +42,10 @@ class ShardedHooks:
             )
 
     def begin_training(self) -> None:
-        """From now on a step returns before its parameters have arrived, and overridden hooks wait for them."""
+        """From now on a step returns before its parameters are complete, and overridden hooks wait for them."""
         self._algorithm.overlaps = True
         self._stop_watching()
-        self._stop_watching = watch_hooks(self._trainer, self._algorithm.reading, self._make_whole)
+        self._stop_watching = watch_hooks(self._trainer, self._algorithm.reading, self._wait_parameters)
 
     def remove(self) -> None:
         self._stop_watching()
@@ -67,7 +67,7 @@ class ShardedHooks:
                 "it sees this rank's shard only; use self.trainer.strategy.clip_grad_norm_(...) in it."
             )
         if (scaler := getattr(plugin, "scaler", None)) is not None:
-            scaler._unscale_grads_ = algorithm.unscale_parts_only(scaler._unscale_grads_)
+            scaler._unscale_grads_ = algorithm.unscale_shards(scaler._unscale_grads_)
 
 
 def _clip_by_norm(plugin: Precision, algorithm: Sharded, optimizer: Optimizer, clip_val: float) -> None:

@@ -1,4 +1,4 @@
-"""Slurm's warning that a job's time will be over: all ranks save together, and the job is queued again."""
+"""Requeueing at the end of a Slurm job's time: all ranks save a checkpoint, and the job is queued again."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def in_slurm_job(environ: Mapping[str, str]) -> bool:
 
 
 def save_and_requeue(trainer: pl.Trainer) -> bool:
-    """Save where Lightning looks when a Slurm job starts again, and queue the job. Collective; the same on all ranks.
+    """Save a checkpoint where Lightning looks for it when a Slurm job restarts, and queue the job. Collective.
 
-    The place and its name are Lightning's: ``hpc_ckpt_N.ckpt`` in the Trainer's ``default_root_dir``. A ``fit`` without
-    ``ckpt_path`` goes on from the highest N.
+    The path is Lightning's: ``hpc_ckpt_N.ckpt`` in the Trainer's ``default_root_dir``. A ``fit`` without ``ckpt_path``
+    continues from the highest N.
 
     Returns:
-        Whether the job is queued again; if not, a warning says why, and training goes on.
+        Whether the job is queued again, the same on all ranks. If not, a warning says why, and training goes on.
     """
     strategy = trainer.strategy
     path = strategy.broadcast(trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir))
@@ -44,14 +44,14 @@ def save_and_requeue(trainer: pl.Trainer) -> bool:
 
 
 def job_name(environ: Mapping[str, str]) -> str:
-    """What ``scontrol`` calls this job. The plain number of an array's job may stand for the whole array."""
+    """The job's name for ``scontrol``. The plain number of an array's job may mean the whole array."""
     if "SLURM_ARRAY_JOB_ID" in environ and "SLURM_ARRAY_TASK_ID" in environ:
         return f"{environ['SLURM_ARRAY_JOB_ID']}_{environ['SLURM_ARRAY_TASK_ID']}"
     return environ["SLURM_JOB_ID"]
 
 
 def requeue(job: str) -> str:
-    """Queue ``job`` again, which ends it now; returns what went wrong, or nothing."""
+    """Queue ``job`` again, which ends it now. Returns an error message, or ``""``."""
     command = ["scontrol", "requeue", job]
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=_SCONTROL_SECONDS)

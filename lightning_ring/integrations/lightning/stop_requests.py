@@ -19,7 +19,7 @@ STOP_SIGNAL_VARIABLE = "RING_STOP_SIGNAL"  # number of the signal that our launc
 
 
 class Request(IntEnum):
-    """What this rank was asked for. Of several ranks' requests the highest counts."""
+    """A request to this rank. Of several ranks' requests the highest counts."""
 
     NONE = 0
     REQUEUE = 1
@@ -27,10 +27,10 @@ class Request(IntEnum):
 
 
 class StopRequests:
-    """Signals that ask this rank to stop or to requeue its job, and the agreement of all ranks on them.
+    """Handlers of the signals to stop or to requeue, and the agreement of all ranks on a request.
 
     Args:
-        requeue_signal: The signal by which Slurm warns that the job's time will be over, or `None`.
+        requeue_signal: Slurm's signal before the end of the job's time, or `None`.
         ask: Called with True when this rank has a request, and with False when the request was met.
 
     Attributes:
@@ -63,10 +63,10 @@ class StopRequests:
         self._ask(True)
 
     def agree(self, comm: Communicator | None, *, received_sigterm: bool) -> Request:
-        """The highest request of all ranks, which is met with that. Collective.
+        """Return the highest request of all ranks, and clear it. Collective.
 
         Args:
-            received_sigterm: Lightning's handler took a SIGTERM, as in a single process.
+            received_sigterm: Whether Lightning's handler got a SIGTERM, as in a single process.
         """
         mine = Request.STOP if received_sigterm else self.pending
         asked = max(comm.all_gather_object(mine)) if comm is not None else mine
@@ -82,11 +82,11 @@ def stop_signals() -> list[signal.Signals]:
 
 
 def leave_sigterm_to_the_buckets(trainer: pl.Trainer) -> None:
-    """Have the Trainer ask nobody whether rank 0 got a SIGTERM: the buckets carry that already.
+    """Turn off the Trainer's broadcast of a SIGTERM: the buckets carry this request already.
 
-    Before every batch Lightning broadcasts it in torch's default group, and reads the answer off the device. And of
-    ranks that take different numbers of steps one would wait in that group and one in the communicator, for ever, where
-    the communicator alone sees the error.
+    Before every batch Lightning broadcasts it in torch's default group, and waits for the device. If ranks take
+    different numbers of steps, one would wait in that group and one in the communicator, forever. The communicator
+    alone detects the error.
     """
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _nothing  # type: ignore[method-assign]
 

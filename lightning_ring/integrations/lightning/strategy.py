@@ -1,4 +1,4 @@
-"""`RingStrategy`: translates Lightning's hooks into calls of an `Algorithm` and of the parts that it holds."""
+"""`RingStrategy`: translates Lightning's hooks into calls of an `Algorithm` and of the strategy's parts."""
 
 from __future__ import annotations
 
@@ -66,23 +66,23 @@ from lightning_ring.options import (
 class RingStrategy(RankedStrategy):
     """Synchronous data-parallel training over a ring all-reduce: ``Trainer(strategy="ring")``.
 
-    Gradients travel in flat buckets while backward goes on, and are averaged over all ranks. The module is not wrapped.
-    One process alone communicates nothing and registers no hook.
+    Gradients travel in flat buckets while backward runs, and are averaged over all ranks. The module is not wrapped. A
+    single process communicates nothing and registers no hook.
 
     Args:
-        backend: Who moves gradients. ``"auto"``: NCCL on CUDA; on CPU shared memory within a node, and between nodes
-            Gloo (MPI if it started the ranks and they have InfiniBand or the like).
+        backend: Library that moves gradients. ``"auto"``: NCCL on CUDA; on CPU shared memory within a node, and between
+            nodes Gloo (MPI if it started the ranks and they have InfiniBand or the like).
         bucket_cap_mb: Bucket size in MiB, `None` for 4 on up to 16 CPU ranks and 25 elsewhere; the first bucket to fill
             takes 1 MiB, so that the wire starts early. Or ``"auto"``: sizes that fit what the first steps show of
             backward and of the wire.
         topology: ``"hierarchical"`` reduces in each node first, then across nodes, so that every byte crosses the wire
             once; ``"flat"`` is one ring over all ranks. ``"auto"``: hierarchical on CPU where there are several nodes,
             each with the same number of ranks and more than one.
-        compression: What gradients travel as: ``"fp16"``, ``"bf16"``, ``"powersgd"`` or a `Compressor`; `None` is their
-            own dtype. Parameters and buffers always travel as they are.
+        compression: Format of gradients on the wire: ``"fp16"``, ``"bf16"``, ``"powersgd"`` or a `Compressor`; `None`
+            keeps their dtype. Parameters and buffers are never compressed.
         shard_optimizer: Each rank steps 1/N of the parameters and holds 1/N of the optimizer's state; new parameters
-            arrive while the next forward goes on. ``Trainer(strategy="ring_sharded")``.
-        algorithm: How replicas are kept together: a name of `lightning_ring.algorithms.ALGORITHMS`, or an `Algorithm`,
+            arrive while the next forward runs. ``Trainer(strategy="ring_sharded")``.
+        algorithm: The training algorithm: a name of `lightning_ring.algorithms.ALGORITHMS`, or an `Algorithm`,
             which then has its own ``bucket_cap_mb`` and ``compression``. `None`: ``"ring"``, or ``"ring_sharded"`` with
             ``shard_optimizer``.
         broadcast_buffers: When rank 0's buffers (BatchNorm statistics) replace the other ranks': at the ``"start"``,
@@ -90,7 +90,7 @@ class RingStrategy(RankedStrategy):
             ``"epoch"``, buffers other than normalization statistics that training changes differently on each rank are
             found and replaced at each step, with a warning.
         uneven: When ranks have different numbers of training batches: ``"error"`` names rank and step; with ``"join"``
-            gradients divide by the ranks that still hold data, and a finished rank keeps stepping with the others.
+            gradients divide by the number of ranks with data, and a finished rank keeps stepping with the others.
         start_method: How plain ``python train.py`` starts its ranks: ``"popen"`` runs the script once a rank, through
             the mpirun beside this Python where there is one; ``"spawn"`` and ``"fork"`` (notebooks) as DDP has them.
         timeout: Past it a collective that has not finished raises on every rank.
@@ -182,32 +182,32 @@ class RingStrategy(RankedStrategy):
     # -- what users call
 
     def wait_parameters(self) -> None:
-        """Return when all parameters are whole: before reading one in code that lightning_ring cannot see reading.
+        """Return when all parameters are complete. For code whose reads of parameters are not detected.
 
-        In every module's forward its own are whole. Inside ``training_step`` and the hooks that run between two
-        training steps a call of torch from Python waits for those that it is given; in all other hooks all are whole.
-        What is left is scripted and compiled code that a module's own attributes and methods do not name, and threads.
-        Nothing to do for ``strategy="ring"``.
+        Reads are detected in every module's forward, for its own parameters, and in ``training_step`` and the hooks
+        between two training steps, for the arguments of calls of torch from Python. In all other hooks all parameters
+        are complete. Not detected are reads in threads, and in scripted or compiled code that no attribute or method of
+        a module names. With ``strategy="ring"`` parameters are always complete.
         """
-        self.algorithm.make_whole()
+        self.algorithm.wait_parameters()
 
     def clip_grad_norm_(self, parameters: Iterable[Parameter], max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale gradients so that their norm over all ``parameters`` is at most ``max_norm``; returns it as it was.
+        """Scale gradients so that their norm over all ``parameters`` is at most ``max_norm``; returns the norm before.
 
-        What `torch.nn.utils.clip_grad_norm_` does, where each rank has its shard of the gradients. All ranks call it,
-        with the same parameters. Lightning's ``gradient_clip_val`` and ``self.clip_gradients`` end here by themselves.
+        As `torch.nn.utils.clip_grad_norm_`, for sharded gradients too. All ranks call it, with the same parameters.
+        Lightning's ``gradient_clip_val`` and ``self.clip_gradients`` call this method.
         """
         return self.algorithm.clip_grad_norm_(parameters, max_norm, norm_type)
 
     @property
     def num_buckets(self) -> int:
-        """Number of gradient buckets as they are laid out now; the same on every rank."""
+        """Current number of gradient buckets, the same on every rank."""
         return self.algorithm.num_buckets
 
     def gradient_squares(self, parameters: Sequence[Parameter]) -> Tensor:
         """This rank's part of the squared norms of gradients: of each bucket, then of gradients outside buckets.
 
-        1-D, float64. All ranks call it, with the same parameters, where gradients are averaged already.
+        1-D, float64. All ranks call it with the same parameters, after gradients are averaged.
         """
         return self.algorithm.gradient_squares(parameters)
 
@@ -253,7 +253,7 @@ class RingStrategy(RankedStrategy):
         self._step_hooks = StepHooks(self.algorithm)
         self.algorithm.attach(self.model, self.optimizers, self._recorded, _warn, _inform)
         if isinstance(self.algorithm, Sharded):
-            self._sharded_hooks = ShardedHooks(trainer, self.precision_plugin, self.algorithm, self._make_whole)
+            self._sharded_hooks = ShardedHooks(trainer, self.precision_plugin, self.algorithm, self._wait_parameters)
         _inform(
             f"{self.world_size} ranks on {self.ring_environment.num_nodes()} node(s), gradients by "
             f"{type(comm).__name__}{self.algorithm.description()}"
@@ -265,13 +265,13 @@ class RingStrategy(RankedStrategy):
 
     @optimizers.setter
     def optimizers(self, optimizers: list[Optimizer]) -> None:
-        """Lightning sets them, and ``trainer.optimizers = [...]`` in the middle of a training."""
+        """Set by Lightning, and by ``trainer.optimizers = [...]`` in the middle of a training."""
         RankedStrategy.optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
         if getattr(self, "_step_hooks", None) is not None:  # DDPStrategy's constructor sets them too
             self.algorithm.set_optimizers(optimizers)
 
     def teardown(self) -> None:
-        # other code would meet these, and the rest may raise, as where a device is out of memory
+        # global hooks first: the rest may raise, as when a device is out of memory
         if self._step_hooks is not None:
             self._step_hooks.remove()
             self._step_hooks = None
@@ -316,7 +316,7 @@ class RingStrategy(RankedStrategy):
             rank_zero_info("lightning_ring: memory that a step frees is kept for the next one (keep_freed_memory=True)")
 
     def on_train_end(self) -> None:
-        self._make_whole()
+        self._wait_parameters()
         super().on_train_end()
         self.timeline.stop()
 
@@ -395,9 +395,9 @@ class RingStrategy(RankedStrategy):
         with algorithm.plain_backwards(reduced=False):  # a backward in on_before_optimizer_step
             return super().optimizer_step(optimizer, closure_or_none, model, **kwargs)
 
-    def _make_whole(self) -> None:
+    def _wait_parameters(self) -> None:
         try:
-            self.algorithm.make_whole()
+            self.algorithm.wait_parameters()
         except RingError as error:
             if not self._alone or not isinstance(self.algorithm, Sharded):
                 raise
@@ -448,7 +448,7 @@ class RingStrategy(RankedStrategy):
 
     @property
     def _buffers_comm(self) -> Communicator | None:
-        """In a fit listeners are told of broadcasts: here, too, the others wait for a rank that is late."""
+        """In a fit with records for listeners: ranks may wait for a late rank in broadcasts too."""
         return self._recorded if self._step_hooks is not None else self._comm
 
     # -- checkpoints
@@ -470,15 +470,15 @@ class RingStrategy(RankedStrategy):
         return checkpoint
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        self._make_whole()
+        self._wait_parameters()
         return super().lightning_module_state_dict()
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        self._make_whole()  # values that arrive later would overwrite the loaded ones
+        self._wait_parameters()  # values that arrive later would overwrite the loaded ones
         super().load_model_state_dict(checkpoint, strict=strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The ordinary state dict of the whole optimizer; under ``ring_sharded`` on rank 0, and empty elsewhere."""
+        """The ordinary, full state dict of the optimizer; under ``ring_sharded`` on rank 0, and empty elsewhere."""
         if not self.algorithm.sharded:
             return super().optimizer_state(optimizer)
         if self._alone and not self._stopping_together:
@@ -495,7 +495,7 @@ class RingStrategy(RankedStrategy):
         if len(held) < min(len(self.optimizers), len(states)):
             rank_zero_warn(
                 "lightning_ring: the checkpoint holds no state for some of the optimizers (ring_sharded leaves it out "
-                "of what is saved after an exception): those start anew."
+                "of checkpoints after an exception). These optimizers start without state."
             )
         for optimizer, state in held:
             self.algorithm.load_optimizer_state_dict(optimizer, state)
@@ -506,7 +506,7 @@ class RingStrategy(RankedStrategy):
                 broadcast_optimizer_state(optimizer, self._comm)
         if self._comm is not None:
             self._algorithm_state.restore(self.algorithm)
-        # here, and not later: the loaders' iterators that come next draw their seeds from this state
+        # not later: the loaders' iterators draw their seeds from this state next
         self._random_states.restore(self.global_rank, self.world_size)
 
     # -- requests to stop
@@ -518,11 +518,11 @@ class RingStrategy(RankedStrategy):
         self.algorithm.ask_to_stop(asked)
 
     def _follow_requests(self, trainer: pl.Trainer) -> None:
-        """Between two batches do what some rank was asked for, on all ranks. Collective."""
+        """Between two batches: stop or requeue on all ranks if some rank was asked to. Collective."""
         request = self._requests.agree(self._comm, received_sigterm=trainer.received_sigterm)
-        if request == Request.NONE:  # the request was met already, while this flag travelled
+        if request == Request.NONE:  # the request was met before this flag arrived
             return
-        self._make_whole()
+        self._wait_parameters()
         if request == Request.STOP or save_and_requeue(trainer):
             self._stopping_together = True
             raise SIGTERMException(143)  # 128 + SIGTERM, on every rank at the same step

@@ -1,4 +1,4 @@
-"""Training loaders of different length on different ranks: found before anybody waits for a batch that never comes."""
+"""Agreement of ranks on the number of training batches, so that no rank waits for a batch that never comes."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from lightning_ring.errors import ConfigurationError, UnevenBatchesError
 
 @dataclass(frozen=True, slots=True)
 class BatchStatus:
-    """One batch of the training loader: how many ranks had data for it, and whether this one did."""
+    """One batch of the training loader: number of ranks with data for it, and whether this rank has data."""
 
     active_ranks: int
     has_data: bool
 
 
 class AgreedLoader:
-    """A training loader whose every batch is agreed upon by all ranks, one small message a batch.
+    """A training loader on whose every batch all ranks agree, by one small message per batch.
 
-    It stands in where lengths are unknown (iterable data sets), or where ``uneven="join"`` lets ranks run out at
-    different steps: it then goes on, on every rank, until the last one has no data. A rank that ran out repeats its own
-    last batch (`lightning_ring.integrations.lightning.join.ActiveRanks.step`).
+    It is used if lengths are unknown (iterable data sets), or if ``uneven="join"`` lets ranks run out at different
+    steps. Then it continues on every rank until no rank has data, and a rank without data repeats its own last batch
+    (`lightning_ring.integrations.lightning.join.ActiveRanks.step`).
 
     Raises:
         UnevenBatchesError: With ``policy="error"``, on every rank, at the step for which some rank has no batch.
@@ -48,7 +48,7 @@ class AgreedLoader:
         self._statuses: deque[BatchStatus] = deque()
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_loader":  # being unpickled: nothing to delegate to yet
+        if name == "_loader":  # during unpickling: nothing to delegate to yet
             raise AttributeError(name)
         return getattr(self._loader, name)
 
@@ -108,7 +108,7 @@ WHAT_TO_DO = (
 def agree_on_batches(
     loader: Any, comm: Communicator, policy: Literal["error", "join"], *, limit: float, needed: float
 ) -> Any:
-    """``loader`` itself where all ranks have equally many batches, else what ``policy`` says. Collective.
+    """Return ``loader`` if all ranks have equally many batches; else follow ``policy``. Collective.
 
     Args:
         loader: This rank's training loader.
@@ -119,7 +119,7 @@ def agree_on_batches(
     Raises:
         UnevenBatchesError: With ``policy="error"``, where the lengths are known and differ, before the first step.
     """
-    if isinstance(loader, AgreedLoader):  # of a fit before: Lightning left it in the script's `CombinedLoader`
+    if isinstance(loader, AgreedLoader):  # from an earlier fit, in the script's `CombinedLoader`
         loader = loader.unwrapped
     described: list[tuple[int | None, bool]] = comm.all_gather_object((sized_len(loader), is_stream(loader)))
     lengths = [length for length, _ in described]
@@ -153,16 +153,16 @@ def ran_out(having: list[bool], step: int) -> str:
 
 
 def is_stream(loader: Any) -> bool:
-    """Whether the loader's length is a promise only: an iterable data set may have one, and end before it."""
+    """Whether the loader may end before its length: iterable data sets may."""
     return isinstance(getattr(loader, "dataset", None), IterableDataset)
 
 
 def check_join_allowed(num_loaders: int, module: LightningModule) -> None:
-    """``uneven="join"`` needs one training loader, batches that Lightning fetches, and automatic optimization: else the
-    ranks' collectives differ.
+    """Check the conditions of ``uneven="join"``, without which the ranks' collectives would differ.
 
     Raises:
-        ConfigurationError: One of them is missing.
+        ConfigurationError: There are several training loaders, the step fetches batches itself, or optimization is
+            manual.
     """
     if not module.automatic_optimization:
         raise ConfigurationError(
@@ -172,7 +172,7 @@ def check_join_allowed(num_loaders: int, module: LightningModule) -> None:
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         raise ConfigurationError(
             "RingStrategy(uneven='join') was given a training_step(dataloader_iter), which fetches batches by itself, "
-            "so that nobody can tell whose batch counts. Let it take (batch, batch_idx), or use uneven='error'."
+            "so that it is unknown which rank has data. Let it take (batch, batch_idx), or use uneven='error'."
         )
     if num_loaders > 1:
         raise several_cannot_join(num_loaders)
@@ -186,7 +186,7 @@ def several_cannot_join(num_loaders: int) -> ConfigurationError:
 
 
 def limited(length: float, limit: float) -> float:
-    """Batches of a loader of this ``length`` under ``limit_train_batches``; infinite stays so under a fraction."""
+    """Number of batches of a loader under ``limit_train_batches``. A fraction of infinity is infinity."""
     if isinstance(limit, int):
         return min(length, limit)
     return length if math.isinf(length) else int(length * limit)
@@ -198,14 +198,14 @@ def _listed(ranks: list[int]) -> str:
 
 
 def batches_until_the_end(trainer: Trainer) -> float:
-    """Training batches after which ``max_steps`` ends training; infinity where it does not, or nobody can tell."""
+    """Training batches until ``max_steps`` ends training; infinity if there is no such limit or it is unknown."""
     if trainer.max_steps == -1 or not trainer.lightning_module.automatic_optimization:
         return math.inf
     return (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches
 
 
-def say_what_is_padded(dataloader: object, world_size: int) -> None:
-    """Warn on rank 0 where the loader's sampler repeats samples to give all ranks equally many."""
+def warn_of_padding(dataloader: object, world_size: int) -> None:
+    """Warn on rank 0 if the loader's sampler repeats or drops samples to give all ranks equally many."""
     sampler = getattr(dataloader, "sampler", None)
     if not isinstance(sampler, DistributedSampler) or isinstance(sampler, UnrepeatedDistributedSampler):
         return

@@ -1,4 +1,4 @@
-"""Slurm signals every process of a job: data-loader workers ignore it, so that their rank can still train and save."""
+"""Data-loader workers ignore Slurm's signals, so that their rank can still train and save."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from torch.utils.data import DataLoader
 
 
 def ignore_in_workers(loader: Any, signals: Sequence[signal.Signals], rank: int) -> None:
-    """Have the worker processes that ``loader`` starts from now on outlive ``signals``, sent by another than the rank.
+    """Have workers that ``loader`` starts from now on ignore ``signals``, unless their rank sends them.
 
-    A worker that ended by a signal is an error in its rank, at any place of its code: the rank could not reach the
-    step at which all ranks save.
+    Slurm signals every process of a job. The end of a worker by a signal raises an error in its rank, which could then
+    not reach the step at which all ranks save.
     """
     if not isinstance(loader, DataLoader) or loader.num_workers == 0:
         return
-    _auto_add_worker_init_fn(loader, rank)  # Lightning does it after us, and only where there is none
+    _auto_add_worker_init_fn(loader, rank)  # Lightning adds it later, and only if there is none
     then = loader.worker_init_fn
     if not (isinstance(then, functools.partial) and then.func is _start_worker):
         loader.worker_init_fn = functools.partial(_start_worker, tuple(signals), then)
@@ -35,7 +35,7 @@ def _start_worker(signals: tuple[signal.Signals, ...], then: Callable[[int], Non
 
 
 def _wait_for_the_rank(signals: tuple[signal.Signals, ...]) -> None:
-    """End this worker when the rank that started it says so, as `DataLoader` and `multiprocessing` do by SIGTERM."""
+    """End this worker when its own rank sends SIGTERM, as `DataLoader` and `multiprocessing` do."""
     while True:
         received = signal.sigwaitinfo(signals)
         if received.si_signo == signal.SIGTERM and received.si_pid == os.getppid():

@@ -1,4 +1,4 @@
-"""A loss for the backward of a rank that has none: `training_step` returned `None`, or the rank ran out of data."""
+"""A zero loss for a rank without a loss: `training_step` returned `None`, or the rank ran out of data."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ log = logging.getLogger(__name__)
 
 
 class ZeroLoss:
-    """Depends on no parameter: its backward takes part in the reduction with zeros.
+    """A loss that depends on no parameter, so that its backward takes part in the reduction with zeros.
 
     Attributes:
-        in_use: Whether the training step at hand has one.
+        in_use: Whether the current training step has one.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class ZeroLoss:
         self._repeated_loss: Tensor | None = None
 
     def new(self, output: Any, device: torch.device, *, has_data: bool, rank: int) -> Tensor:
-        """One for the step at hand, whose ``output`` is `None`, or was computed from a batch that counted before."""
+        """A zero loss for the current step, whose ``output`` is `None` or comes from a repeated batch."""
         if has_data:
             _warn_of_none(rank)
         self._repeated_loss = None if has_data else _loss_of(output)
@@ -35,8 +35,10 @@ class ZeroLoss:
         return torch.zeros((), device=device, requires_grad=True)
 
     def repeat_backward(self, algorithm: Algorithm) -> None:
-        """On a rank that ran out of data: the collectives inside backward (`all_gather` with gradients, SyncBatchNorm)
-        need this rank too; what it adds to them is zeros."""
+        """On a rank without data: run the backward of the repeated batch with zero gradients.
+
+        Collectives inside backward (`all_gather` with gradients, SyncBatchNorm) need all ranks.
+        """
         loss, self._repeated_loss = self._repeated_loss, None
         if loss is not None and loss.requires_grad:
             with algorithm.discarding():

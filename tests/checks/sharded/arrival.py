@@ -59,14 +59,14 @@ def check_parameters_travel_in_the_order_of_use_while_forward_goes_on() -> None:
                 layer.register_forward_hook(self.note)
 
         def note(self, *_: Any) -> None:
-            left[-1].append(len(self.trainer.strategy.algorithm.sharding._parameters._coming))
+            left[-1].append(len(self.trainer.strategy.algorithm.sharding._parameters._gathers))
 
     module = Layers()
     waits: list[int] = []
 
     class Counting(LateRing):
         def training_step(self, *args: Any, **kwargs: Any) -> Any:
-            waits.append(len(self.algorithm.sharding._parameters._coming))
+            waits.append(len(self.algorithm.sharding._parameters._gathers))
             left.append([])
             return super().training_step(*args, **kwargs)
 
@@ -168,7 +168,7 @@ def check_scripted_and_compiled_code_is_found_before_it_reads() -> None:
 def check_hooks_and_callbacks_see_whole_parameters() -> None:
     class Reading(Classifier):
         def read(self) -> None:
-            assert self.trainer.strategy.algorithm.sharding._parameters.whole
+            assert self.trainer.strategy.algorithm.sharding._parameters.complete
 
         def on_train_epoch_end(self) -> None:
             self.read()
