@@ -42,5 +42,5 @@ def test_no_device_is_waited_for_in_the_step_that_it_still_computes(
             comm.barrier()
         return answers
 
-    monkeypatch.setattr(stop_flag, "_on_its_way", on_its_way)
+    monkeypatch.setattr(stop_flag, "_copied_to_host", on_its_way)
     assert run_ranks(2, rank) == [agreed, agreed]

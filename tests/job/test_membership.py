@@ -12,7 +12,7 @@ from tests.processes import ROOT, mpirun_command, mpirun_path, run
 
 SCRIPT = str(ROOT / "tests" / "job" / "membership_script.py")
 RINGRUN = [sys.executable, "-m", "lightning_ring.cli.ringrun"]
-pytestmark = pytest.mark.timeout(200)
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(200)]
 
 
 def check_results(folder: Path, classes: list[str]) -> None:

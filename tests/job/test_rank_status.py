@@ -64,7 +64,9 @@ def test_a_status_survives_its_message():
 
 def test_the_main_thread_is_seen_from_another_one():
     seen: list[tuple[str, ...]] = []
-    watcher = threading.Thread(target=lambda: seen.append(main_stack()))
+    watcher = threading.Thread(
+        target=lambda: (time.sleep(0.2), seen.append(main_stack()))
+    )  # by then the main thread waits
     watcher.start()
     watcher.join(5)  # the line that is seen
     assert any(line.startswith("test_rank_status.py", line.rindex("/") + 1 if "/" in line else 0) for line in seen[0])

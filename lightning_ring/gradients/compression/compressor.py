@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -29,8 +29,7 @@ class GradientLayout(Protocol):
     used: Tensor
 
 
-@runtime_checkable
-class Compressor(Protocol):
+class Compressor(ABC):
     """Averages flat tensors of gradients in its own way. A subclass writes `all_reduce`; the rest has defaults.
 
     Every method but `accepts` and `wire_bytes` is called on all ranks, in the same order and in the thread that runs
@@ -63,10 +62,10 @@ class Compressor(Protocol):
         """Whether the messages of this backward lose anything."""
         return True
 
-    def prepare(self, flat: Tensor, layout: GradientLayout) -> None:
+    def prepare(self, flat: Tensor, layout: GradientLayout) -> None:  # noqa: B027
         """The tensor ``flat`` will be sent, again and again. It replaces those that held the same parameters."""
 
-    def begin_backward(self) -> None:
+    def begin_backward(self) -> None:  # noqa: B027
         """A backward whose gradients will be sent begins."""
 
     @abstractmethod
