@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_ring.comm.backends.thread import ThreadTransport, ThreadWorld, run_ranks
 from lightning_ring.comm.communicator import ReduceOp, shard
 from lightning_ring.comm.hierarchical import HierarchicalCommunicator
 from lightning_ring.comm.ring_communicator import RingCommunicator
@@ -21,6 +20,7 @@ from lightning_ring.job.members import has_rdma
 from lightning_ring.job.topology import is_hierarchical
 from tests.battery import check_names
 from tests.checks.reductions import COMPLEX, FLOATS, INTEGERS, allowed, plain, tolerance, values
+from tests.thread_ranks import ThreadTransport, ThreadWorld, run_ranks
 
 # nodes, by the ranks on each: in blocks, round-robin, in no order; two and three nodes; two and three ranks a node
 NODES = [[[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0, 3], [1, 2]], [[0, 2, 4], [1, 3, 5]], [[0, 3], [1, 4], [2, 5]]]

@@ -6,9 +6,9 @@ import time
 
 import torch
 
-from lightning_ring.comm.backends.thread import run_ranks
 from lightning_ring.comm.communicator import ReduceOp
 from lightning_ring.comm.recording import RecordedCommunicator
+from tests.thread_ranks import run_ranks
 
 
 def test_records_of_every_collective():

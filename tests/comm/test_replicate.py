@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from lightning_ring.comm import replicate
-from lightning_ring.comm.backends.thread import run_ranks
 from lightning_ring.comm.replicate import (
     broadcast_buffers,
     broadcast_module,
@@ -15,6 +14,7 @@ from lightning_ring.comm.replicate import (
     check_same_model,
 )
 from lightning_ring.errors import ConfigurationError, ModelMismatchError
+from tests.thread_ranks import run_ranks
 
 
 class Everything(nn.Module):

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_ring.comm.backends.thread import run_ranks
 from lightning_ring.comm.communicator import ReduceOp, shard
 from lightning_ring.comm.exchange import all_reduce_directly_, broadcast_
 from lightning_ring.comm.ring import all_gather_, all_reduce_, reduce_scatter_, scratch_bytes
 from tests.checks.reductions import allowed, plain, tolerance, values
+from tests.thread_ranks import run_ranks
 
 WORLD_SIZES = [1, 2, 3, 4, 8]
 LENGTHS = [0, 1, 7, 1024, 5003]  # 0, 1, 7: some ranks get an empty shard

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_ring.comm.backends.thread import run_ranks
 from lightning_ring.comm.communicator import ReduceOp, shard
 from lightning_ring.comm.exchange import all_reduce_directly_
 from lightning_ring.comm.ring import scratch_bytes
 from lightning_ring.comm.ring_communicator import RingCommunicator
 from lightning_ring.comm.wide_sum import all_reduce_, reduce_scatter_
 from tests.checks.reductions import HALVES, rounded_once
+from tests.thread_ranks import run_ranks
 
 SMALL_PIECES = 256
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from lightning_ring.comm.backends.thread import run_ranks
 from lightning_ring.comm.cost import CostModel
 from lightning_ring.comm.recording import CollectiveRecord, RecordedCommunicator
 from lightning_ring.gradients import AutoBuckets
 from lightning_ring.gradients.sizing import auto_buckets
+from tests.thread_ranks import run_ranks
 
 CPU = torch.device("cpu")
 READY = [0.1, 0.2, 0.3, 0.4]  # of four gradients of 1 MiB

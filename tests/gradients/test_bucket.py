@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from lightning_ring.comm.backends.thread import run_ranks
 from lightning_ring.comm.cost import number_by_size
 from lightning_ring.gradients import Bucket, Reducer, plan_buckets
+from tests.thread_ranks import run_ranks
 
 
 @pytest.mark.parametrize("num_shards", [1, 2, 3, 4, 7, 96])

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_ring.comm.backends.thread import run_ranks
 from lightning_ring.gradients import Reducer, stop_flag
+from tests.thread_ranks import run_ranks
 
 
 @pytest.mark.parametrize(("on_device", "agreed"), [(False, [0, 1, 1, 1]), (True, [0, 0, 1, 1])])

@@ -7,10 +7,10 @@ import time
 from datetime import timedelta
 from typing import Any
 
-from lightning_ring.comm.backends.thread import ThreadTransport, ThreadWorld
 from lightning_ring.comm.ring_communicator import RingCommunicator
 from lightning_ring.comm.waiting import WaitPolicy
 from lightning_ring.job.stalls.rank_status import RankStatus, main_stack, own_status, stall_lines
+from tests.thread_ranks import ThreadTransport, ThreadWorld
 
 LATE = 'all_reduce "bucket 4"'
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn.functional import normalize
 from torchmetrics.retrieval import RetrievalHitRate
 
-from lightning_ring.comm.backends.thread import run_ranks
 from lightning_ring.retrieval import RetrievalMetrics, gather_rows, nearest, retrieval_metrics
+from tests.thread_ranks import run_ranks
 
 
 def items(num: int = 200, num_classes: int = 17, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:

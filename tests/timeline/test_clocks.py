@@ -8,9 +8,9 @@ import time
 
 import pytest
 
-from lightning_ring.comm.backends.thread import run_ranks
 from lightning_ring.timeline.clocks import clock_identity, read_clocks
 from tests.processes import clean_env
+from tests.thread_ranks import run_ranks
 
 OFFSETS = [0.0, 12.5, -3.25, 12.5, 0.0]
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from lightning_ring.cli.main import main
-from lightning_ring.comm.backends.thread import run_ranks
 from lightning_ring.comm.recording import CollectiveRecord
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.timeline.gather import gather_files
@@ -19,6 +18,7 @@ from lightning_ring.timeline.rank_file import TraceFile, read_other
 from lightning_ring.timeline.recorder import Recorder
 from lightning_ring.timeline.tracks import BACKWARD, EXPOSED, FORWARD, STEPS, Tracks
 from tests.checks.trace_format import read_trace, slices, tracks
+from tests.thread_ranks import run_ranks
 
 ZERO = 1000.0  # seconds of the rank's clock
 

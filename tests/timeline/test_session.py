@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from lightning_ring.comm.backends.thread import run_ranks
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.timeline.rank_file import TraceFile
 from lightning_ring.timeline.session import start_session
 from lightning_ring.timeline.tracks import STEPS
 from tests.checks.trace_format import read_trace, slices
+from tests.thread_ranks import run_ranks
 
 SIZE = 1 << 22
 

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from lightning_ring.cli import bench
-from lightning_ring.comm.backends.thread import run_ranks
 from lightning_ring.comm.communicator import Communicator, shard
 from lightning_ring.errors import CollectiveError, ConfigurationError
 from lightning_ring.tools.bench import report
 from lightning_ring.tools.bench.measure import Timing, measure
 from lightning_ring.tools.bench.names import BACKENDS, COLLECTIVES, COPY
 from tests.processes import clean_env, mpirun_command, run
+from tests.thread_ranks import run_ranks
 
 CPU = torch.device("cpu")
 COMMAND = [sys.executable, "-m", "lightning_ring.cli.main", "bench"]

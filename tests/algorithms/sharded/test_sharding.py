@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 
-from lightning_ring.algorithms.sharded.sharding import Sharding
-from lightning_ring.comm.backends.thread import ThreadCommunicator, run_ranks
+from lightning_ring.algorithms.sharded import Sharded
 from lightning_ring.errors import ConfigurationError
-from lightning_ring.gradients import ShardReducer
 from lightning_ring.optim import LAMB
+from tests.thread_ranks import ThreadCommunicator, run_ranks
 
 STEPS = 4
 Make = Callable[[Any], Optimizer]
@@ -61,13 +60,18 @@ def start() -> Net:
     return Net()
 
 
+def attached(comm: ThreadCommunicator, net: nn.Module, optimizer: Optimizer, **settings: float) -> Sharded:
+    algorithm = Sharded(**settings)  # type: ignore[arg-type]
+    algorithm.attach(net, [optimizer], comm, warn=pytest.fail)
+    return algorithm
+
+
 def train(
     comm: ThreadCommunicator, net: Net, make: Make, steps: range, state: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     """Train ``net`` in place; returns the optimizer's state dict (rank 0)."""
-    reducer = ShardReducer(comm, net.named_parameters(), bucket_cap_mb=0.0001)
     optimizer = make(net.parameters())
-    sharding = Sharding(comm, reducer, net, [optimizer], warn=pytest.fail)
+    sharding = attached(comm, net, optimizer, bucket_cap_mb=0.0001)
     sharding.overlaps = True
     if state is not None:
         sharding.of(optimizer).load_state_dict(state)
@@ -76,13 +80,12 @@ def train(
         for micro in range(2):  # two backwards into one step: the first stays local, but for the last step's
             with sharding.forward(wait=True):
                 loss = net(batches(2 * step + micro, comm.world_size)[comm.rank], step)
-            with nullcontext() if micro == 1 or step == steps[-1] else reducer.no_sync(), reducer.backward():
+            with nullcontext() if micro == 1 or step == steps[-1] else sharding.no_sync(), sharding.backward():
                 loss.backward()
         sharding.clip_grad_norm_(net.precise(), 0.2)
         optimizer.step()
     result = sharding.of(optimizer).state_dict(is_rank_zero=comm.rank == 0)
-    sharding.release(wait=True)
-    reducer.remove()
+    sharding.detach()
     return result
 
 
@@ -147,11 +150,10 @@ def test_goes_on_at_another_world_size(make: Make) -> None:
 def test_each_rank_holds_its_share_of_the_state() -> None:
     def share(comm: ThreadCommunicator) -> int:
         net = nets[comm.rank]
-        reducer = ShardReducer(comm, net.named_parameters())
         optimizer = AdamW(net.parameters())
-        sharding = Sharding(comm, reducer, net, [optimizer], warn=pytest.fail)
+        sharding = attached(comm, net, optimizer)
         for _ in range(2):
-            with reducer.backward():
+            with sharding.backward():
                 net(torch.ones(1, 1000)).sum().backward()
             optimizer.step()
             assert sharding.of(optimizer).optimizer.param_groups[0]["params"] == list(net.parameters())
@@ -169,15 +171,13 @@ def test_an_optimizer_that_holds_parts_of_an_earlier_fit_is_refused() -> None:
         net = nn.Linear(3, 3)
         optimizer = AdamW(net.parameters())
         for _ in range(2):
-            reducer = ShardReducer(comm, net.named_parameters())
-            sharding = Sharding(comm, reducer, net, [optimizer], warn=pytest.fail)
-            with reducer.backward():
+            sharding = attached(comm, net, optimizer)
+            with sharding.backward():
                 net(torch.ones(1, 3)).sum().backward()
             optimizer.step()
-            sharding.release(wait=True)
+            sharding.detach()
             with sharding.states_shown():  # as Lightning's teardown needs it
                 pass
-            reducer.remove()
 
     with pytest.raises(ConfigurationError, match=r"earlier fit.*configure_optimizers"):
         run_ranks(1, fit_twice)
@@ -192,16 +192,15 @@ def test_what_a_probing_run_did_can_be_undone() -> None:
 
     def probe_and_train(comm: ThreadCommunicator) -> None:
         net = first[comm.rank]
-        reducer = ShardReducer(comm, net.named_parameters())
         optimizer = AdamW(net.parameters())
-        sharding = Sharding(comm, reducer, net, [optimizer], warn=pytest.fail)
+        sharding = attached(comm, net, optimizer)
         sharding.of(optimizer).load_state_dict(copy.deepcopy(half))
         before, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(net.state_dict())
         for steps in (range(3, 5), range(2, STEPS)):
             for step in steps:
                 optimizer.zero_grad()
                 for micro in range(2):
-                    with reducer.backward():
+                    with sharding.backward():
                         net(batches(2 * step + micro, 2)[comm.rank], step).backward()
                 sharding.clip_grad_norm_(net.precise(), 0.2)
                 optimizer.step()
@@ -220,18 +219,16 @@ def test_a_graph_from_before_a_step_is_an_error() -> None:
 
     def rank(comm: ThreadCommunicator) -> None:
         net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-        reducer = ShardReducer(comm, net.named_parameters())
         optimizer = SGD(net.parameters(), lr=0.1)
-        sharding = Sharding(comm, reducer, net, [optimizer], warn=pytest.fail)
+        sharding = attached(comm, net, optimizer)
         for _ in range(3):
             with sharding.forward(wait=True):
                 loss = net(torch.ones(3, 4)).square().mean()
-            with reducer.backward():
+            with sharding.backward():
                 loss.backward(retain_graph=True)
             optimizer.step()
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                 torch.autograd.grad(loss, net[0].weight)
-        sharding.release(wait=True)
-        reducer.remove()
+        sharding.detach()
 
     run_ranks(2, rank)

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_ring.comm.backends.thread import ThreadCommunicator, run_ranks
 from lightning_ring.errors import RingError
 from lightning_ring.gradients import Reducer, ShardReducer
+from tests.thread_ranks import ThreadCommunicator, run_ranks
 
 RANKS = 3
 WAYS = ["reduced", "local", "no_sync", "autograd.grad", "zero to none", "zero", "part", "local part"]

@@ -27,7 +27,7 @@ def check_late_parameters_are_waited_for_by_whoever_reads_them() -> None:
         module = copy.deepcopy(start)
         if kind is not None:
             late = run_late(module, kind=kind)
-            assert late.algorithm.sharding._reads.trusted
+            assert late.algorithm._reads.trusted
             assert len(late.late.gathered) > 6
         else:
             fit(RingStrategy(bucket_cap_mb=CAP), module, loader(24), max_epochs=1)
@@ -59,20 +59,20 @@ def check_parameters_travel_in_the_order_of_use_while_forward_goes_on() -> None:
                 layer.register_forward_hook(self.note)
 
         def note(self, *_: Any) -> None:
-            left[-1].append(len(self.trainer.strategy.algorithm.sharding._parameters._gathers))
+            left[-1].append(len(self.trainer.strategy.algorithm._parameters._gathers))
 
     module = Layers()
     waits: list[int] = []
 
     class Counting(LateRing):
         def training_step(self, *args: Any, **kwargs: Any) -> Any:
-            waits.append(len(self.algorithm.sharding._parameters._gathers))
+            waits.append(len(self.algorithm._parameters._gathers))
             left.append([])
             return super().training_step(*args, **kwargs)
 
     strategy = run_late(module, kind=Counting)
     assert waits[0] == 0
-    num_buckets = len(strategy.algorithm.sharding._parameters.buckets)
+    num_buckets = len(strategy.algorithm._parameters.buckets)
     assert set(waits[1:]) == {num_buckets}, waits  # all still on their way
     for counts in left[1:]:  # a layer waited for its own weight and bias alone, which two buckets hold at most
         assert counts == sorted(counts, reverse=True)
@@ -104,7 +104,7 @@ def check_reads_that_nobody_sees_switch_to_waiting_and_say_so() -> None:
     plain.load_state_dict(late.state_dict())
     with pytest.warns(UserWarning, match=r"hidden.weight got a gradient") if RANK == 0 else contextlib.nullcontext():
         strategy = run_late(late)
-    assert not strategy.algorithm.sharding._reads.trusted
+    assert not strategy.algorithm._reads.trusted
     fit(RingStrategy(bucket_cap_mb=CAP), plain, loader(24), max_epochs=1)
     assert_same(late, plain)
 
@@ -168,7 +168,7 @@ def check_scripted_and_compiled_code_is_found_before_it_reads() -> None:
 def check_hooks_and_callbacks_see_whole_parameters() -> None:
     class Reading(Classifier):
         def read(self) -> None:
-            assert self.trainer.strategy.algorithm.sharding._parameters.complete
+            assert self.trainer.strategy.algorithm._parameters.complete
 
         def on_train_epoch_end(self) -> None:
             self.read()
@@ -210,7 +210,7 @@ def check_hooks_and_callbacks_see_whole_parameters() -> None:
     run = trainer(strategy, callbacks=[Ends()], max_epochs=2, val_check_interval=2, reload_dataloaders_every_n_epochs=1)
     run.fit(module, loader(24))
     assert reloaded
-    assert strategy.algorithm.sharding.overlaps
+    assert strategy.algorithm.overlaps
     assert module.seen["eval"]
     assert [type(callback) for callback in run.callbacks if isinstance(callback, Ends)] == [Ends]
     # the module is left as it was: no storage that other parameters lie in

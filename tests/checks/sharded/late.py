@@ -80,7 +80,7 @@ class Patient(LateRing):
 
     def on_train_start(self) -> None:
         super().on_train_start()
-        self.algorithm.sharding.overlaps = False
+        self.algorithm.overlaps = False
 
 
 class Noting(Callback):

@@ -9,9 +9,9 @@ from datetime import timedelta
 import pytest
 import torch
 
-from lightning_ring.comm.backends.thread import run_ranks
 from lightning_ring.comm.communicator import ReduceOp
 from lightning_ring.errors import CollectiveError, ConfigurationError, PeerFailedError, RingError
+from tests.thread_ranks import run_ranks
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])

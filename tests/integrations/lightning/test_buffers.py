@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_ring.comm.backends.thread import run_ranks
 from lightning_ring.integrations.lightning.buffers import BufferBroadcast
+from tests.thread_ranks import run_ranks
 
 
 class Module(nn.Module):

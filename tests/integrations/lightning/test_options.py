@@ -12,11 +12,11 @@ import torch
 from lightning_ring import RingError, RingStrategy
 from lightning_ring.algorithms.averaging import Averaging
 from lightning_ring.algorithms.sharded import Sharded
-from lightning_ring.comm.backends.thread import run_ranks
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.cost import default_cap_mb
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.gradients.compression import PowerSGD
+from tests.thread_ranks import run_ranks
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Ranks as threads of one process: the ring without any transport, for tests and for learning."""
+"""Ranks as threads of one process: a `Communicator` without a transport, with the real queues, ring and checks."""
 
 from __future__ import annotations
 
