@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,10 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lightning_ring.algorithms.sharded.sharding import Sharding
+from lightning_ring.algorithms import algorithm_class
+from lightning_ring.algorithms.averaging import Averaging
+from lightning_ring.algorithms.sharded import Sharded
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.cost import default_cap_mb
-from lightning_ring.gradients import Reducer, ShardReducer
 from lightning_ring.job.communicators import open_communicator
 from lightning_ring.job.job import connect
 from lightning_ring.job.ranks import discover_ranks
@@ -123,35 +123,25 @@ def replay(profile: Profile, comm: Communicator, way: str, steps: int) -> list[f
     num_elements = sum(gradient.numel for gradient in profile.gradients)
     optimizer = SleepingOptimizer(model.parameters(), phases.optimizer / num_elements)
     cap = default_cap_mb("cpu", comm.world_size)
-    reducer = (ShardReducer if way == "ring_sharded" else Reducer)(comm, model.named_parameters(), bucket_cap_mb=cap)
-    forward: Callable[[Tensor], Tensor] = model
-    sharding = None
-    if isinstance(reducer, ShardReducer):
-        sharding = Sharding(comm, reducer, model, [optimizer], print)
-        sharding.overlaps = True
-
-        def forward(x: Tensor) -> Tensor:
-            assert sharding is not None
-            with sharding.forward(wait=True):
-                out: Tensor = model(x)
-                return out
-
+    algorithm: Averaging = algorithm_class(way)(bucket_cap_mb=cap)
+    algorithm.attach(model, [optimizer], comm, print)
+    if isinstance(algorithm, Sharded):
+        algorithm.overlaps = True
     seconds = []
     x = torch.zeros(1, requires_grad=True)
     for _ in range(_WARMUP + steps):
         began = time.perf_counter()
         time.sleep(phases.data + phases.copy + phases.other)
         pace.begin_step()
-        loss = forward(x)
+        with algorithm.forward():
+            loss = model(x)
         pace.backward_began = time.perf_counter()
-        with reducer.backward():
+        with algorithm.backward():
             loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         seconds.append(time.perf_counter() - began)
-    if sharding is not None:
-        sharding.release(wait=True)
-    reducer.remove()
+    algorithm.detach()
     return seconds[_WARMUP:]
 
 

@@ -2,48 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar, Literal
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, ClassVar
+from weakref import WeakValueDictionary
 
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
-from lightning_ring.algorithms.algorithm import Algorithm, log
+from lightning_ring.algorithms.algorithm import log
 from lightning_ring.algorithms.averaging import Averaging
-from lightning_ring.algorithms.sharded.sharding import Sharding
+from lightning_ring.algorithms.sharded import norms
+from lightning_ring.algorithms.sharded.aliases import check_no_aliases
+from lightning_ring.algorithms.sharded.elementwise import check_can_be_sharded
+from lightning_ring.algorithms.sharded.optimizer import SlicedOptimizer
+from lightning_ring.algorithms.sharded.parameter_reads import ParameterReads
+from lightning_ring.algorithms.sharded.parameters import ShardedParameters
 from lightning_ring.comm.communicator import Communicator
-from lightning_ring.gradients.compression import Compressor
 from lightning_ring.gradients.shard_reducer import ShardReducer
+from lightning_ring.gradients.squared_norms import squares_by_bucket
 
 
-class Sharded(Algorithm):
+class Sharded(Averaging):
     """Gradients are reduce-scattered, each rank steps its shard, and parameters are all-gathered.
 
-    The all-gather overlaps the next forward.
+    A step starts an all-gather of each changed bucket. If ``overlaps`` is True the step returns at once, and reading a
+    parameter inside `forward` or `reading` waits for its bucket. Else the step waits.
 
-    Args:
-        bucket_cap_mb: As of `Averaging`.
-        compression: As of `Averaging`; parameters always travel in their own dtype.
+    The arguments are those of `Averaging`; parameters always travel in their own dtype.
+
+    Attributes:
+        overlaps: Whether a step returns before all parameters are complete.
     """
 
     sharded: ClassVar[bool] = True
-
-    def __init__(
-        self,
-        *,
-        bucket_cap_mb: float | Literal["auto"] | None = None,
-        compression: str | Compressor | None = None,
-    ) -> None:
-        self.sharding: Sharding | None = None
-        self._averaging = Averaging(
-            bucket_cap_mb=bucket_cap_mb,
-            compression=compression,
-            shards=True,
-            on_new_parameters=self._follow_module,
-        )
+    reducer_class = ShardReducer
+    overlaps = False
+    _parameters: ShardedParameters | None = None
 
     # -- begin and end
 
@@ -55,136 +52,153 @@ class Sharded(Algorithm):
         warn: Callable[[str], None] = log.warning,
         inform: Callable[[str], None] = log.info,
     ) -> None:
-        self._averaging.attach(module, optimizers, comm, warn, inform)
-        reducer = self._averaging.reducer
-        assert isinstance(reducer, ShardReducer)
-        self.sharding = Sharding(comm, reducer, module, optimizers, warn)
+        self._parameters = None
+        super().attach(module, optimizers, comm, warn, inform)
+        assert isinstance(self.reducer, ShardReducer)
+        check_no_aliases(module)
+        self.overlaps = False
+        self._warn = warn
+        self._quiet_about_norms = False  # lightning_ring computes one itself, or the warning was given
+        self._parameters = ShardedParameters(comm, self.reducer)
+        self._reads = ParameterReads(self._parameters, module, warn, self._on_norm)
+        self._set: list[SlicedOptimizer] = []  # others live as long as their optimizers, through the hooks
+        self._sliced: WeakValueDictionary[int, SlicedOptimizer] = WeakValueDictionary()
+        try:
+            self.set_optimizers(optimizers)
+        except BaseException:
+            self.detach(wait=False)
+            raise
 
     def set_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        self._averaging.set_optimizers(optimizers)
-        self._training.set_optimizers(optimizers)
+        """Replace the optimizers. Earlier ones stay sharded: stepping them is still allowed."""
+        super().set_optimizers(optimizers)
+        self._set = [self._slice(optimizer) for optimizer in optimizers]
 
     def detach(self, *, wait: bool = True) -> None:
         """Afterwards `optimizer_state_dict` still works, on all ranks together."""
-        if self.sharding is not None and self.reducer is not None:
-            self.sharding.release(wait=wait)
-        self._averaging.detach(wait=wait)
+        if self._parameters is not None and self.reducer is not None:
+            if wait:
+                self.wait_parameters()
+            for optimizer in list(self._sliced.values()):
+                optimizer.release()
+            self._reads.remove()
+            self._parameters.release()
+        super().detach(wait=wait)
 
-    def _follow_module(self) -> None:
-        if self.sharding is not None:
-            self.sharding.follow_module()
+    def _on_new_parameters(self) -> None:
+        if self._parameters is not None:
+            self.wait_parameters()
+            check_no_aliases(self._module)
+            self._reads.follow()
+
+    def _slice(self, optimizer: Optimizer) -> SlicedOptimizer:
+        """Have ``optimizer`` step this rank's shard, from now on."""
+        if (known := self._sliced.get(id(optimizer))) is not None:
+            return known
+        check_can_be_sharded(optimizer)
+        sliced = SlicedOptimizer(optimizer, self._attached, self._stepped)
+        self._sliced[id(optimizer)] = sliced
+        return sliced
 
     @property
-    def reducer(self) -> ShardReducer | None:
-        reducer = self._averaging.reducer
-        assert reducer is None or isinstance(reducer, ShardReducer)
-        return reducer
-
-    @property
-    def _training(self) -> Sharding:
-        assert self.sharding is not None, "attach() comes first"
-        return self.sharding
+    def _attached(self) -> ShardedParameters:
+        assert self._parameters is not None, "attach() comes first"
+        return self._parameters
 
     # -- a batch
 
-    def begin_batch(self, active_ranks: int | None = None) -> None:
-        self._averaging.begin_batch(active_ranks)
-
-    def forward(self, *, wait: bool = True) -> AbstractContextManager[None]:
-        return self._training.forward(wait=wait)
-
-    def backward(self) -> AbstractContextManager[None]:
-        return self._averaging.backward()
-
-    def plain_backwards(self, *, reduced: bool) -> AbstractContextManager[None]:
-        return self._averaging.plain_backwards(reduced=reduced)
-
-    @property
-    def reduces_plain_backwards(self) -> bool:
-        return self._averaging.reduces_plain_backwards
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        return self._averaging.no_sync()
-
-    def discarding(self) -> AbstractContextManager[None]:
-        return self._averaging.discarding()
+    @contextmanager
+    def forward(self, *, wait: bool = True) -> Iterator[None]:
+        self._reads.begin_forward()
+        with self._reads.watching(norms=not wait) if self.overlaps else nullcontext():
+            yield
+        if wait:
+            self.wait_parameters()
 
     def before_step(self, optimizer: Optimizer, *, has_closure: bool) -> None:
-        self._averaging.before_step(optimizer, has_closure=has_closure)
-        if self._averaging.steps_tracked_parameters(optimizer):
-            self._training.slice(optimizer)  # optimizers may be built in the middle of the training
+        super().before_step(optimizer, has_closure=has_closure)
+        if self.steps_tracked_parameters(optimizer):
+            self._slice(optimizer)  # optimizers may be built in the middle of the training
 
-    def check_gradients(self, optimizer: Optimizer) -> None:
-        self._averaging.check_gradients(optimizer)
-
-    def after_step(self, optimizer: Optimizer) -> None:
-        self._averaging.after_step(optimizer)
+    def _stepped(self, changed: list[Parameter]) -> None:
+        parameters = self._attached
+        parameters.gather(changed)
+        if self.overlaps and self._reads.trusted:
+            parameters.hide()
+        else:
+            parameters.wait()
 
     # -- reading parameters and gradients
 
-    @property
-    def overlaps(self) -> bool:
-        """Whether a step returns before all parameters are complete. Reading a parameter then waits for it."""
-        return self._training.overlaps
-
-    @overlaps.setter
-    def overlaps(self, value: bool) -> None:
-        self._training.overlaps = value
-
     def reading(self) -> AbstractContextManager[None]:
-        return self._training.reading()
+        return self._reads.watching(norms=True) if self.overlaps else nullcontext()
 
     def wait_parameters(self) -> None:
-        if self.sharding is not None:
-            self.sharding.wait_parameters()
+        if self._parameters is not None:
+            self._parameters.wait()
 
     def show(self) -> None:
         """After an exception: make all parameters readable with their current values; new ones may never arrive."""
-        self._training.show()
+        self._attached.show()
 
     def clip_grad_norm_(self, parameters: Iterable[Parameter], max_norm: float, norm_type: float = 2.0) -> Tensor:
         if self.reducer is None:
             return clip_grad_norm_(parameters, max_norm, norm_type)
-        return self._training.clip_grad_norm_(parameters, max_norm, norm_type)
+        self._attached.follow()
+        with self._own_norms():
+            return norms.clip_grad_norm_(parameters, max_norm, self._attached, norm_type)
+
+    def gradient_squares(self, parameters: Sequence[Parameter]) -> Tensor:
+        """As of `Algorithm`; collective the first time."""
+        sharded = self._attached
+        sharded.follow()
+        with self._own_norms():
+            parts = {param: sharded.own_gradient(param) for param in parameters if param in sharded.by_param}
+            return squares_by_bucket(parameters, self._training.buckets, self._comm.world_size, parts)
 
     def unscale_shards(self, unscale: Callable[..., Any]) -> Callable[..., Any]:
         """A loss scaler's ``unscale`` for sharded gradients: an infinity on one rank counts on all."""
-        return self._training.unscale_shards(unscale)
+        return norms.unscale_shards(unscale, self.of, self._comm)
 
-    @property
-    def num_buckets(self) -> int:
-        return self._averaging.num_buckets
+    @contextmanager
+    def _own_norms(self) -> Iterator[None]:
+        before, self._quiet_about_norms = self._quiet_about_norms, True
+        try:
+            yield
+        finally:
+            self._quiet_about_norms = before
 
-    def gradient_squares(self, parameters: Sequence[Parameter]) -> Tensor:
-        return self._training.gradient_squares(parameters)
+    def _on_norm(self, values: Iterable[Any]) -> None:
+        if self._quiet_about_norms or any(optimizer.holds_shards for optimizer in self._sliced.values()):
+            return
+        if norms.contains_gradient(values, self._attached):
+            self._quiet_about_norms = True
+            self._warn(
+                "a norm of gradients was taken (torch.nn.utils.clip_grad_norm_ or the like). Under ring_sharded a "
+                "gradient is valid in this rank's shard only, and NaN elsewhere: so is the norm. Clip "
+                "with self.clip_gradients(...) or self.trainer.strategy.clip_grad_norm_(parameters, max_norm), which "
+                "returns the norm over all ranks' shards (with max_norm=float('inf') it only measures)."
+            )
 
     # -- checkpoints
 
+    def of(self, optimizer: Any) -> SlicedOptimizer:
+        """The hooks on ``optimizer``, which Lightning may have wrapped."""
+        return self._sliced[id(getattr(optimizer, "_optimizer", optimizer))]
+
     def optimizer_state_dict(self, optimizer: Any, *, is_rank_zero: bool) -> dict[str, Any]:
-        return self._training.of(optimizer).state_dict(is_rank_zero=is_rank_zero)
+        return self.of(optimizer).state_dict(is_rank_zero=is_rank_zero)
 
     def load_optimizer_state_dict(self, optimizer: Any, state: dict[str, Any]) -> None:
-        self._training.of(optimizer).load_state_dict(state)
+        self.of(optimizer).load_state_dict(state)
 
-    def states_shown(self) -> AbstractContextManager[None]:
-        return self.sharding.states_shown() if self.sharding is not None else nullcontext()
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._averaging.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> str:
-        return self._averaging.load_state_dict(state)
-
-    # -- requests to stop, progress
-
-    def ask_to_stop(self, asked: bool = True) -> None:
-        self._averaging.ask_to_stop(asked)
-
-    def agreed_to_stop(self) -> bool:
-        return self._averaging.agreed_to_stop()
-
-    def progress(self) -> str:
-        return self._averaging.progress()
-
-    def description(self) -> str:
-        return self._averaging.description()
+    @contextmanager
+    def states_shown(self) -> Iterator[None]:
+        optimizers = self._set if self._parameters is not None else []
+        for optimizer in optimizers:
+            optimizer.show_state()
+        try:
+            yield
+        finally:
+            for optimizer in optimizers:
+                optimizer.hide_state()

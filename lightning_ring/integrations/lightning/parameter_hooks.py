@@ -21,7 +21,7 @@ _AFTER_BACKWARD = ("on_after_backward", "on_before_optimizer_step")  # watched f
 class WaitForParameters(pl.Callback):
     """The first of all callbacks: its hooks wait for all parameters, before the hooks of other callbacks.
 
-    The two hooks of every training batch do not wait. Their overrides run inside `Sharding.reading` instead, where
+    The two hooks of every training batch do not wait. Their overrides run inside `Sharded.reading` instead, where
     reading a parameter waits for that parameter (`watch_hooks`).
     """
 
