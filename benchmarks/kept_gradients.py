@@ -14,7 +14,7 @@ import torch
 from torch.nn import Parameter
 
 from lightning_ring.comm.cost import DEFAULT_CAP_MB
-from lightning_ring.gradients import plan_buckets
+from lightning_ring.gradients.bucket import plan_buckets
 
 
 def sizes() -> list[tuple[int, ...]]:

@@ -17,8 +17,9 @@ from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.cost import default_cap_mb
 from lightning_ring.comm.recording import unrecorded
 from lightning_ring.comm.replicate import broadcast_tensors
-from lightning_ring.gradients import AutoBuckets, Reducer
 from lightning_ring.gradients.compression import COMPRESSORS, Compressor
+from lightning_ring.gradients.reducer import Reducer
+from lightning_ring.gradients.sizing.auto_buckets import AutoBuckets
 from lightning_ring.gradients.sparse import sparse_weights
 from lightning_ring.gradients.squared_norms import squares_by_bucket
 

@@ -2,86 +2,90 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torch.nn import Parameter
 
 
-class BackwardPasses:
-    """A backward is reduced inside `reduced`, or as a plain ``loss.backward()`` inside ``plain(reduced=True)``.
+class BackwardPasses(ABC):
+    """A backward is reduced inside `backward`, or as a plain ``loss.backward()`` inside `plain_backwards`.
 
     Any other backward stays local: it sends nothing, and its gradients in ``param.grad`` are this rank's own. As under
     DistributedDataParallel, the next reduced backward sends all of ``param.grad``, and a parameter with a local
     gradient counts as used.
 
-    Args:
-        begin: Starts the reduction of a backward, and sets ``active``.
-        finish: Completes the reduction of the current backward, and clears ``active``. Does nothing without one.
-
     Attributes:
-        enabled: While False, backward leaves gradients local (`no_sync`).
-        reduces: Whether a backward at this point belongs to the training.
-        active: Whether a reduced backward has begun and is not finished.
-        explicit: Whether the current backward runs inside `reduced`, which finishes it.
-        discards: Whether gradients do not count (`discarding`).
+        reduces_plain_backwards: Whether a backward at this point belongs to the training.
     """
 
-    def __init__(self, begin: Callable[[], None], finish: Callable[[], None]) -> None:
-        self.enabled = True
-        self.reduces = False
-        self.active = False
-        self.explicit = False
-        self.discards = False
-        self._begin = begin
-        self._finish = finish
+    def __init__(self) -> None:
+        self.reduces_plain_backwards = False
+        self._names: dict[Parameter, str] = {}  # of all parameters whose gradients are averaged
+        self._enabled = True  # False inside `no_sync`
+        self._active = False  # a reduced backward has begun and is not finished
+        self._explicit = False  # the current backward runs inside `backward`, which finishes it
+        self._discards = False  # gradients do not count
+
+    @abstractmethod
+    def _begin(self) -> None:
+        """Start the reduction of a backward, and set ``_active``."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Complete the reduction of the current backward, and clear ``_active``. Does nothing without one."""
 
     @contextmanager
-    def reduced(self) -> Iterator[None]:
-        before, self.reduces = self.reduces, True
+    def backward(self) -> Iterator[None]:
+        """Around the outermost backward: on leaving, gradients are averaged. Nothing happens inside `no_sync`."""
+        before, self.reduces_plain_backwards = self.reduces_plain_backwards, True
         try:
-            if not self.enabled or self.active:
+            if not self._enabled or self._active:
                 yield
                 return
             self._begin()
-            self.explicit = True
+            self._explicit = True
             try:
                 yield
-                self._finish()
+                self.finish()
             finally:
-                self.explicit = self.active = False
+                self._explicit = self._active = False
         finally:
-            self.reduces = before
+            self.reduces_plain_backwards = before
 
     @contextmanager
-    def plain(self, *, reduced: bool) -> Iterator[None]:
+    def plain_backwards(self, *, reduced: bool) -> Iterator[None]:
+        """Around code whose plain ``loss.backward()`` is reduced, or stays local."""
         if not reduced:
-            self._finish()
-        before, self.reduces = self.reduces, reduced
+            self.finish()
+        before, self.reduces_plain_backwards = self.reduces_plain_backwards, reduced
         try:
             yield
             if reduced:
-                self._finish()
+                self.finish()
         finally:
-            self.reduces = before
+            self.reduces_plain_backwards = before
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        before, self.enabled = self.enabled, False
+        """Around backwards that leave gradients local. The next backward outside sends them."""
+        before, self._enabled = self._enabled, False
         try:
             yield
         finally:
-            self.enabled = before
+            self._enabled = before
 
     @contextmanager
-    def discarding(self, params: Iterable[Parameter]) -> Iterator[None]:
-        before = [(param, param.grad) for param in params]
+    def discarding(self) -> Iterator[None]:
+        """Around a backward that changes no ``param.grad`` and sends nothing."""
+        before = [(param, param.grad) for param in self._names]
         for param, _ in before:
             param.grad = None
-        self.discards = True
+        self._discards = True
         try:
             yield
         finally:
-            self.discards = False
+            self._discards = False
             for param, grad in before:
                 param.grad = grad

@@ -23,7 +23,7 @@ from lightning_ring.comm.backends.shared_memory.communicator import SharedMemory
 from lightning_ring.comm.communicator import Communicator, ReduceOp, shard
 from lightning_ring.comm.hierarchical import HierarchicalCommunicator
 from lightning_ring.errors import CollectiveError, ConfigurationError
-from lightning_ring.gradients import Reducer
+from lightning_ring.gradients.reducer import Reducer
 from lightning_ring.job.communicators import open_communicator
 from lightning_ring.job.job import Job, current_job, open_job
 from lightning_ring.job.members import Member, info_of

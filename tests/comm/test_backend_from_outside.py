@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_ring.comm.communicator import Communicator, CompletedWork, ReduceOp, Work, shard
 from lightning_ring.errors import CollectiveError, ConfigurationError
-from lightning_ring.gradients import Reducer
+from lightning_ring.gradients.reducer import Reducer
 
 
 class ListCommunicator(Communicator):

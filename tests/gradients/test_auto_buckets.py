@@ -10,8 +10,8 @@ from torch.nn import Parameter
 
 from lightning_ring.comm.cost import CostModel
 from lightning_ring.comm.recording import CollectiveRecord, RecordedCommunicator
-from lightning_ring.gradients import AutoBuckets
 from lightning_ring.gradients.sizing import auto_buckets
+from lightning_ring.gradients.sizing.auto_buckets import AutoBuckets
 from tests.thread_ranks import run_ranks
 
 CPU = torch.device("cpu")

@@ -7,7 +7,8 @@ import torch
 from torch.nn import Parameter
 
 from lightning_ring.comm.cost import number_by_size
-from lightning_ring.gradients import Bucket, Reducer, plan_buckets
+from lightning_ring.gradients.bucket import Bucket, plan_buckets
+from lightning_ring.gradients.reducer import Reducer
 from tests.thread_ranks import run_ranks
 
 

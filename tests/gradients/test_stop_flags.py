@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_ring.gradients import Reducer, stop_flag
+from lightning_ring.gradients import stop_flag
+from lightning_ring.gradients.reducer import Reducer
 from tests.thread_ranks import run_ranks
 
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ring.errors import RingError
-from lightning_ring.gradients import Reducer, ShardReducer
+from lightning_ring.gradients.reducer import Reducer
+from lightning_ring.gradients.shard_reducer import ShardReducer
 from tests.thread_ranks import ThreadCommunicator, run_ranks
 
 RANKS = 3

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from lightning_ring.comm.communicator import ReduceOp, Work, shard
-from lightning_ring.gradients import Bucket, Reducer
+from lightning_ring.gradients.bucket import Bucket
 from lightning_ring.gradients.compression import BF16, COMPRESSORS, FP16, Compressor, PowerSGD
+from lightning_ring.gradients.reducer import Reducer
 from lightning_ring.gradients.sending import average_compressed_, prepare_compressed, scatter_compressed_
 from tests.checks.compression.ways import (
     ERROR_FED,

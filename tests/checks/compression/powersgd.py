@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn import Parameter
 
-from lightning_ring.gradients import Bucket
+from lightning_ring.gradients.bucket import Bucket
 from lightning_ring.gradients.compression import PowerSGD
 from lightning_ring.gradients.sending import average_compressed_, prepare_compressed
 from tests.checks.compression.ways import WAYS, assert_same_bits, average, gradients, make, parameters, send

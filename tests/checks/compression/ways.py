@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_ring.comm.communicator import ChainedWork, ReduceOp, Work
-from lightning_ring.gradients import Reducer
 from lightning_ring.gradients.compression import BF16, COMPRESSORS, Compressor, ErrorFeedback, PowerSGD
+from lightning_ring.gradients.reducer import Reducer
 from tests.checks.world import communicator
 
 torch.set_num_threads(1)

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from lightning_ring.errors import CollectiveError
-from lightning_ring.gradients import Reducer
+from lightning_ring.gradients.reducer import Reducer
 from tests.checks.comm import WORLD, opened
 from tests.checks.gradients.nets import assert_same, batches, fresh_gradients, make, mine, reference_mean
 from tests.checks.world import communicator

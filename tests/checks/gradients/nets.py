@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_ring.comm.communicator import ReduceOp, Work
-from lightning_ring.gradients import Reducer
+from lightning_ring.gradients.reducer import Reducer
 from tests.checks.world import communicator
 
 torch.set_num_threads(1)

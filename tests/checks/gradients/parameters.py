@@ -7,7 +7,9 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from lightning_ring.gradients import AutoBuckets, Reducer, plan_buckets
+from lightning_ring.gradients.bucket import plan_buckets
+from lightning_ring.gradients.reducer import Reducer
+from lightning_ring.gradients.sizing.auto_buckets import AutoBuckets
 from tests.checks.gradients.nets import Net, Recorder, assert_same, batches, fresh_gradients, make, mine, reference_mean
 from tests.checks.world import communicator
 

@@ -10,8 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_ring.gradients import AutoBuckets, Reducer, ShardReducer
 from lightning_ring.gradients.compression import COMPRESSORS
+from lightning_ring.gradients.reducer import Reducer
+from lightning_ring.gradients.shard_reducer import ShardReducer
+from lightning_ring.gradients.sizing.auto_buckets import AutoBuckets
 from lightning_ring.gradients.sparse import sparse_weights
 from tests.checks.gradients.nets import fresh_gradients
 from tests.checks.world import communicator
