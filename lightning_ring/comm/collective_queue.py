@@ -20,6 +20,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 
 import torch
 from torch._C._functorch import peek_interpreter_stack
@@ -52,35 +53,22 @@ Steps = Generator[int, None, None]
 """A collective: it yields the number of a round, and goes on once that is reached."""
 
 
+@dataclass(slots=True, eq=False)
 class QueuedWork:
     """A `Work` of a `CollectiveQueue`."""
 
-    __slots__ = (
-        "_queue",
-        "awaits",
-        "description",
-        "ended",
-        "error",
-        "inference",
-        "num_warnings",
-        "over",
-        "started",
-        "steps",
-        "submitted",
-    )
-
-    def __init__(self, queue: CollectiveQueue, description: str, steps: Steps) -> None:
-        self._queue = queue
-        self.description = description
-        self.steps: Steps | None = steps
-        self.awaits = 0
-        self.submitted = time.monotonic()
-        self.inference = torch.is_inference_mode_enabled()  # a mode of the caller's thread, not of the one behind it
-        self.started = 0.0
-        self.num_warnings = 0
-        self.over = False
-        self.ended: float | None = None
-        self.error: RingError | None = None
+    _queue: CollectiveQueue
+    description: str
+    steps: Steps | None
+    awaits: int = 0
+    submitted: float = field(default_factory=time.monotonic)
+    # a mode of the caller's thread, not of the one behind it
+    inference: bool = field(default_factory=torch.is_inference_mode_enabled)
+    started: float = 0.0
+    num_warnings: int = 0
+    over: bool = False
+    ended: float | None = None
+    error: RingError | None = None
 
     def wait(self) -> None:
         if not self.over:

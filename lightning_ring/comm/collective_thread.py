@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from queue import SimpleQueue
 
 import torch
@@ -152,33 +153,21 @@ class CollectiveThread:
         self.last, self.running = (work.description, work.started), None
 
 
+@dataclass(slots=True, eq=False)
 class ThreadWork:
     """A `Work` of a `CollectiveThread`."""
 
-    __slots__ = (
-        "_thread",
-        "description",
-        "ended",
-        "error",
-        "finished",
-        "inference",
-        "num_warnings",
-        "run",
-        "started",
-        "waits_for",
-    )
-
-    def __init__(self, thread: CollectiveThread, description: str, run: Callable[[], None]) -> None:
-        self._thread = thread
-        self.description = description
-        self.run: Callable[[], None] = run
-        self.inference = torch.is_inference_mode_enabled()  # a mode of the caller's thread, not of the one that runs it
-        self.started = 0.0
-        self.waits_for: Sequence[int] = ()
-        self.num_warnings = 0
-        self.ended: float | None = None
-        self.error: RingError | None = None
-        self.finished = threading.Event()
+    _thread: CollectiveThread
+    description: str
+    run: Callable[[], None]
+    # a mode of the caller's thread, not of the one that runs it
+    inference: bool = field(default_factory=torch.is_inference_mode_enabled)
+    started: float = 0.0
+    waits_for: Sequence[int] = ()
+    num_warnings: int = 0
+    ended: float | None = None
+    error: RingError | None = None
+    finished: threading.Event = field(default_factory=threading.Event)
 
     def wait(self) -> None:
         self._thread.wait(self)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import pickle
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from enum import Enum
@@ -12,7 +14,7 @@ from torch import Tensor
 
 from lightning_ring.comm.agreement import describe
 from lightning_ring.comm.arguments import check_all_to_all, check_rank, check_sizes, sizes_and_dtypes
-from lightning_ring.comm.pickling import pickled, unpickled
+from lightning_ring.errors import CollectiveError
 
 T = TypeVar("T")
 
@@ -148,25 +150,25 @@ class Communicator(Protocol):
         check_rank(src, self.world_size, "src")
         if self.world_size == 1:
             return obj
-        message = pickled(obj if self.rank == src else None)
+        message = _pickled(obj if self.rank == src else None)
         size = torch.tensor([message.numel()])
         self.broadcast_(size, src=src, name="size of an object").wait()
         if self.rank != src:
             message = torch.empty(int(size), dtype=torch.uint8)
         self.broadcast_(message, src=src, name="object").wait()
-        value = unpickled(message, src)
+        value = _unpickled(message, src)
         return obj if self.rank == src else value
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         """Every rank's picklable ``obj``, by rank. Blocks. Messages are padded to the longest."""
         if self.world_size == 1:
             return [obj]
-        message = pickled(obj)
+        message = _pickled(obj)
         sizes = [int(size) for size in self.all_gather(torch.tensor([message.numel()]), name="sizes of objects")]
         padded = message.new_zeros(max(sizes))
         padded[: message.numel()] = message
         rows = self.all_gather(padded, name="objects")
-        return [unpickled(row[:size], rank) for rank, (row, size) in enumerate(zip(rows, sizes, strict=True))]
+        return [_unpickled(row[:size], rank) for rank, (row, size) in enumerate(zip(rows, sizes, strict=True))]
 
     def barrier(self) -> None:
         """Block until every rank is here."""
@@ -229,3 +231,23 @@ class ChainedWork:
 def as_bytes(tensor: Tensor) -> Tensor:
     """The same memory as a 1-D uint8 tensor (``tensor`` is contiguous), for transports that know no dtype."""
     return tensor.detach().view(-1).view(torch.uint8) if tensor.numel() else tensor.new_empty(0, dtype=torch.uint8)
+
+
+def _pickled(obj: Any) -> Tensor:
+    """``obj`` as uint8, or the error of pickling it, so that all ranks learn of it and none waits for ever."""
+    try:
+        message = pickle.dumps((True, obj))
+    except Exception as error:
+        message = pickle.dumps((False, f"{type(error).__name__}: {error}"))
+    return torch.frombuffer(bytearray(message), dtype=torch.uint8)
+
+
+def _unpickled(message: Tensor, src: int) -> Any:
+    """
+    Raises:
+        CollectiveError: Rank ``src`` could not pickle its object.
+    """
+    good, obj = pickle.loads(ctypes.string_at(message.data_ptr(), message.numel()))
+    if not good:
+        raise CollectiveError(f"rank {src} tried to send an object that cannot be pickled: {obj}. Send plain values.")
+    return obj

@@ -82,19 +82,8 @@ class CostModel:
     alpha_seconds: float
     bandwidth: float
 
-    def all_reduce_seconds(self, num_bytes: float, world_size: int) -> float:
-        """Time of an all-reduce of ``num_bytes`` in all, over ``world_size`` ranks; 0 for one rank."""
-        return self._seconds("all_reduce", num_bytes, world_size)
-
-    def reduce_scatter_seconds(self, num_bytes: float, world_size: int) -> float:
-        """The same for its first half; ``num_bytes`` is what every rank starts with."""
-        return self._seconds("reduce_scatter", num_bytes, world_size)
-
-    def all_gather_seconds(self, num_bytes: float, world_size: int) -> float:
-        """The same for its second half; ``num_bytes`` is what every rank ends with."""
-        return self._seconds("all_gather", num_bytes, world_size)
-
-    def _seconds(self, collective: Collective, num_bytes: float, world_size: int) -> float:
+    def seconds(self, num_bytes: float, world_size: int, collective: Collective = "all_reduce") -> float:
+        """Time of ``collective`` on a tensor of ``num_bytes``, all shards together; 0 for one rank."""
         steps = _PASSES[collective] * (world_size - 1)
         return steps * (self.alpha_seconds + num_bytes / (world_size * self.bandwidth))
 

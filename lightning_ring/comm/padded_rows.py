@@ -29,7 +29,7 @@ class PaddedRows:
             source.copy_(row)
 
     def _pairs(self, index: int | None) -> list[tuple[Tensor, Tensor]]:
-        """PaddedRows beside the parts of the tensor that they stand for; none if they are the same memory."""
+        """Rows beside the parts of the tensor that they stand for; none if they are the same memory."""
         if not self._num_longer:
             return []
         if index is not None:

@@ -13,7 +13,7 @@ from lightning_ring.gradients.sizing.merge import Seconds, last_arrival, merge
 
 def link(alpha: float, bandwidth: float) -> Seconds:
     model = CostModel(alpha, bandwidth)
-    return lambda num_bytes: model.all_reduce_seconds(num_bytes, 2)
+    return lambda num_bytes: model.seconds(num_bytes, 2)
 
 
 def backward(seed: int, num: int, spread: float) -> tuple[list[float], list[float]]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -36,10 +38,7 @@ _OPS = {
 
 
 def open_torch_communicator(
-    backend: str = "gloo",
-    policy: WaitPolicy | None = None,
-    *,
-    ranks: list[int] | None = None,
+    backend: str = "gloo", policy: WaitPolicy | None = None, *, ranks: list[int] | None = None
 ) -> Communicator:
     """A communicator over ``ranks`` (all by default) with process groups of its own; ``backend`` is gloo or nccl.
 
@@ -135,9 +134,8 @@ class GlooCommunicator(RingCommunicator):
             work = dist.all_reduce(flat, op=_OPS[op], group=self._group, async_op=True)
             started.arrival = self._arriving.submit(what, lambda: self._wait_for(work))
 
-        started.start = self._start(
-            what, run, channel=self._channels.first
-        )  # torch numbers them in the order of their calls
+        # torch numbers them in the order of their calls
+        started.start = self._start(what, run, channel=self._channels.first)
         return started
 
     def _wait_for(self, work: dist.Work) -> None:
@@ -145,14 +143,12 @@ class GlooCommunicator(RingCommunicator):
         work.wait()  # raises what went wrong
 
 
+@dataclass(slots=True)
 class _StartedWork:
     """The `Work` of a collective that one thread starts, and another one sees end."""
 
-    __slots__ = ("arrival", "start")
-
-    def __init__(self) -> None:
-        self.start: Work = CompletedWork()
-        self.arrival: Work | None = None
+    start: Work = field(default_factory=CompletedWork)
+    arrival: Work | None = None
 
     @property
     def ended(self) -> float | None:
@@ -168,15 +164,12 @@ class _StartedWork:
         return self.start.done() and (self.arrival is None or self.arrival.done())
 
 
-class GlooMessage:
+class GlooMessage(NamedTuple):
     """A send or a receive under way."""
 
-    __slots__ = ("peer", "tensor", "work")
-
-    def __init__(self, work: dist.Work, tensor: Tensor, peer: int) -> None:
-        self.work = work
-        self.tensor = tensor  # kept alive: Gloo holds a bare pointer
-        self.peer = peer
+    work: dist.Work
+    tensor: Tensor  # kept alive: Gloo holds a bare pointer
+    peer: int
 
 
 class GlooTransport:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -68,16 +69,14 @@ def open_mpi_subgroup(comm: Any, parts: Sequence[Sequence[int]], policy: WaitPol
     return part
 
 
+@dataclass(slots=True, eq=False)
 class MPIMessage:
     """A send or a receive under way."""
 
-    __slots__ = ("peer", "receives", "request", "tensor")
-
-    def __init__(self, request: Any, tensor: Tensor, peer: int, receives: bool) -> None:
-        self.request = request
-        self.tensor = tensor  # kept alive: MPI holds a bare pointer
-        self.peer = peer
-        self.receives = receives
+    request: Any
+    tensor: Tensor  # kept alive: MPI holds a bare pointer
+    peer: int
+    receives: bool
 
 
 class MPITransport:

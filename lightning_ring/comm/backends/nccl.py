@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from lightning_ring.comm.agreement import describe
 from lightning_ring.comm.arguments import check_all_to_all
 from lightning_ring.comm.communicator import Communicator, ReduceOp, Work, as_bytes, shard
+from lightning_ring.comm.padded_rows import PaddedRows
 from lightning_ring.comm.ring import check_reducible, finish_
 from lightning_ring.comm.waiting import transport_error
 from lightning_ring.errors import ConfigurationError, RingError
@@ -60,13 +62,13 @@ class NCCLCommunicator(Communicator):
             return self._host.reduce_scatter_(flat, op=op, name=name)
         flat = flat.detach()
         own = shard(flat, self.world_size, self.rank)
-        rows = self._rows(flat)
-        sent, native = self._reducible(rows.view(-1), op)
+        rows = PaddedRows(flat, self.world_size)
+        rows.load()
+        sent, native = self._reducible(rows.flat, op)
         target = shard(sent, self.world_size, self.rank)
 
         def finish() -> None:
-            if rows.numel() != flat.numel():
-                own.copy_(rows[self.rank, : own.numel()])
+            rows.store(self.rank)
             self._divide(own, op)
 
         return self._start(
@@ -79,20 +81,14 @@ class NCCLCommunicator(Communicator):
         if not self._serves(flat):
             return self._host.all_gather_(flat, name=name)
         flat = flat.detach()
-        rows = self._rows(flat)
-        sent = as_bytes(rows)
+        rows = PaddedRows(flat, self.world_size)
+        rows.load(self.rank)
+        sent = as_bytes(rows.flat)
         own = shard(sent, self.world_size, self.rank)
-
-        def finish() -> None:
-            if rows.numel() != flat.numel():
-                for rank in range(self.world_size):
-                    part = shard(flat, self.world_size, rank)
-                    part.copy_(rows[rank, : part.numel()])
-
         return self._start(
             describe("all_gather", flat.dtype, f"{flat.numel()} elements", name=name),
             lambda: dist.all_gather_into_tensor(sent, own, group=self._group, async_op=True),
-            finish,
+            rows.store,
         )
 
     def all_to_all(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], *, name: str = "") -> Work:
@@ -147,26 +143,14 @@ class NCCLCommunicator(Communicator):
         if not reduced.is_floating_point():
             finish_(reduced, op, self.world_size)
 
-    def _rows(self, flat: Tensor) -> Tensor:
-        """One row for each rank's shard: a view of ``flat``, or where the shards differ in length, a padded copy."""
-        if flat.numel() % self.world_size == 0:
-            return flat.view(self.world_size, flat.numel() // self.world_size)
-        rows = flat.new_zeros(self.world_size, flat.numel() // self.world_size + 1)
-        for rank in range(self.world_size):
-            part = shard(flat, self.world_size, rank)
-            rows[rank, : part.numel()].copy_(part)
-        return rows
 
-
+@dataclass(slots=True)
 class StreamWork:
     """A collective on the GPU's streams. ``finish`` is queued behind it, once, by the first `wait`."""
 
-    __slots__ = ("_description", "_finish", "_work")
-
-    def __init__(self, description: str, work: Any, finish: Callable[[], None]) -> None:
-        self._description = description
-        self._work = work
-        self._finish: Callable[[], None] | None = finish
+    _description: str
+    _work: Any
+    _finish: Callable[[], None] | None
 
     def order_current_stream(self) -> None:
         """Have the current stream go on after the collective; unlike `wait` this queues nothing behind it."""

@@ -1,4 +1,4 @@
-"""Compressors of gradients: one file each, listed in `registry`."""
+"""Compressors of gradients: listed in `registry`."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -6,17 +6,16 @@ from typing import TYPE_CHECKING, Any
 from lightning_ring.gradients.compression.registry import COMPRESSORS
 
 if TYPE_CHECKING:
-    from lightning_ring.gradients.compression.bf16 import BF16
     from lightning_ring.gradients.compression.compressor import Compressor, GradientLayout
     from lightning_ring.gradients.compression.error_feedback import ErrorFeedback
-    from lightning_ring.gradients.compression.fp16 import FP16
     from lightning_ring.gradients.compression.powersgd import PowerSGD
+    from lightning_ring.gradients.compression.sixteen_bit import BF16, FP16
 
 _MODULES = {
-    "BF16": "bf16",
+    "BF16": "sixteen_bit",
     "Compressor": "compressor",
     "ErrorFeedback": "error_feedback",
-    "FP16": "fp16",
+    "FP16": "sixteen_bit",
     "GradientLayout": "compressor",
     "PowerSGD": "powersgd",
 }

@@ -41,7 +41,7 @@ def two_bytes(numel: int, world_size: int) -> float:
 
 
 COMPRESSORS: Mapping[str, RegisteredCompressor] = {
-    "fp16": RegisteredCompressor("fp16", "FP16", two_bytes),
-    "bf16": RegisteredCompressor("bf16", "BF16", two_bytes),
+    "fp16": RegisteredCompressor("sixteen_bit", "FP16", two_bytes),
+    "bf16": RegisteredCompressor("sixteen_bit", "BF16", two_bytes),
     "powersgd": RegisteredCompressor("powersgd", "PowerSGD"),
 }

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_ring.comm.communicator import Communicator
-from lightning_ring.comm.cost import DEFAULT_CAP_MB, FIRST_BUCKET_MB, CostModel, fit, number_by_size
+from lightning_ring.comm.cost import DEFAULT_CAP_MB, FIRST_BUCKET_MB, Collective, CostModel, fit, number_by_size
 from lightning_ring.gradients.bucket import Bucket
 from lightning_ring.gradients.compression import Compressor
 from lightning_ring.gradients.sizing.merge import Seconds, last_arrival, merge
@@ -70,7 +70,7 @@ class AutoBuckets:
         self._comm = comm
         self._say = say
         self._default_cap_mb = default_cap_mb
-        self._halves = halves
+        self._collective: Collective = "reduce_scatter" if halves else "all_reduce"
         self._compressor = compressor
         self._began: float | torch.cuda.Event = 0.0
         self._notes: dict[str, list[tuple[float | torch.cuda.Event, float | torch.cuda.Event]]] = defaultdict(list)
@@ -129,18 +129,17 @@ class AutoBuckets:
             for _ in range(PROBE_REPEATS):
                 sizes.append(flat.nbytes)
                 times.append(self._time(flat))
-        return fit(sizes, times, self._comm.world_size, collective="reduce_scatter" if self._halves else "all_reduce")
+        return fit(sizes, times, self._comm.world_size, collective=self._collective)
 
     def _time(self, flat: Tensor) -> float:
         self._comm.barrier()
         began = _now(flat.device)
-        collective = self._comm.reduce_scatter_ if self._halves else self._comm.all_reduce_
+        collective = self._comm.all_reduce_ if self._collective == "all_reduce" else self._comm.reduce_scatter_
         collective(flat, name="probe of the bucket size").wait()
         return _seconds_between(began, _now(flat.device))
 
     def _seconds(self, cost: CostModel) -> Seconds:
-        collective = cost.reduce_scatter_seconds if self._halves else cost.all_reduce_seconds
-        return lambda num_bytes: collective(num_bytes, self._comm.world_size)
+        return lambda num_bytes: cost.seconds(num_bytes, self._comm.world_size, self._collective)
 
     def _wire_bytes(self, param: Parameter) -> float:
         if self._compressor is None or not self._compressor.accepts(param.dtype):

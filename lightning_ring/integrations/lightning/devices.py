@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator, CPUAccelerator
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
@@ -21,8 +18,7 @@ from lightning_ring.integrations.lightning.launcher import RingLauncher
 from lightning_ring.options import RingOptions
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceRequest:
+class DeviceRequest(NamedTuple):
     """``Trainer(devices=, num_nodes=)`` as the user wrote them; ``"auto"`` and 1 by default."""
 
     devices: Any = "auto"
@@ -87,29 +83,14 @@ def devices_for(
     return accelerator.get_parallel_devices(accelerator.parse_devices(local_size))
 
 
-class StartedRank(_Launcher):
-    """For a process that a launcher started: there is nothing to start."""
-
-    @property
-    def is_interactive_compatible(self) -> bool:
-        return True
-
-    def launch(self, function: Callable, *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
-        return function(*args, **kwargs)
-
-    def kill(self, signum: int) -> None:
-        pass
-
-
 def choose_launcher(
     strategy: DDPStrategy, environment: RingEnvironment, options: RingOptions, num_nodes: int
 ) -> _Launcher | None:
     """The launcher that runs the Trainer's function on every rank; `None` for a single process."""
-    if environment.creates_processes_externally:
-        return StartedRank()
-    if options.start_method != "popen":
+    started = environment.creates_processes_externally
+    if not started and options.start_method != "popen":
         return _MultiProcessingLauncher(strategy, start_method=options.start_method)
-    if strategy.num_processes * num_nodes == 1:
+    if not started and strategy.num_processes * num_nodes == 1:
         return None
     use_mpi = options.backend in ("auto", "mpi")
     return RingLauncher(environment, strategy.num_processes, num_nodes, use_mpi=use_mpi)

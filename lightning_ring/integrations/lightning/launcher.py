@@ -48,7 +48,7 @@ class RingLauncher(_Launcher):
 
     @property
     def is_interactive_compatible(self) -> bool:
-        return False
+        return self._environment.creates_processes_externally
 
     def launch(self, function: Callable, *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
         """Run ``function`` here if this process is a rank; otherwise start the ranks, wait, and end this process.
@@ -57,7 +57,6 @@ class RingLauncher(_Launcher):
             JobFinished: With the job's exit code, in the process that started the ranks.
             ConfigurationError: Several nodes, which only mpirun, ringrun, srun or torchrun can start.
         """
-        self._environment.validate_settings(self._num_processes, self._num_nodes)
         if self._environment.creates_processes_externally or self._num_processes * self._num_nodes == 1:
             return function(*args, **kwargs)
         if self._num_nodes > 1:

@@ -31,14 +31,11 @@ from lightning_ring.comm.replicate import broadcast_module, broadcast_optimizer_
 from lightning_ring.errors import RingError
 from lightning_ring.gradients.compression import Compressor
 from lightning_ring.host.malloc import keep_freed_memory, return_freed_memory
-from lightning_ring.integrations.lightning.algorithm_state import AlgorithmState
 from lightning_ring.integrations.lightning.buffers import BroadcastAfterSwap, BufferBroadcast
+from lightning_ring.integrations.lightning.checkpoints import SavedStates, count_trained_batches
 from lightning_ring.integrations.lightning.combined_loader import TrainingLoaders
 from lightning_ring.integrations.lightning.join import ActiveRanks
-from lightning_ring.integrations.lightning.loader_state import count_trained_batches
-from lightning_ring.integrations.lightning.manual_backward import calls_manual_backward
-from lightning_ring.integrations.lightning.no_sync import add_no_sync, remove_no_sync
-from lightning_ring.integrations.lightning.random_state import RandomStates
+from lightning_ring.integrations.lightning.manual_optimization import add_no_sync, calls_manual_backward, remove_no_sync
 from lightning_ring.integrations.lightning.rank_strategy import RankedStrategy
 from lightning_ring.integrations.lightning.sharded_hooks import ShardedHooks
 from lightning_ring.integrations.lightning.slurm_requeue import in_slurm_job, save_and_requeue
@@ -174,8 +171,7 @@ class RingStrategy(RankedStrategy):
         self._requests = StopRequests(self.options.requeue_signal, self._ask_all_ranks)
         self._stopping_together = False  # all ranks leave the training loop at the same step
         self._keeps_freed_memory = False
-        self._random_states = RandomStates()
-        self._algorithm_state = AlgorithmState()
+        self._saved_states = SavedStates()
         self._buffers = BufferBroadcast(self.options.broadcast_buffers, _warn)
         self._after_swap = BroadcastAfterSwap(self._broadcast_buffers)
 
@@ -455,18 +451,16 @@ class RingStrategy(RankedStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         together = None if self._alone else self._comm
-        self._random_states.save(checkpoint, together)
+        self._saved_states.save(checkpoint, self.algorithm, together)
         if together is not None:
             self._broadcast_buffers()
-            self._algorithm_state.save(checkpoint, self.algorithm)
         if self._trainer is not None:
             count_trained_batches(checkpoint, self._trainer)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
-        self._random_states.load(checkpoint)
-        self._algorithm_state.load(checkpoint)
+        self._saved_states.load(checkpoint)
         return checkpoint
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -505,9 +499,9 @@ class RingStrategy(RankedStrategy):
             for optimizer in self.optimizers:
                 broadcast_optimizer_state(optimizer, self._comm)
         if self._comm is not None:
-            self._algorithm_state.restore(self.algorithm)
+            self._saved_states.restore_algorithm(self.algorithm)
         # not later: the loaders' iterators draw their seeds from this state next
-        self._random_states.restore(self.global_rank, self.world_size)
+        self._saved_states.restore_random(self.global_rank, self.world_size)
 
     # -- requests to stop
 
