@@ -67,10 +67,7 @@ class CollectiveThread:
         return work
 
     def check_open(self, description: str) -> None:
-        """
-        Raises:
-            RingError: The error that broke the communicator earlier; or it was closed.
-        """
+        """Raise `RingError`: The error that broke the communicator earlier; or it was closed."""
         self.policy.raise_if_broken()
         if self._closed:
             raise CollectiveError(f"{description}: this communicator was closed; build a new one.")

@@ -243,10 +243,7 @@ def _pickled(obj: Any) -> Tensor:
 
 
 def _unpickled(message: Tensor, src: int) -> Any:
-    """
-    Raises:
-        CollectiveError: Rank ``src`` could not pickle its object.
-    """
+    """Raise `CollectiveError`: Rank ``src`` could not pickle its object."""
     good, obj = pickle.loads(ctypes.string_at(message.data_ptr(), message.numel()))
     if not good:
         raise CollectiveError(f"rank {src} tried to send an object that cannot be pickled: {obj}. Send plain values.")

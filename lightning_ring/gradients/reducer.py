@@ -144,10 +144,7 @@ class Reducer(BackwardPasses):
         self.num_finished += 1
 
     def check_reduced(self, params: Iterable[Parameter]) -> None:
-        """
-        Raises:
-            RingError: The gradient of one of ``params`` is not an average, but this rank's own.
-        """
+        """Raise `RingError`: The gradient of one of ``params`` is not an average, but this rank's own."""
         self._unreduced.check(params, self._names)
 
     def agreed_to_stop(self) -> bool:

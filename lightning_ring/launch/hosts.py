@@ -72,10 +72,7 @@ def _distinct(hosts: list[Host]) -> list[Host]:
 
 
 def check_slots(ranks: int, hosts: list[Host]) -> None:
-    """
-    Raises:
-        ConfigurationError: ``ranks`` do not fit; names both numbers.
-    """
+    """Raise `ConfigurationError`: ``ranks`` do not fit; names both numbers."""
     slots = sum(host.slots for host in hosts)
     if ranks > slots:
         described = ", ".join(f"{host.name}:{host.slots}" for host in hosts)

@@ -41,7 +41,7 @@ class BufferBroadcast:
         With gradient accumulation buffers that differ are broadcast once for ``accumulate`` batches, as DDP does.
         """
         if self._when == "epoch" and comm.world_size > 1:
-            if _is_power_of_two(self._num_batches):
+            if self._num_batches.bit_count() == 1:  # a power of two
                 self._find_different(module, comm)
             self._num_batches += 1
         if self._when == "step" or (self._when == "epoch" and batch_idx == 0):
@@ -109,7 +109,3 @@ def _read_in_training(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _digest(buffer: Tensor) -> bytes:
     data = as_bytes(buffer.detach().cpu().contiguous())
     return hashlib.blake2b(ctypes.string_at(data.data_ptr(), data.numel()), digest_size=16).digest()
-
-
-def _is_power_of_two(number: int) -> bool:
-    return number > 0 and number & (number - 1) == 0

@@ -90,31 +90,32 @@ class RingEnvironment(ClusterEnvironment):
                 self._main = ("127.0.0.1", _free_port())
         return self._main
 
+    @property
+    def _known(self) -> RankInfo | LaunchVariables:
+        """The numbers that are known without starting MPI."""
+        return self._variables if self._info is None and self._variables is not None else self.discover()
+
     def world_size(self) -> int:
-        return self._variables.world_size if self._info is None and self._variables else self.discover().world_size
+        return self._known.world_size
 
     def global_rank(self) -> int:
-        return self._variables.rank if self._info is None and self._variables else self.discover().rank
+        return self._known.rank
 
     def local_rank(self) -> int:
-        if self._info is None and self._variables is not None and self._variables.local_rank is not None:
-            return self._variables.local_rank
         if not self.creates_processes_externally:
             if self._info == SINGLE and multiprocessing.parent_process() is None:
                 return 0  # a LOCAL_RANK that a cluster's prologue left
             return int(os.environ.get("LOCAL_RANK", 0))  # Lightning sets it in each process that it spawns or forks
-        return self.discover().local_rank
+        known = self._known.local_rank
+        return self.discover().local_rank if known is None else known
 
     def local_size(self) -> int:
         """How many ranks live on this node."""
-        if self._info is None and self._variables is not None and self._variables.local_size is not None:
-            return self._variables.local_size
-        return self.discover().local_size
+        known = self._known.local_size
+        return self.discover().local_size if known is None else known
 
     def num_nodes(self) -> int:
-        if self._info is None and self._variables is not None and self._variables.local_size == self.world_size():
-            return 1
-        return self.discover().num_nodes
+        return 1 if self._known.local_size == self.world_size() else self.discover().num_nodes
 
     def node_rank(self) -> int:
         return 0 if self.num_nodes() == 1 else self.discover().node_rank

@@ -11,8 +11,6 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins import CheckpointIO, Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
@@ -47,23 +45,12 @@ class RankedStrategy(DDPStrategy):
         timeline: Records the fit in a trace; ``timeline.start(path)`` and ``timeline.stop()`` on all ranks.
     """
 
-    def __init__(
-        self,
-        options: RingOptions,
-        *,
-        accelerator: Accelerator | None,
-        parallel_devices: list[torch.device] | None,
-        checkpoint_io: CheckpointIO | None,
-        precision_plugin: Precision | None,
-    ) -> None:
+    def __init__(self, options: RingOptions, **of_every_strategy: Any) -> None:
         super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
             cluster_environment=RingEnvironment(),
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
             timeout=options.timeout,
             start_method=options.start_method,
+            **of_every_strategy,
         )
         self.options = options
         self.listeners: list[Listener] = []

@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -136,24 +137,8 @@ class RingStrategy(RankedStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        options = RingOptions(
-            backend=backend,
-            bucket_cap_mb=bucket_cap_mb,
-            topology=topology,
-            compression=compression,
-            shard_optimizer=shard_optimizer,
-            algorithm=algorithm,
-            broadcast_buffers=broadcast_buffers,
-            uneven=uneven,
-            start_method=start_method,
-            timeout=timeout,
-            stall_warning=stall_warning,
-            force_communication=force_communication,
-            keep_freed_memory=keep_freed_memory,
-            monitor=monitor,
-            timeline=timeline,
-            requeue_signal=requeue_signal,
-        )
+        given = locals()
+        options = RingOptions(**{option.name: given[option.name] for option in fields(RingOptions)})
         super().__init__(
             options,
             accelerator=accelerator,
@@ -411,32 +396,29 @@ class RingStrategy(RankedStrategy):
     # -- evaluation
 
     def on_validation_start(self) -> None:
-        self._before_evaluation()
+        self._catch_stop_signals()
+        self._broadcast_buffers()
 
-    def on_test_start(self) -> None:
-        self._before_evaluation()
-
-    def on_predict_start(self) -> None:
-        self._before_evaluation()
+    on_test_start = on_predict_start = on_validation_start
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._reporting_failures():
-            self._stop_if_asked()
+        with self._evaluation_step():
             return super().validation_step(*args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._reporting_failures():
-            self._stop_if_asked()
+        with self._evaluation_step():
             return super().test_step(*args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._reporting_failures():
-            self._stop_if_asked()
+        with self._evaluation_step():
             return super().predict_step(*args, **kwargs)
 
-    def _before_evaluation(self) -> None:
-        self._catch_stop_signals()
-        self._broadcast_buffers()
+    @contextmanager
+    def _evaluation_step(self) -> Iterator[None]:
+        with self._reporting_failures():
+            if self._requests.pending == Request.STOP and self._step_hooks is None:
+                raise SIGTERMException(143)
+            yield
 
     def _broadcast_buffers(self) -> None:
         if self.model is not None and (comm := self._buffers_comm) is not None:
@@ -520,10 +502,6 @@ class RingStrategy(RankedStrategy):
         if request == Request.STOP or save_and_requeue(trainer):
             self._stopping_together = True
             raise SIGTERMException(143)  # 128 + SIGTERM, on every rank at the same step
-
-    def _stop_if_asked(self) -> None:
-        if self._requests.pending == Request.STOP and self._step_hooks is None:
-            raise SIGTERMException(143)
 
 
 def _warn(message: str) -> None:  # no lambda: ``start_method="spawn"`` pickles the strategy
