@@ -12,8 +12,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import torch
 from torch import Tensor
 
-from lightning_ring.comm.agreement import describe
-from lightning_ring.comm.arguments import check_all_to_all, check_rank, check_sizes, sizes_and_dtypes
+from lightning_ring.comm.calls import check_all_to_all, check_rank, check_sizes, describe, sizes_and_dtypes
 from lightning_ring.errors import CollectiveError
 
 T = TypeVar("T")

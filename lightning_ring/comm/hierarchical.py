@@ -8,23 +8,82 @@ Mikami et al., "Massively distributed SGD: ImageNet/ResNet-50 training in a flas
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import chain
 
 import torch
 from torch import Tensor
 
 from lightning_ring.comm import ring
-from lightning_ring.comm.agreement import describe
-from lightning_ring.comm.arguments import check_rank, contiguous_flat
+from lightning_ring.comm.calls import check_rank, contiguous_flat, describe
 from lightning_ring.comm.channel import Channel
 from lightning_ring.comm.collective_thread import CollectiveThread
 from lightning_ring.comm.communicator import Communicator, CompletedWork, ReduceOp, Work, shard
 from lightning_ring.comm.cost import LEAST_PIECE_BYTES, num_nested_pieces
 from lightning_ring.comm.padded_rows import PaddedRows
-from lightning_ring.comm.pipeline import PieceStages, PipelinedWork, nothing
 from lightning_ring.comm.ring_communicator import DIRECT_BYTES, RingCommunicator, Transport
-from lightning_ring.comm.waiting import WaitPolicy
+from lightning_ring.comm.waiting import CHECK_SECONDS, WaitPolicy
+
+Stage = Callable[[], Work]
+
+
+def _nothing() -> None:
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class _PieceStages:
+    """The stages of one piece: within the node, across nodes, and within the node again.
+
+    Each function starts a collective; ``after_across`` is called between the last two.
+    """
+
+    intra_first: Stage = CompletedWork
+    across: Stage = CompletedWork
+    after_across: Callable[[], object] = _nothing
+    intra_last: Stage = CompletedWork
+
+
+class _PipelinedWork:
+    """The `Work` of a tensor whose pieces pass through the stages. ``finish`` is run once, by the first `wait`.
+
+    Attributes:
+        agreed: Ends once the ranks have agreed on the call.
+    """
+
+    def __init__(self, policy: WaitPolicy, finish: Callable[[], object]) -> None:
+        self.agreed: Work = CompletedWork()
+        self._policy = policy
+        self._finish = finish
+        self._finishing = threading.Lock()
+        self._last: Work = CompletedWork()
+        self._last_started = threading.Event()
+
+    def set_last(self, last: Work) -> None:
+        """``last`` is the last stage of the last piece; stages run first in, first out."""
+        self._last = last
+        self._last_started.set()
+
+    @property
+    def ended(self) -> float | None:
+        """As `CollectiveRecord.ended`."""
+        return getattr(self._last, "ended", None) if self._last_started.is_set() else None
+
+    def wait(self) -> None:
+        self.agreed.wait()
+        while not self._last_started.wait(CHECK_SECONDS):
+            self._policy.check_peers()
+            if self._policy.error is not None:
+                self._policy.raise_named(self._policy.error)
+        self._last.wait()
+        with self._finishing:
+            self._finish()
+            self._finish = _nothing
+
+    def done(self) -> bool:
+        return self._policy.error is not None or (self._last_started.is_set() and self._last.done())
 
 
 class HierarchicalCommunicator(RingCommunicator):
@@ -81,7 +140,7 @@ class HierarchicalCommunicator(RingCommunicator):
             memory.append(self._intra_first.empty(numel, dtype, device))
             return CompletedWork()
 
-        self._send(describe("empty", dtype, f"{numel} elements"), lambda: [PieceStages(intra_first=make)]).wait()
+        self._send(describe("empty", dtype, f"{numel} elements"), lambda: [_PieceStages(intra_first=make)]).wait()
         return memory[0]
 
     def all_reduce_(self, tensor: Tensor, *, op: ReduceOp = ReduceOp.SUM, name: str = "") -> Work:
@@ -92,9 +151,9 @@ class HierarchicalCommunicator(RingCommunicator):
         what = describe("all_reduce", op.value, flat.dtype, f"{flat.numel()} elements", name=name)
         nested = _nested_op(op, flat.dtype)
 
-        def stages(piece: Tensor) -> PieceStages:
+        def stages(piece: Tensor) -> _PieceStages:
             own = shard(piece, self._intra_first.world_size, self._intra_first.rank)
-            return PieceStages(
+            return _PieceStages(
                 intra_first=lambda: self._intra_first.reduce_scatter_(piece, op=nested, name=name),
                 across=lambda: self._across.all_reduce_(own, op=nested, name=name),
                 after_across=lambda: self._finish_(own, op, nested),
@@ -112,11 +171,11 @@ class HierarchicalCommunicator(RingCommunicator):
         nested = _nested_op(op, flat.dtype)
         rows = PaddedRows(flat, self.world_size)
 
-        def pieces() -> list[PieceStages]:
+        def pieces() -> list[_PieceStages]:
             rows.load()
             of_node = shard(rows.flat, self._intra_first.world_size, self._intra_first.rank)
             return [
-                PieceStages(
+                _PieceStages(
                     intra_first=lambda: self._intra_first.reduce_scatter_(rows.flat, op=nested, name=name),
                     across=lambda: self._across.reduce_scatter_(of_node, op=nested, name=name),
                     after_across=lambda: self._finish_(rows[self.shard_index], op, nested),
@@ -130,11 +189,11 @@ class HierarchicalCommunicator(RingCommunicator):
         what = describe("all_gather", flat.dtype, f"{flat.numel()} elements", name=name)
         rows = PaddedRows(flat, self.world_size)
 
-        def pieces() -> list[PieceStages]:
+        def pieces() -> list[_PieceStages]:
             rows.load(self.shard_index)
             of_node = shard(rows.flat, self._intra_first.world_size, self._intra_first.rank)
             return [
-                PieceStages(
+                _PieceStages(
                     across=lambda: self._across.all_gather_(of_node, name=name),
                     intra_last=lambda: self._intra_last.all_gather_(rows.flat, name=name),
                 )
@@ -156,8 +215,8 @@ class HierarchicalCommunicator(RingCommunicator):
                 return CompletedWork()
             return self._across.broadcast_(piece, src=position, name=name)
 
-        def stages(piece: Tensor) -> PieceStages:
-            return PieceStages(
+        def stages(piece: Tensor) -> _PieceStages:
+            return _PieceStages(
                 across=lambda: across(piece),
                 intra_last=lambda: self._intra_last.broadcast_(piece, src=local_rank, name=name),
             )
@@ -171,8 +230,10 @@ class HierarchicalCommunicator(RingCommunicator):
             for level in (self._intra_first, self._across, self._intra_last):
                 level.close()
 
-    def _send(self, what: str, pieces: Callable[[], list[PieceStages]], finish: Callable[[], object] = nothing) -> Work:
-        work = PipelinedWork(self._policy, finish)
+    def _send(
+        self, what: str, pieces: Callable[[], list[_PieceStages]], finish: Callable[[], object] = _nothing
+    ) -> Work:
+        work = _PipelinedWork(self._policy, finish)
 
         def run(_: Channel) -> None:
             *others, last = pieces()
@@ -183,7 +244,7 @@ class HierarchicalCommunicator(RingCommunicator):
         work.agreed = self._start(what, run)
         return work
 
-    def _start_stages(self, what: str, piece: PieceStages, work: PipelinedWork | None) -> None:
+    def _start_stages(self, what: str, piece: _PieceStages, work: _PipelinedWork | None) -> None:
         """Two threads move ``piece`` from stage to stage. The last piece comes with the ``work`` of all."""
 
         def through_the_first() -> None:

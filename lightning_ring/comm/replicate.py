@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_ring.comm.agreement import by_rank
+from lightning_ring.comm.calls import by_rank
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.errors import ConfigurationError, ModelMismatchError
 

@@ -13,8 +13,17 @@ import torch
 from torch import Tensor
 
 from lightning_ring.comm import exchange, ring, wide_sum
-from lightning_ring.comm.agreement import HEADER_BYTES, check_agreement, describe, header
-from lightning_ring.comm.arguments import check_all_to_all, check_rank, check_sizes, contiguous_flat, sizes_and_dtypes
+from lightning_ring.comm.calls import (
+    HEADER_BYTES,
+    check_agreement,
+    check_all_to_all,
+    check_rank,
+    check_sizes,
+    contiguous_flat,
+    describe,
+    header,
+    sizes_and_dtypes,
+)
 from lightning_ring.comm.channel import Channel, ChannelSelector
 from lightning_ring.comm.communicator import Communicator, CompletedWork, ReduceOp, Work, as_bytes
 from lightning_ring.comm.waiting import WaitPolicy
@@ -43,7 +52,7 @@ class RingCommunicator(Communicator):
     """Collectives run in threads beside the computation, in the order of the calls: one after another in each channel.
 
     With several channels several are on the wire at a time: while one waits for messages, the others fill it.
-    For each, the ranks exchange a header (`agreement`), so that diverged calls are an error on every rank. It leaves
+    For each, the ranks exchange a header (`calls`), so that diverged calls are an error on every rank. It leaves
     with the call, and arrives while earlier collectives are still under way. After an error the communicator is broken:
     what is under way and every later call raise that same error. So do those of the other communicators that share its
     ``policy``.

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_ring.comm.agreement import describe
+from lightning_ring.comm.calls import describe
 from lightning_ring.comm.waiting import CHECK_SECONDS, WaitPolicy
 
 

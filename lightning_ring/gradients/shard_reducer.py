@@ -30,6 +30,7 @@ class ShardReducer(Reducer):
     used, and whether some rank was asked to stop. A reduce-scatter would give the sum of a bucket's flags to one rank.
 
     Attributes:
+        shards: This rank's part of each gradient.
         settled: Whether the layout is final.
         on_gradient: Called with each parameter that gets a gradient, before it does, if set.
     """
@@ -40,8 +41,8 @@ class ShardReducer(Reducer):
         self.settled = False
         self.on_gradient: Callable[[Parameter], None] | None = None
         super().__init__(*args, **kwargs)
-        self._shards = GradientShards(self._layout, self._comm)
-        self._kept = KeptAverages(self._shards, self._names)
+        self.shards = GradientShards(self._layout, self._comm)
+        self._kept = KeptAverages(self.shards, self._names)
 
     def track(self, named_parameters: Iterable[tuple[str, Parameter]]) -> list[Parameter]:
         new = super().track(named_parameters)
@@ -60,14 +61,6 @@ class ShardReducer(Reducer):
         if not self.settled:
             self._layout.revise(self.num_finished)
             self.settled = self._layout.settle()
-
-    def part_of(self, param: Parameter) -> tuple[Bucket, int, int]:
-        """The bucket of ``param``, and begin and end of this rank's part in its ``flat``; the part may be empty."""
-        return self._shards.bounds(param)
-
-    def own_part(self, param: Parameter) -> Tensor | None:
-        """This rank's part of ``param.grad`` in the order of memory, 1-D, to be changed in place."""
-        return self._shards.of_gradient(param)
 
     def _send(self, bucket: Bucket, name: str) -> Work:
         if not self.settled:
@@ -121,6 +114,6 @@ class ShardReducer(Reducer):
 
     def _publish(self, bucket: Bucket) -> None:
         if self.settled:
-            self._shards.mark_other_shards(bucket)
+            self.shards.mark_other_shards(bucket)
         for param in bucket.publish():
             self._kept.published(param, settled=self.settled)

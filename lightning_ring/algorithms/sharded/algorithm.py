@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from lightning_ring.algorithms.algorithm import log
 from lightning_ring.algorithms.averaging import Averaging
 from lightning_ring.algorithms.sharded import norms
-from lightning_ring.algorithms.sharded.aliases import check_no_aliases
 from lightning_ring.algorithms.sharded.elementwise import check_can_be_sharded
+from lightning_ring.algorithms.sharded.memory import check_no_aliases
 from lightning_ring.algorithms.sharded.optimizer import SlicedOptimizer
 from lightning_ring.algorithms.sharded.parameter_reads import ParameterReads
 from lightning_ring.algorithms.sharded.parameters import ShardedParameters

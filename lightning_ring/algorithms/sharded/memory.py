@@ -1,9 +1,13 @@
-"""Parameters whose memory is shared with other objects, and tensors whose memory cannot be read."""
+"""Parameters whose memory is shared, and tensors whose memory cannot be read."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from lightning_ring.errors import ConfigurationError
 
 
 def is_held_elsewhere(tensor: Tensor) -> bool:
@@ -32,3 +36,34 @@ def unreadable_like(tensor: Tensor, message: str) -> Tensor:
     unreadable.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
     torch._C._set_storage_data_ptr_access_error_msg(storage._cdata, message)
     return unreadable
+
+
+def check_no_aliases(module: nn.Module) -> None:
+    """Check that no trainable parameter of ``module`` shares memory with another parameter or a buffer.
+
+    Parameters move into the memory of their bucket. The other tensor would keep the old values.
+
+    Raises:
+        ConfigurationError: Two tensors share memory; the message names both.
+    """
+    end, before, moves = (torch.device("cpu"), 0), "", False
+    for device, start, stop, name, trainable in sorted(_places(module), key=lambda place: (str(place[0]), place[1])):
+        if device == end[0] and start < end[1] and (trainable or moves):
+            raise ConfigurationError(
+                f"{before} and {name} are two tensors in the same memory. Under strategy='ring_sharded' parameters "
+                "move into buckets, which would untie them. Make them one Parameter (decoder.weight = "
+                "encoder.weight), or use strategy='ring'."
+            )
+        if device != end[0] or stop > end[1]:
+            end, before, moves = (device, stop), name, trainable
+
+
+def _places(module: nn.Module) -> Iterator[tuple[torch.device, int, int, str, bool]]:
+    """Device, first byte, byte after the last, name and trainability of each tensor of ``module``."""
+    named: list[tuple[str, Tensor]] = [*module.named_parameters(), *module.named_buffers()]
+    for name, tensor in named:
+        if tensor.layout == torch.strided and tensor.numel() and not tensor.is_meta:
+            extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+            start = tensor.data_ptr()
+            trainable = isinstance(tensor, nn.Parameter) and tensor.requires_grad
+            yield tensor.device, start, start + extent * tensor.element_size(), name, trainable

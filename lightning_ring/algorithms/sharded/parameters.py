@@ -72,7 +72,7 @@ class ParameterBucket:
         shown = torch.from_dlpack(self.flat)
         self._storage = shown.untyped_storage()
         for param, view in zip(bucket.params, bucket.views, strict=True):
-            _, start, stop = reducer.part_of(param)
+            _, start, stop = reducer.shards.bounds(param)
             offset = int(view.storage_offset() - like.storage_offset())
             weight = Parameter(self.flat[start:stop])
             shard = ParameterShard(param, offset, view.stride(), start - offset, stop - start, weight)
@@ -176,7 +176,7 @@ class ShardedParameters:
 
     def own_gradient(self, param: Parameter) -> Tensor | None:
         """This rank's part of ``param.grad``, 1-D, to be changed in place."""
-        return self.reducer.own_part(param)
+        return self.reducer.shards.of_gradient(param)
 
     def gather(self, params: Iterable[Parameter]) -> None:
         """Start the all-gathers of the buckets of ``params``, in the order of use in the next forward."""

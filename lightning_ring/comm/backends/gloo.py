@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_ring.comm.agreement import describe
-from lightning_ring.comm.arguments import contiguous_flat
 from lightning_ring.comm.backends.nccl import NCCLCommunicator
+from lightning_ring.comm.calls import contiguous_flat, describe
 from lightning_ring.comm.channel import Channel
 from lightning_ring.comm.collective_thread import CollectiveThread
 from lightning_ring.comm.communicator import Communicator, CompletedWork, ReduceOp, Work

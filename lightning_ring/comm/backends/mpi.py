@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_ring.comm.agreement import describe
 from lightning_ring.comm.backends.mpi_library import import_mpi
+from lightning_ring.comm.calls import describe
 from lightning_ring.comm.ring_communicator import RingCommunicator
 from lightning_ring.comm.waiting import DEFAULT_TIMEOUT, WaitPolicy, poll_until
 from lightning_ring.errors import ConfigurationError

@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_ring.comm.agreement import describe
-from lightning_ring.comm.arguments import check_all_to_all
+from lightning_ring.comm.calls import check_all_to_all, describe
 from lightning_ring.comm.communicator import Communicator, ReduceOp, Work, as_bytes, shard
 from lightning_ring.comm.padded_rows import PaddedRows
 from lightning_ring.comm.ring import check_reducible, finish_

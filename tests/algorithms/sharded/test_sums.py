@@ -66,11 +66,11 @@ def run(comm: ThreadCommunicator, kind: type[Reducer], ways: tuple[str, ...], ke
 def _valid(reducer: Reducer, param: nn.Parameter) -> Tensor | None:
     if not isinstance(reducer, ShardReducer) or param.grad is None:
         return param.grad
-    bucket, start, stop = reducer.part_of(param)
+    bucket, start, stop = reducer.shards.bounds(param)
     index = next(index for index, other in enumerate(bucket.params) if other is param)
     offset = int(bucket.views[index].storage_offset() - bucket.flat.storage_offset())
     result = torch.full((param.numel(),), torch.nan, dtype=param.dtype)
-    own = reducer.own_part(param)
+    own = reducer.shards.of_gradient(param)
     assert own is not None
     result[start - offset : stop - offset] = own
     return result.view(param.shape)

@@ -11,12 +11,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_ring.comm.agreement import HEADER_BYTES, check_agreement, describe, header
-from lightning_ring.comm.arguments import check_all_to_all, check_rank, check_sizes, contiguous_flat, sizes_and_dtypes
 from lightning_ring.comm.backends.shared_memory import collectives as shared
 from lightning_ring.comm.backends.shared_memory.regions import Regions
 from lightning_ring.comm.backends.shared_memory.rounds import SEGMENT_BYTES, Rounds
 from lightning_ring.comm.backends.shared_memory.segment import Bootstrap, NoSharedMemory, share
+from lightning_ring.comm.calls import (
+    HEADER_BYTES,
+    check_agreement,
+    check_all_to_all,
+    check_rank,
+    check_sizes,
+    contiguous_flat,
+    describe,
+    header,
+    sizes_and_dtypes,
+)
 from lightning_ring.comm.collective_queue import SPIN_SECONDS, CollectiveQueue, Steps
 from lightning_ring.comm.communicator import Communicator, ReduceOp, Work, as_bytes
 from lightning_ring.comm.ring import check_reducible

@@ -12,7 +12,7 @@ import platform
 import secrets
 from typing import Any, Protocol
 
-from lightning_ring.comm.agreement import by_rank
+from lightning_ring.comm.calls import by_rank
 
 _PREFIX = "lightning_ring"
 
