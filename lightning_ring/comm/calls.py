@@ -33,11 +33,8 @@ def header(description: str) -> Tensor:
 
 
 def check_agreement(headers: Tensor, call: int) -> None:
-    """Compare all ranks' ``headers`` (world size × `HEADER_BYTES`) of their ``call``-th collective.
-
-    Raises:
-        CollectiveError: They differ; the message is the same on every rank.
-    """
+    """Raise `CollectiveError`, the same on every rank, if the ``headers`` (one row a rank) of the ``call``-th call
+    differ."""
     if torch.equal(headers, headers[:1].expand_as(headers)):
         return
     texts = [bytes(row[_DIGEST_BYTES:].tolist()).rstrip(b"\0").decode(errors="ignore") for row in headers.cpu()]
@@ -79,8 +76,7 @@ def sizes_and_dtypes(tensors: Sequence[Tensor]) -> Tensor:
 def check_sizes(sizes: Tensor, what: str) -> int:
     """``sizes``: one row per rank, `sizes_and_dtypes` of its inputs, then of its outputs. Returns the most bytes.
 
-    Raises:
-        CollectiveError: They differ; the message is the same on every rank.
+    Raises `CollectiveError`, the same on every rank, if they differ.
     """
     world_size = sizes.shape[0]
     sent, expected = sizes[:, :world_size], sizes[:, world_size:].t()

@@ -20,9 +20,7 @@ _REMEMBERED_BYTES = 16 * 1024 * 1024
 class Channel:
     """A thread, and a `PointToPoint` whose messages have a tag of their own, over a transport that channels share.
 
-    Attributes:
-        thread: Runs the channel's collectives.
-        landing: Memory of `ring.scratch_bytes`.
+    ``landing`` is memory of `ring.scratch_bytes`.
     """
 
     def __init__(self, transport: ring.PointToPoint, tag: int, policy: WaitPolicy) -> None:

@@ -122,11 +122,7 @@ class CollectiveQueue:
         return work.description, work.started or work.submitted
 
     def submit(self, description: str, steps: Steps, *, background: bool) -> QueuedWork:
-        """Queue ``steps`` and take those that need no waiting; a thread takes the rest if it is for the ``background``.
-
-        Raises:
-            RingError: The error that broke the communicator earlier.
-        """
+        """Queue ``steps`` and take those that need no waiting; a thread takes the rest if ``background``."""
         if self.policy.error is not None:
             raise self.policy.error
         if self._closed:

@@ -52,11 +52,7 @@ class CollectiveThread:
         return None if work is None else (work.description, work.started)
 
     def submit(self, description: str, run: Callable[[], None]) -> ThreadWork:
-        """Queue ``run``; ``description`` stands in errors.
-
-        Raises:
-            RingError: The error that broke the communicator earlier.
-        """
+        """Queue ``run``; ``description`` stands in errors."""
         self.check_open(description)
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="ring-collectives", daemon=True)
@@ -73,11 +69,7 @@ class CollectiveThread:
             raise CollectiveError(f"{description}: this communicator was closed; build a new one.")
 
     def while_waiting(self, peers: Sequence[int]) -> float:
-        """A transport that waits for ``peers`` calls this in the thread; returns for how many seconds it may go on.
-
-        Raises:
-            RingError: The wait must end: it is too long, or the communicator broke meanwhile.
-        """
+        """Called in the thread by a transport that waits for ``peers``; returns for how many seconds it may go on."""
         self.policy.raise_if_broken()
         work = self.running
         if work is None:
@@ -109,8 +101,7 @@ class CollectiveThread:
     def close(self) -> bool:
         """Let what is queued finish or fail, then end the thread. Returns whether it ended.
 
-        It is waited for up to the timeout, or if the communicator broke, a moment: a thread inside a transport that
-        cannot be interrupted is left to end on its own.
+        It is waited for up to the timeout; if the communicator broke, a moment: nothing may interrupt its transport.
         """
         if not self._closed:
             self._closed = True

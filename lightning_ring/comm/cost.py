@@ -72,15 +72,10 @@ def num_nested_pieces(num_bytes: float, local_size: int, num_nodes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """A link as the ring sees it.
+    """A link as the ring sees it."""
 
-    Attributes:
-        alpha_seconds: Latency of one message, software included.
-        bandwidth: Bytes per second that one rank sends; ``inf`` where time was seen not to depend on size.
-    """
-
-    alpha_seconds: float
-    bandwidth: float
+    alpha_seconds: float  # latency of one message, software included
+    bandwidth: float  # bytes per second that one rank sends; inf where time was seen not to depend on size
 
     def seconds(self, num_bytes: float, world_size: int, collective: Collective = "all_reduce") -> float:
         """Time of ``collective`` on a tensor of ``num_bytes``, all shards together; 0 for one rank."""

@@ -32,24 +32,18 @@ class CollectiveRecord:
     up takes of each what comes after the end of those before it (`monitor.breakdown` does), so that no moment counts
     twice; when an overlapping one began on the wire is not known.
 
-    Attributes:
-        name: What the caller named it, such as ``"bucket 3 (...)"``, without the number of the backward.
-        kind: ``"all_reduce"``, ``"reduce_scatter"``, ``"all_gather"``, ``"all_to_all"`` or ``"broadcast"``.
-        nbytes: Size of this rank's tensor, as it travels.
-        ended: When it was over, where the work has an attribute of that name; else when its caller had waited. On CUDA
-            `None`, and ``events`` tell.
-        events: On CUDA, when the stream that called it came to it, and when it was over.
-        wait_event: On CUDA, when the stream that waited for it came to that.
+    On CUDA ``ended`` is `None`. ``events`` tell when the stream that called it came to it, and when it was over;
+    ``wait_event`` when the stream that waited for it came to that.
     """
 
-    name: str
-    kind: str
-    nbytes: int
+    name: str  # the caller's, such as "bucket 3 (...)", without the number of the backward
+    kind: str  # "all_reduce", "reduce_scatter", "all_gather", "all_to_all" or "broadcast"
+    nbytes: int  # of this rank's tensor, as it travels
     called: float
     returned: float = 0.0
     waited_from: float = 0.0
     waited_until: float = 0.0
-    ended: float | None = None
+    ended: float | None = None  # when it was over, if the work has such an attribute; else when its caller had waited
     events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
     wait_event: torch.cuda.Event | None = None
 

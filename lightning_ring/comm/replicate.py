@@ -110,7 +110,7 @@ class _TensorSpec:
     on_accelerator: bool
 
     def empty(self, device: torch.device) -> Tensor:
-        """In the order of memory of rank ``src``: sums over it (LAMB's norms) then have the same bits on all ranks."""
+        """In rank ``src``'s order of memory: sums over it (LAMB's norms) then have the same bits on all ranks."""
         on = device if self.on_accelerator else "cpu"
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=on)
 

@@ -25,12 +25,7 @@ class StoreBootstrap:
         self._num_calls = 0
 
     def all_gather_object(self, obj: Any) -> list[Any]:
-        """Everybody's ``obj``, which JSON can carry.
-
-        Raises:
-            CollectiveError: Names the ranks (of the job) that were not here within the timeout.
-            PeerFailedError: Another rank failed meanwhile.
-        """
+        """Everybody's ``obj``, which JSON can carry. An error names the ranks of the job that were not here in time."""
         self._num_calls += 1
         self._store.set(f"{self._num_calls}/{self.rank}", json.dumps(obj))
         keys = [f"{self._num_calls}/{member}" for member in range(self.world_size)]

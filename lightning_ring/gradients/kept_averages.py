@@ -16,17 +16,11 @@ from lightning_ring.gradients.shards import GradientShards
 
 @dataclass(slots=True)
 class _Sum:
-    """A gradient that is the sum of an average and later gradients.
+    """A gradient that is the sum of an average and later gradients."""
 
-    Attributes:
-        average: This rank's part of the average; `None` where other code has changed the gradient since.
-        address: Of the gradient, before backward adds to it.
-        version: Of the gradient: before backward adds to it, then after it.
-    """
-
-    average: Tensor | None
-    address: int = 0
-    version: int = -1
+    average: Tensor | None  # this rank's part of it; `None` where other code has changed the gradient since
+    address: int = 0  # of the gradient, before backward adds to it
+    version: int = -1  # of the gradient: before backward adds to it, then after it
 
 
 class KeptAverages:
@@ -79,11 +73,8 @@ class KeptAverages:
                 self._forget(param)
 
     def after_gradient(self, param: Parameter, *, reduced: bool) -> None:
-        """Backward has added to ``param.grad``. ``reduced``: the sum will be averaged.
-
-        Raises:
-            RingError: The average in a sum that will be averaged is not known.
-        """
+        """Backward has added to ``param.grad``. ``reduced``: the sum will be averaged, so that its average must be
+        known."""
         grad = param.grad
         if param in self._before_sum:
             self._published.pop(param, None)
@@ -97,11 +88,7 @@ class KeptAverages:
                 self._check(param)
 
     def before_sending(self, param: Parameter, *, unreduced: bool) -> None:
-        """The current backward has no gradient of ``param``. ``unreduced``: its ``.grad`` has to be averaged.
-
-        Raises:
-            RingError: As `after_gradient`.
-        """
+        """The current backward has no gradient of ``param``. ``unreduced``: its ``.grad`` has to be averaged."""
         grad = param.grad
         if grad is None:
             self._forget(param)
@@ -140,10 +127,7 @@ class KeptAverages:
         return torch.tensor([len(self) > 0, digit, digit * digit], dtype=torch.float32)
 
     def check_counts(self, totals: Tensor, world_size: int) -> None:
-        """
-        Raises:
-            RingError: ``totals``, the sum of all ranks' `count`, shows that they keep different numbers of averages.
-        """
+        """Raise `RingError` if ``totals``, the sum of all ranks' `count`, shows that they keep different numbers."""
         keeping, total, squares = totals.tolist()
         if keeping not in (0, world_size) or total * total != squares * world_size:  # digits are equal iff these are
             raise RingError(

@@ -14,11 +14,7 @@ _held: set[int] = set()
 
 
 def claim(file: int) -> None:
-    """Lock the open ``file`` against other processes, until `release`.
-
-    Raises:
-        OSError: Another process holds it (``errno.EBUSY``).
-    """
+    """Lock the open ``file`` against other processes, until `release`; OSError (``errno.EBUSY``) if one holds it."""
     if not _lock(file):
         raise OSError(errno.EBUSY, TAKEN)
     _held.add(file)

@@ -19,25 +19,15 @@ _RDMA_DEVICES = Path("/sys/class/infiniband")
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One rank of a job.
+    """One rank of a job."""
 
-    Attributes:
-        launch_rank: Its rank by the launcher's count, which it keeps when a job goes on with fewer processes.
-        node: The number of its node, as `RankInfo.node_rank`.
-        host: The name of its host.
-        cores: The numbers of the cores that it is bound to.
-        quota: How many cores a container's quota allows at a time; infinite if there is none.
-        rdma: Whether the host has a network adapter for RDMA.
-        gpu: The UUID of its GPU, empty on CPU.
-    """
-
-    launch_rank: int
-    node: int
+    launch_rank: int  # by the launcher's count; it stays when a job goes on with fewer processes
+    node: int  # as `RankInfo.node_rank`
     host: str = ""
-    cores: tuple[int, ...] = ()
-    quota: float = float("inf")
-    rdma: bool = False
-    gpu: str = ""
+    cores: tuple[int, ...] = ()  # that it is bound to
+    quota: float = float("inf")  # of a container: cores at a time
+    rdma: bool = False  # whether the host has a network adapter for RDMA
+    gpu: str = ""  # UUID of its GPU
 
 
 def own_member(info: RankInfo, launch_rank: int, device: torch.device) -> Member:

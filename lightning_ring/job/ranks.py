@@ -68,7 +68,7 @@ def discover_ranks(environ: Mapping[str, str] | None = None) -> RankInfo:
 
 
 def info_from_variables(found: LaunchVariables) -> RankInfo:
-    """``found`` as a `RankInfo`; it has to be complete, as those of all launchers but MPI are."""
+    """``found``, which is complete, as those of all launchers but MPI are."""
     numbers = (found.local_rank, found.local_size, found.node_rank, found.num_nodes)
     assert None not in numbers, found
     return RankInfo(found.rank, found.world_size, *numbers, found.source)  # type: ignore[arg-type]
@@ -106,9 +106,6 @@ def pick_gpu(local_rank: int, local_size: int, device_count: int, visible: str |
 
     ``visible`` is ``CUDA_VISIBLE_DEVICES``. A process that sees one GPU, because its launcher gave each rank its own,
     takes that one; whether two ranks were given the same one, `check_gpu_assignment` tells.
-
-    Raises:
-        RankDiscoveryError: There are more ranks on this node than GPUs.
     """
     if local_rank < device_count:
         return local_rank
@@ -122,11 +119,7 @@ def pick_gpu(local_rank: int, local_size: int, device_count: int, visible: str |
 
 
 def check_gpu_assignment(gpus: Sequence[tuple[str, str]]) -> None:
-    """Refuse two ranks on one GPU. ``gpus[r]`` is rank r's host name and its GPU's UUID.
-
-    Raises:
-        RankDiscoveryError: Names both ranks, the host and the GPU.
-    """
+    """Refuse two ranks on one GPU. ``gpus[r]`` is rank r's host name and its GPU's UUID."""
     owners: dict[tuple[str, str], int] = {}
     for rank, gpu in enumerate(gpus):
         other = owners.setdefault(gpu, rank)

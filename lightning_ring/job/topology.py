@@ -30,11 +30,7 @@ def backend_between_nodes(members: Sequence[Member]) -> str:
 
 
 def is_hierarchical(topology: str, nodes: Sequence[Sequence[int]], device_type: str, rank: int = 0) -> bool:
-    """Whether ranks on ``nodes`` take hierarchical communicators; for ``"auto"`` rank 0 logs why not, at INFO.
-
-    Raises:
-        ConfigurationError: ``"hierarchical"`` cannot work; the message is the same on every rank.
-    """
+    """Whether ranks on ``nodes`` take hierarchical communicators; for ``"auto"`` rank 0 logs why not, at INFO."""
     if topology == "flat":
         return False
     obstacle = _obstacle(nodes, device_type)
@@ -72,14 +68,9 @@ def open_hierarchical(
 ) -> Communicator:
     """One communicator over those of each node and those of equal local ranks. Collective.
 
-    Args:
-        nodes: The ranks of each node; as many on each.
-        rank: This rank.
-        backend: ``"gloo"`` or ``"mpi"``, for small tensors, and in a node that cannot share memory.
-        across_backend: The same for tensors between nodes.
-        policy: Shared by all of them.
-        store: Still empty; ranks of a node meet there to share memory. Without it they do not.
-        mpi_comm: mpi4py's communicator of all ranks, for ``"mpi"``.
+    ``backend`` (gloo or mpi) moves small tensors, and tensors in a node that cannot share memory; ``across_backend``
+    those between nodes. In ``store``, which is still empty, ranks of a node meet to share memory; without it they do
+    not. ``mpi_comm`` is mpi4py's communicator of all ranks.
     """
     peers = [sorted(ranks) for ranks in zip(*nodes, strict=True)]
     transport: Transport

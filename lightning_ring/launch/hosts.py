@@ -25,20 +25,12 @@ class Host:
 
 
 def parse_hosts(text: str) -> list[Host]:
-    """``"host1:4,host2"``: 4 ranks on host1, one on host2.
-
-    Raises:
-        ConfigurationError: An entry is not of that form.
-    """
+    """``"host1:4,host2"``: 4 ranks on host1, one on host2."""
     return _distinct([_host(entry.strip(), entry.strip(), "-H") for entry in text.split(",")])
 
 
 def read_hostfile(path: str) -> list[Host]:
-    """One host a line, as Open MPI (``host slots=4``) and MPICH (``host:4``) write them; ``#`` begins a comment.
-
-    Raises:
-        ConfigurationError: The file cannot be read, names no host, or has a line of another form.
-    """
+    """One host a line, as Open MPI (``host slots=4``) and MPICH (``host:4``) write them; ``#`` begins a comment."""
     try:
         lines = Path(path).read_text().splitlines()
     except OSError as error:

@@ -81,11 +81,7 @@ def version_environment(path: str, environ: Mapping[str, str]) -> dict[str, str]
 
 
 def require_mpirun() -> Mpirun:
-    """`find_mpirun`, or an error.
-
-    Raises:
-        ConfigurationError: There is none; says what to install.
-    """
+    """`find_mpirun`, or an error that says what to install."""
     mpirun = find_mpirun()
     if mpirun is None:
         raise ConfigurationError(

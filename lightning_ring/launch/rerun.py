@@ -23,9 +23,6 @@ def own_command() -> Iterator[list[str]]:
     Under Hydra the arguments are replaced by this process's configuration, resolved, in a temporary file that lives as
     long as the context: a rank that composed it again would choose an output folder of its own, and one that was
     started with ``-m a=1,2`` would run the whole sweep.
-
-    Raises:
-        ConfigurationError: There is no script to run again (an interactive session, ``python -c``).
     """
     python, script = [sys.executable, *_interpreter_options()], _script()
     config = _hydra_config()

@@ -24,22 +24,14 @@ _TOO_EARLY = (
 
 @dataclass(slots=True, eq=False)
 class ParameterShard:
-    """This rank's part of one parameter, in memory order. It may be empty.
-
-    Attributes:
-        offset: Where the parameter begins in its bucket, in elements.
-        strides: The parameter's strides there.
-        first: Where the part begins within the parameter, in elements.
-        numel: How long the part is.
-        weight: The part, 1-D. The optimizer steps it.
-    """
+    """This rank's part of one parameter, in memory order. It may be empty."""
 
     param: Parameter
-    offset: int
-    strides: tuple[int, ...]
-    first: int
-    numel: int
-    weight: Parameter
+    offset: int  # where the parameter begins in its bucket, in elements
+    strides: tuple[int, ...]  # of the parameter there
+    first: int  # where the part begins within the parameter, in elements
+    numel: int  # of the part
+    weight: Parameter  # the part, 1-D: the optimizer steps it
 
     def full(self, flat: Tensor) -> Tensor:
         """View of the full parameter in ``flat``, a buffer with the layout of its bucket."""

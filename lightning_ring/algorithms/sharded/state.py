@@ -51,11 +51,7 @@ class ShardedState(MutableMapping[Any, Any]):
 
 
 def shard_state(full: Mapping[Any, dict[str, Any]], shards: Mapping[Parameter, ParameterShard]) -> State:
-    """This rank's parts of the full state ``full``, by shard. Values with one number per parameter are kept.
-
-    Raises:
-        ConfigurationError: A state tensor has neither one number per parameter nor one per element.
-    """
+    """This rank's parts of the full state ``full``, by shard. Values with one number per parameter are kept."""
     scalars = _scalar_keys(full)
     parts: State = {}
     for param, state in full.items():

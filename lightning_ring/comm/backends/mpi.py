@@ -43,11 +43,7 @@ class MPICommunicator(RingCommunicator):
 
 
 def open_mpi_transport(comm: Any, policy: WaitPolicy) -> MPITransport:
-    """Send and receive over a duplicate of ``comm`` (``COMM_WORLD`` if `None`). Collective.
-
-    Raises:
-        ConfigurationError, RankDiscoveryError, CollectiveError: As `MPICommunicator`.
-    """
+    """Send and receive over a duplicate of ``comm`` (``COMM_WORLD`` if `None`). Collective."""
     mpi = import_mpi()
     if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
         raise ConfigurationError(

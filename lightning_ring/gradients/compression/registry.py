@@ -16,17 +16,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RegisteredCompressor:
-    """A compressor that `RingStrategy` takes by name.
+    """A compressor that `RingStrategy` takes by name."""
 
-    Attributes:
-        module: Of this package.
-        class_name: In it; its arguments have defaults.
-        wire_bytes: As `Compressor.wire_bytes`; `None` where messages do not follow from the number of gradients.
-    """
-
-    module: str
-    class_name: str
-    wire_bytes: Callable[[int, int], float] | None = None
+    module: str  # of this package
+    class_name: str  # its arguments have defaults
+    wire_bytes: Callable[[int, int], float] | None = None  # as `Compressor.wire_bytes`; `None` where that gives `None`
 
     def build(self) -> Compressor:
         """A new one."""

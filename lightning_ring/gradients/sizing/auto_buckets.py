@@ -27,20 +27,13 @@ Named = Sequence[tuple[str, Parameter]]
 
 @dataclass(frozen=True, slots=True)
 class BucketChoice:
-    """The measurements and the decision, the same on every rank.
+    """The measurements and the decision, the same on every rank."""
 
-    Attributes:
-        order: Names of the parameters, in the order of travel.
-        ends: For each kind of parameter (dtype and device, in the order of their first ones) where its buckets end.
-        seconds_exposed, seconds_exposed_fixed: How long after the last gradient the last bucket is predicted to arrive,
-            in these buckets and in those of ``default_cap_mb``.
-    """
-
-    order: list[str]
-    ends: list[list[int]]
+    order: list[str]  # names of the parameters, in the order of travel
+    ends: list[list[int]]  # of the buckets of each kind of parameter (dtype and device, in the order of first ones)
     cost: CostModel
-    seconds_exposed: float
-    seconds_exposed_fixed: float
+    seconds_exposed: float  # predicted, from the last gradient until the last bucket has arrived
+    seconds_exposed_fixed: float  # the same with buckets of ``default_cap_mb``
 
 
 class AutoBuckets:

@@ -50,10 +50,7 @@ class AgreedCombinedLoader(CombinedLoader):
     def add(self, loader: Any, comm: Communicator, *, policy: str, limit: float, needed: float) -> None:
         """Add a loader that Lightning has prepared. After the last loader ranks compare. Collective.
 
-        Args:
-            policy: ``RingStrategy(uneven=)``.
-            limit: ``Trainer(limit_train_batches=)``.
-            needed: Batches after which training ends anyway.
+        The arguments are those of `agree_on_batches`.
         """
         length = sized_len(loader)
         bound = limited(math.inf if length is None else length, limit)
@@ -111,11 +108,8 @@ class TrainingLoaders:
         self.combined: AgreedCombinedLoader | None = None
 
     def prepare(self, dataloader: Any, trainer: Trainer, comm: Communicator, policy: Literal["error", "join"]) -> Any:
-        """Return the loader that ``trainer`` reads instead of ``dataloader``. Collective.
-
-        Args:
-            policy: ``RingStrategy(uneven=)``.
-        """
+        """Return the loader that ``trainer`` reads instead of ``dataloader``. ``policy``: ``RingStrategy(uneven=)``.
+        Collective."""
         warn_of_padding(dataloader, comm.world_size)
         if trainer.state.stage != RunningStage.TRAINING or trainer.state.fn != TrainerFn.FITTING:
             return dataloader

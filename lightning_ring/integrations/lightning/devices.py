@@ -40,11 +40,7 @@ def requested_devices() -> DeviceRequest:
 
 
 def check_request(request: DeviceRequest, environment: RingEnvironment) -> None:
-    """Compare the Trainer's arguments with the ranks that the launcher started; those left out follow the launcher.
-
-    Raises:
-        RankDiscoveryError: They disagree; states both.
-    """
+    """Compare the Trainer's arguments with the ranks that the launcher started; those left out follow the launcher."""
     num_devices = environment.local_size() if request.devices == "auto" else _count(request.devices)
     # 1 is also what Lightning makes of a num_nodes that nobody wrote
     if num_devices != environment.local_size() or request.num_nodes not in (1, environment.num_nodes()):
@@ -64,11 +60,7 @@ def _count(devices: Any) -> int:
 def devices_for(
     accelerator: Accelerator | None, requested: list[torch.device] | None, local_size: int
 ) -> list[torch.device]:
-    """One device for each of the ``local_size`` ranks that the launcher started on this node.
-
-    Raises:
-        RankDiscoveryError: More ranks than devices: two ranks would share one.
-    """
+    """One device for each of the ``local_size`` ranks on this node. More ranks than devices are an error."""
     if accelerator is None or isinstance(accelerator, CPUAccelerator):
         return [torch.device("cpu")] * local_size
     if requested is not None and len(requested) == local_size:

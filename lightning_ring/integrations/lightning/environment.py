@@ -139,11 +139,7 @@ class RingEnvironment(ClusterEnvironment):
             log.debug("Lightning computed %s %d; %s stays %d, as the launcher started it", name, wanted, name, started)
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """Refuse a Trainer whose ``devices`` and ``num_nodes`` are not what the launcher started.
-
-        Raises:
-            RankDiscoveryError: States both.
-        """
+        """Refuse a Trainer whose ``devices`` and ``num_nodes`` are not what the launcher started."""
         if not self.creates_processes_externally:
             return
         info = self.discover()
@@ -173,14 +169,13 @@ def _launcher_or_open_group() -> LaunchVariables | None:
 
 
 def _variables_of_open_group() -> LaunchVariables | None:
-    """Rank and world size as torch.distributed has them, if it is initialised for several ranks."""
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     return LaunchVariables("group", "torch.distributed", dist.get_rank(), dist.get_world_size())
 
 
 def _info_from_open_group() -> RankInfo:
-    """Rank and sizes from torch.distributed's default group. Collective over it."""
+    """Collective over torch.distributed's default group."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     hosts: list[str] = [""] * world_size
     dist.all_gather_object(hosts, socket.gethostname())

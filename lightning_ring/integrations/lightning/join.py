@@ -33,11 +33,7 @@ class ActiveRanks:
         return self._current is None or self._current.has_data
 
     def find_loader(self, trainer: Trainer) -> None:
-        """Find the fit's training loader that joins, if any. Reloading loaders may change it.
-
-        Raises:
-            ConfigurationError: This fit cannot join (`check_join_allowed`).
-        """
+        """Find the fit's training loader that joins, if any. Reloading loaders may change it."""
         combined = trainer.fit_loop._combined_loader
         loaders = combined.flattened if combined is not None else []
         joining = next((loader for loader in loaders if isinstance(loader, AgreedLoader) and loader.joins), None)

@@ -110,14 +110,8 @@ def agree_on_batches(
 ) -> Any:
     """Return ``loader`` if all ranks have equally many batches; else follow ``policy``. Collective.
 
-    Args:
-        loader: This rank's training loader.
-        policy: ``"error"`` or ``"join"``.
-        limit: ``Trainer(limit_train_batches=)``: a number of batches if an int, a fraction if a float.
-        needed: Batches after which training ends anyway (from ``max_steps``); ``inf`` if open.
-
-    Raises:
-        UnevenBatchesError: With ``policy="error"``, where the lengths are known and differ, before the first step.
+    ``limit`` is ``Trainer(limit_train_batches=)``: a number of batches if an int, a fraction if a float. ``needed`` is
+    the number of batches after which training ends anyway (from ``max_steps``); ``inf`` if open.
     """
     if isinstance(loader, AgreedLoader):  # from an earlier fit, in the script's `CombinedLoader`
         loader = loader.unwrapped
@@ -158,12 +152,7 @@ def is_stream(loader: Any) -> bool:
 
 
 def check_join_allowed(num_loaders: int, module: LightningModule) -> None:
-    """Check the conditions of ``uneven="join"``, without which the ranks' collectives would differ.
-
-    Raises:
-        ConfigurationError: There are several training loaders, the step fetches batches itself, or optimization is
-            manual.
-    """
+    """Check the conditions of ``uneven="join"``, without which the ranks' collectives would differ."""
     if not module.automatic_optimization:
         raise ConfigurationError(
             "RingStrategy(uneven='join') was given a module with manual optimization, in which a finished rank cannot "

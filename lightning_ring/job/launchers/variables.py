@@ -28,11 +28,7 @@ class LaunchVariables:
 
 
 def number(environ: Environ, name: str) -> int | None:
-    """The variable ``name`` as a number, ``None`` where it is not set.
-
-    Raises:
-        RankDiscoveryError: It is not a number.
-    """
+    """The variable ``name`` as a number, ``None`` where it is not set."""
     text = environ.get(name)
     if text is None:
         return None
@@ -44,11 +40,7 @@ def number(environ: Environ, name: str) -> int | None:
 
 
 def required(environ: Environ, name: str, needed: Sequence[str], launcher: str) -> int:
-    """The variable ``name``, one of those ``needed`` together.
-
-    Raises:
-        RankDiscoveryError: It is not set, or not a number.
-    """
+    """The variable ``name``, one of those ``needed`` together."""
     value = number(environ, name)
     if value is None:
         found = ", ".join(f"{other}={environ[other]}" for other in needed if other in environ) or "none of them"

@@ -17,11 +17,7 @@ ANSWER_SECONDS = 5.0  # a server that accepted has to send its line within this 
 
 
 def listen(address: str, port: int = 0) -> socket.socket:
-    """A listening socket on ``address``; port 0 lets the system choose one that is free.
-
-    Raises:
-        RankDiscoveryError: The port is taken, or the address is not this host's.
-    """
+    """A listening socket on ``address``; port 0 lets the system choose one that is free."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
         # A job that just ended leaves its port in TIME_WAIT; only a live listener is in the way
@@ -86,9 +82,6 @@ def greet(
 
     With ``listening`` the greeter is known to be up, so that a refusal is an answer; without, it may still start.
     A server that accepts and sends nothing for ``answer_seconds`` is another program.
-
-    Raises:
-        RankDiscoveryError: Nothing answered within ``timeout`` seconds, or another program did.
     """
     deadline = time.monotonic() + timeout
     while True:

@@ -30,11 +30,7 @@ def open_store(info: RankInfo, timeout: timedelta) -> Store:
 
     With MPI, rank 0 takes a port that the system gives it, on the interface that the others reach, and hands it out
     over MPI: no MASTER_ADDR, no race for a port. Where torch.distributed is initialised already, by the script or by
-    another strategy, its store is used. Sets GLOO_SOCKET_IFNAME to the interface that leads to rank 0, unless it is set
-    (`interfaces.offer_interface`).
-
-    Raises:
-        RankDiscoveryError: A port is taken, or rank 0 cannot be reached.
+    another strategy, its store is used. Sets GLOO_SOCKET_IFNAME (`interfaces.offer_interface`).
     """
     if info.world_size == 1:
         return HashStore()
@@ -55,9 +51,6 @@ def hand_over_store(store: Store, rank: int, ranks: Sequence[int], address: str,
 
     The first of ``ranks`` serves it at ``address``, where the others reach it; empty where all are on one node. Rank 0
     returns once nobody needs ``store`` any more.
-
-    Raises:
-        RankDiscoveryError: The server of either store could not be reached.
     """
     old = PrefixStore("next", store)
     new: Store | None = None

@@ -20,21 +20,13 @@ SHOWN_WAITING = 10  # different collectives or steps
 
 @dataclass(frozen=True, slots=True)
 class RankStatus:
-    """The state of one rank.
+    """The state of one rank."""
 
-    Attributes:
-        collective: The collective that it has called and not finished; empty if none: the others wait for this rank.
-        seconds: The time that it has waited in that.
-        last: The collective that it finished last; empty if none.
-        progress: The progress of training.
-        stack: Its main thread's innermost calls, innermost first.
-    """
-
-    collective: str = ""
-    seconds: float = 0.0
-    last: str = ""
-    progress: str = ""
-    stack: tuple[str, ...] = ()
+    collective: str = ""  # that it has called and not finished; empty if none: the others wait for this rank
+    seconds: float = 0.0  # for which it has waited in that
+    last: str = ""  # the collective that it finished last
+    progress: str = ""  # of training
+    stack: tuple[str, ...] = ()  # its main thread's calls, innermost first
 
     def message(self) -> Message:
         return asdict(self)

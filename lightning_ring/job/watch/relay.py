@@ -22,9 +22,6 @@ def join_relay(info: RankInfo, store: Store) -> tuple[Relay | None, MessageConne
     """Start the relay in rank 0, which publishes its address in ``store``, and connect this rank to it. Collective.
 
     Returns the relay (in rank 0), this rank's connection, and rank 0's ``host`` and ``pid``.
-
-    Raises:
-        RankDiscoveryError: The relay could not be reached.
     """
     address = host_of(store)
     store = PrefixStore("lightning_ring/watch", store)

@@ -30,11 +30,7 @@ CLOSE_SECONDS = 10.0  # for which rank 0 waits until the others have closed too
 
 
 class JobWatch:
-    """This rank's end of the job watch. Building one is collective; with one rank it opens nothing.
-
-    Raises:
-        RankDiscoveryError: The relay of rank 0 could not be reached.
-    """
+    """This rank's end of the job watch. Building one is collective; with one rank it opens nothing."""
 
     def __init__(self, info: RankInfo, store: Store) -> None:
         self.info = info
@@ -51,13 +47,10 @@ class JobWatch:
             self._open(store)
 
     def check(self, waited: float | None = None) -> None:
-        """Raise if another rank failed, died or left; for loops that wait for other ranks. Costs nothing otherwise.
+        """Raise `PeerFailedError` if another rank failed, died or left; for loops that wait. Costs nothing otherwise.
 
         ``waited`` is how many seconds the caller has waited so far. A rank that left normally may have sent, before,
         all that the caller still waits for, so it counts only after `LEFT_GRACE` seconds.
-
-        Raises:
-            PeerFailedError: Names the rank, its host and its error.
         """
         if not self._peers.failures and not self._peers.left:
             return

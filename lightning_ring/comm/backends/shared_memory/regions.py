@@ -18,20 +18,13 @@ _MAX_VIEWS = 1024  # a region's; cutting them takes longer than a short collecti
 
 
 class Region(NamedTuple):
-    """One allocation.
+    """One allocation."""
 
-    Attributes:
-        number: The same on every rank.
-        start, stop: Where it begins and ends in this process.
-        memory: All ranks' memory of it as bytes (own: empty).
-        views: Of others' memory (own: empty), with their bounds.
-    """
-
-    number: int
-    start: int
+    number: int  # the same on every rank
+    start: int  # where it begins and ends in this process
     stop: int
-    memory: list[Tensor]
-    views: dict[Any, tuple[int, int, list[Tensor]]]
+    memory: list[Tensor]  # all ranks' memory of it as bytes (own: empty)
+    views: dict[Any, tuple[int, int, list[Tensor]]]  # of others' memory (own: empty), with their bounds
 
 
 class Regions:

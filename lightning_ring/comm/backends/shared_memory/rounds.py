@@ -83,16 +83,13 @@ class Rounds:
 
     def agree(self) -> bool:
         """Whether everybody gave the same digest for the round that was just reached."""
-        word = 2 + (self.number & 1)
-        mine = self._mine[word]
-        for board in self._others:  # noqa: SIM110
-            if board[word] != mine:
-                return False
-        return True
+        return self._all_wrote(2 + (self.number & 1))
 
     def same_location(self) -> bool:
         """Whether everybody gave the same location for the round that was just reached."""
-        word = 4 + (self.number & 1)
+        return self._all_wrote(4 + (self.number & 1))
+
+    def _all_wrote(self, word: int) -> bool:
         mine = self._mine[word]
         for board in self._others:  # noqa: SIM110
             if board[word] != mine:

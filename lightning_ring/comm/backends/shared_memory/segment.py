@@ -34,11 +34,7 @@ class NoSharedMemory(Exception):
 
 
 def share(bootstrap: Bootstrap, num_bytes: int) -> list[mmap.mmap]:
-    """Every rank's new memory of ``num_bytes``, by rank, mapped and its pages reserved. Collective.
-
-    Raises:
-        NoSharedMemory: On every rank, if one of them failed.
-    """
+    """Every rank's new memory of ``num_bytes``, by rank, mapped and its pages reserved. Collective."""
     file, offer = _make(num_bytes)
     try:
         offers = bootstrap.all_gather_object(offer)
