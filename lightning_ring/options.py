@@ -26,6 +26,14 @@ Uneven = Literal["error", "join"]
 StartMethod = Literal["popen", "spawn", "fork"]
 Compression = str  # a name in COMPRESSORS
 BucketCap = float | Literal["auto"] | None
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "backend": get_args(Backend),
+    "topology": get_args(Topology),
+    "broadcast_buffers": get_args(BroadcastBuffers),
+    "uneven": get_args(Uneven),
+    "start_method": get_args(StartMethod),
+    **dict.fromkeys(("shard_optimizer", "force_communication", "keep_freed_memory", "monitor"), (False, True)),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,18 +62,11 @@ class RingOptions:
     requeue_signal: signal.Signals | None = signal.SIGUSR1
 
     def __post_init__(self) -> None:
-        _one_of("backend", self.backend, get_args(Backend))
-        _one_of("topology", self.topology, get_args(Topology))
+        for name, allowed in _CHOICES.items():
+            _one_of(name, getattr(self, name), allowed)
         if not isinstance(self.compression, Compressor):
             _one_of("compression", self.compression, (None, *COMPRESSORS), "or a Compressor")
-        _one_of("shard_optimizer", self.shard_optimizer, (False, True))
         self._check_algorithm()
-        _one_of("broadcast_buffers", self.broadcast_buffers, get_args(BroadcastBuffers))
-        _one_of("uneven", self.uneven, get_args(Uneven))
-        _one_of("start_method", self.start_method, get_args(StartMethod))
-        _one_of("force_communication", self.force_communication, (False, True))
-        _one_of("keep_freed_memory", self.keep_freed_memory, (False, True))
-        _one_of("monitor", self.monitor, (False, True))
         _positive_size(self.bucket_cap_mb)
         _positive_duration("timeout", self.timeout)
         _positive_duration("stall_warning", self.stall_warning)

@@ -88,14 +88,9 @@ def fit(
 ) -> CostModel:
     """The model that comes closest to measured times, in relative terms, so that short messages count as long ones do.
 
-    Repeated sizes are replaced by the median of their times. The line through those is fitted by iteratively
-    reweighted least squares with Huber's weights on relative residuals (Huber 1964), under α ≥ 0 and 1/B ≥ 0.
-
-    Args:
-        sizes_bytes: Size of each message, as `CostModel` counts it.
-        seconds: Time of each, in the same order.
-        world_size: Ranks that took part, 2 or more.
-        collective: What was measured.
+    Repeated sizes are replaced by the median of their times. The line through those is fitted by iteratively reweighted
+    least squares with Huber's weights on relative residuals (Huber 1964), under α ≥ 0 and 1/B ≥ 0. ``collective`` took
+    ``seconds`` on messages of ``sizes_bytes``, as `CostModel` counts them, over 2 or more ranks.
 
     Raises:
         ConfigurationError: Fewer than two different sizes, one rank, or a time or size that cannot be.

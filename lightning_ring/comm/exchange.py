@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from lightning_ring.comm.communicator import ReduceOp, shard
-from lightning_ring.comm.ring import PIECE_BYTES, PointToPoint, Request, combine_, cut, finish_, num_pieces, prepare_
+from lightning_ring.comm.ring import COMBINE, PIECE_BYTES, PointToPoint, Request, cut, finish_, num_pieces, prepare_
 from lightning_ring.comm.wide_sum import sum_rows, wants_wide_sum
 
 
@@ -47,7 +47,7 @@ def all_reduce_directly_(flat: Tensor, p2p: PointToPoint, op: ReduceOp = ReduceO
         return flat.copy_(sum_rows(rows, op))
     flat.copy_(rows[0])
     for row in rows[1:]:
-        combine_(flat, row, op)
+        COMBINE[op](flat, row, out=flat)
     finish_(flat, op, world_size)
     return flat
 

@@ -93,17 +93,13 @@ class HierarchicalCommunicator(RingCommunicator):
 
     Calls are agreed on, and small tensors and objects travel, over ``transport``, between all ranks. Large tensors are
     cut into pieces which follow each other through three stages, so that one piece, or one bucket, is reduced in the
-    node while another one is on the wire. Each stage has a communicator and hence an order of its own: which of two
-    pieces enters its last stage before which enters its first differs from rank to rank.
+    node (``intra_first``, ``intra_last``) while another one is on the wire (``across``: this rank's peers, one on each
+    node). Each stage has a communicator and hence an order of its own: which of two pieces enters its last stage before
+    which enters its first differs from rank to rank.
 
-    Args:
-        transport: Between all ranks.
-        intra_first, intra_last: Two communicators over the ranks of this rank's node, for the first and the last stage.
-        across: Over this rank's peers, one on each node.
-        peers: By local rank, which ranks ``across`` joins, in its order; the same list on every rank.
-        policy: Shared with the three, so that the first error ends what all of them have under way.
-        piece_bytes: Size of a piece; by default that of an all-reduce follows from its size and the number of nodes
-            (`num_nested_pieces`).
+    ``peers`` tells, by local rank, which ranks ``across`` joins, in its order; the same list on every rank. ``policy``
+    is shared with the three, so that the first error ends what all of them have under way. The size of an all-reduce's
+    pieces follows from its own and the number of nodes (`num_nested_pieces`), unless ``piece_bytes`` is given.
     """
 
     def __init__(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import functools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -160,10 +159,15 @@ class RingCommunicator(Communicator):
             self._policy.raise_if_broken()
             return CompletedWork()
         with self._starting:
-            channel = channel or self._channels.next(num_bytes)
-            channel.thread.check_open(what)
+            chosen = channel or self._channels.next(num_bytes)
+            chosen.thread.check_open(what)
             agree = self._announce(what) if self._checked else _nothing
-            return channel.thread.submit(what, functools.partial(_agree_and_run, agree, run, channel))
+
+            def agree_and_run() -> None:
+                agree()
+                run(chosen)
+
+            return chosen.thread.submit(what, agree_and_run)
 
     def _announce(self, what: str) -> Callable[[], None]:
         """Tell the others what is called; returns what waits until they have told it too, and compares."""
@@ -171,12 +175,16 @@ class RingCommunicator(Communicator):
         call = self._num_calls
         headers = torch.empty(self.world_size, HEADER_BYTES, dtype=torch.uint8)
         headers[self.rank] = header(what)
+        requests: list[ring.Request] = []
+        failure: Exception | None = None
         try:
             requests = exchange.start_exchange(headers, self.transport, _HEADER_TAG)
         except Exception as error:  # a peer is gone: whoever waits for the work is told
-            return functools.partial(_raise, error)
+            failure = error
 
         def agree() -> None:
+            if failure is not None:
+                raise failure
             if requests:
                 self.transport.wait(requests)
             check_agreement(headers, call)
@@ -204,14 +212,5 @@ def _stop_threads() -> None:
             comm.close()
 
 
-def _agree_and_run(agree: Callable[[], object], run: Callable[[Channel], object], channel: Channel) -> None:
-    agree()
-    run(channel)
-
-
 def _nothing(*_: object) -> None:
     return None
-
-
-def _raise(error: Exception) -> None:
-    raise error

@@ -58,11 +58,7 @@ class WaitPolicy:
 
     ``check`` raises a `RingError` once a peer is known to have failed. A rank that has waited for ``stall_warning``
     logs what it waits for, once a collective; with ``stalls``, all ranks are asked instead, and again after twice, four
-    times, eight times as long.
-
-    Attributes:
-        runners: Who runs collectives under this policy.
-        verdict: The error of a collective that was late on some rank, and is that of all ranks.
+    times, eight times as long. ``verdict`` is the error of a collective that was late on some rank, for all ranks.
     """
 
     def __init__(

@@ -214,12 +214,9 @@ def plan_buckets(
 ) -> list[Bucket]:
     """Fill buckets with ``named_params`` in the given order (the reverse of use), one dtype and device per bucket.
 
-    Args:
-        named_params: Each parameter once, in the order in which backward is expected to produce gradients.
-        bucket_cap_mb: Size in MiB past which a bucket takes no further parameter (`number_by_size`).
-        first_bucket_mb: The same for the first bucket of each dtype and device, smaller so that the wire starts early.
-        empty: Allocates buffers, such as `Communicator.empty`.
-        num_shards: Divisor of each buffer's length: the world size.
+    ``bucket_cap_mb`` is the size in MiB past which a bucket takes no further parameter (`number_by_size`),
+    ``first_bucket_mb`` that of the first bucket of each dtype and device, smaller so that the wire starts early.
+    ``empty`` allocates buffers, as `Communicator.empty`. ``num_shards``, the world size, divides each buffer's length.
     """
     kinds = {(param.dtype, param.device) for _, param in named_params}
     groups: list[tuple[int, tuple[str, ...], tuple[Parameter, ...]]] = []

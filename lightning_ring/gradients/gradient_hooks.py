@@ -13,10 +13,8 @@ class GradientHooks:
     """Calls ``on_gradient`` with each parameter whose ``.grad`` backward has just accumulated.
 
     Hooks that users registered on the same parameter may change the gradient: they must run first. The hook of this
-    class moves behind them between two backward passes (`move_last`).
-
-    Attributes:
-        order_changed: Whether, in this backward, a user's hook still had to run when a gradient was reported.
+    class moves behind them between two backward passes (`move_last`); ``order_changed`` tells whether, in this
+    backward, a user's hook still had to run when a gradient was reported.
     """
 
     def __init__(self, on_gradient: Callable[[Parameter], None]) -> None:

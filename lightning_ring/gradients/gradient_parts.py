@@ -17,11 +17,7 @@ _TO_DO = "Use `checkpoint(..., use_reentrant=False)` to get the overlap back."
 class GradientParts:
     """Ends the overlap on all ranks if a gradient comes in parts, and averages parts whose bucket was already sent.
 
-    Args:
-        warn: Called with a message for the user.
-
-    Attributes:
-        overlaps: Whether buckets may be sent while backward runs. If not, all are sent at its end.
+    ``warn`` is called with a message for the user. Unless ``overlaps``, all buckets are sent at the end of backward.
     """
 
     def __init__(self, warn: Callable[[str], None]) -> None:

@@ -16,13 +16,8 @@ from lightning_ring.gradients.sizing.auto_buckets import AutoBuckets
 class BucketLayout:
     """Buckets in the order given at first, and after the first backward in the order of rank 0's gradients.
 
-    With ``auto``, sizes and order change once more, after `backwards_before_auto` backward passes.
-
-    Args:
-        comm: The ranks that average gradients.
-        cap_mb: Bucket size in MiB.
-        auto: Measures the first backward passes and chooses other sizes.
-        on_new_bucket: Called with each bucket before its first use.
+    With ``auto``, which measures, sizes and order change once more, after `backwards_before_auto` backward passes.
+    ``on_new_bucket`` is called with each bucket before its first use.
 
     Attributes:
         buckets: In the order of sending.
@@ -70,11 +65,7 @@ class BucketLayout:
             self._auto.note(name, device)
 
     def revise(self, num_finished: int) -> None:
-        """Between two backward passes: replace the buckets where sizes or order change. Collective.
-
-        Args:
-            num_finished: Backward passes reduced so far.
-        """
+        """Between two backward passes: replace the buckets where sizes or order change. Collective."""
         if self._auto is not None and num_finished >= self.backwards_before_auto:
             auto, self._auto, self._order = self._auto, None, None
             if self.buckets:  # else all gradients are sparse

@@ -41,19 +41,11 @@ class Reducer(BackwardPasses):
     optimizer's step, so that ranks with different counts get an error.
 
     Args:
-        comm: The ranks that average gradients.
         named_parameters: Name and parameter, in order of registration. Shared parameters may repeat.
-        bucket_cap_mb: Bucket size in MiB.
-        auto: Measures the first backward passes and chooses other sizes (`BucketLayout`).
+        bucket_cap_mb, auto: As of `BucketLayout`.
         compressor: Sends the buckets whose dtype it accepts; `None` sends all in their own dtype.
         warn: Called with a message for the user, at most once a message.
         sparse_weights: Returns the parameters that declare sparse gradients.
-
-    Attributes:
-        stop_requested: Set to ask all ranks to stop. The next backward sends the request.
-        active_ranks: Ranks that the sum is divided by; `None` means all.
-        num_finished: Backward passes reduced so far.
-        num_steps: Optimizer steps so far, counted by the caller.
     """
 
     gathers_sparse: ClassVar[bool] = True  # else sparse gradients are made dense
@@ -70,10 +62,10 @@ class Reducer(BackwardPasses):
         sparse_weights: Callable[[], set[Parameter]] = set,
     ) -> None:
         super().__init__()
-        self.stop_requested = False
-        self.active_ranks: int | None = None
-        self.num_finished = 0
-        self.num_steps = 0
+        self.stop_requested = False  # set to ask all ranks to stop: the next backward sends the request
+        self.active_ranks: int | None = None  # that the sum is divided by; None: all
+        self.num_finished = 0  # backward passes reduced so far
+        self.num_steps = 0  # of optimizers so far, counted by the caller
         self._comm = comm
         self._warn_once = functools.cache(warn)
         self._compressor = compressor
@@ -114,15 +106,14 @@ class Reducer(BackwardPasses):
     def finish(self) -> None:
         """Send the remaining buckets, wait for all, publish the averages. Does nothing without a current backward.
 
-        Raises:
-            CollectiveError: A bucket did not arrive in time; the message names it.
-            PeerFailedError: Another rank failed meanwhile.
+        A bucket that did not arrive in time is named in the error.
         """
         if not self._active:
             return
         while self._next < len(self._queue):
             self._launch()
-        told_to_stop = self._average_sparse()
+        fresh = {param for param in self._sparse.params if param in self._unreduced}
+        told_to_stop = self._sparse.average(fresh, self.active_ranks, stop=self.stop_requested, prefix=self._named(""))
         for _, work in self._works:
             work.wait()
         self._parts.average_late(self._queue, self._comm, self.active_ranks, self._named(""))
@@ -202,7 +193,8 @@ class Reducer(BackwardPasses):
         if not self.reduces_plain_backwards:
             unreduced.local.add(param)
             return
-        self._warn_of_sparse(param)
+        if param.grad is not None and param.grad.is_sparse and param not in self._sparse.params:
+            self._warn_of_sparse(param)
         if not self._enabled:
             unreduced.accumulated.add(param)
             return
@@ -240,14 +232,8 @@ class Reducer(BackwardPasses):
         return dense
 
     def _warn_of_sparse(self, param: Parameter) -> None:
-        if param.grad is None or not param.grad.is_sparse or param in self._sparse.params:
-            return
         if message := self._sparse.notice(param, self._names[param]):
             self._warn_once(message)
-
-    def _average_sparse(self) -> bool:
-        fresh = {param for param in self._sparse.params if param in self._unreduced}
-        return self._sparse.average(fresh, self.active_ranks, stop=self.stop_requested, prefix=self._named(""))
 
     def _agree_on_sparse(self) -> None:
         """After the first backward: take parameters with a sparse gradient on some rank out of the buckets."""

@@ -24,15 +24,9 @@ def sparse_weights(module: nn.Module) -> set[Parameter]:
 class SparseGradients:
     """Parameters whose gradients are averaged outside the buckets, because they may be sparse.
 
-    These are the weights of embeddings with ``sparse=True``, and every parameter with a sparse gradient on some rank in
-    the first backward.
-
-    Args:
-        declared: Returns the weights that declare sparse gradients; the same on every rank.
-        enabled: If False, all gradients stay in buckets, which make them dense.
-
-    Attributes:
-        params: Name of each parameter, in the same order on all ranks.
+    These are the weights of embeddings with ``sparse=True`` (``declared`` returns them, the same on every rank), and
+    every parameter with a sparse gradient on some rank in the first backward. If not ``enabled``, all gradients stay in
+    buckets, which make them dense. ``params`` has the name of each parameter, in the same order on all ranks.
     """
 
     def __init__(self, comm: Communicator, declared: Callable[[], set[Parameter]], *, enabled: bool) -> None:
@@ -90,11 +84,7 @@ class SparseGradients:
     def average(self, fresh: set[Parameter], active_ranks: int | None, *, stop: bool, prefix: str) -> bool:
         """Average ``param.grad`` of all ``params``. Returns whether some rank has ``stop``. Collective if not empty.
 
-        Args:
-            fresh: Parameters whose gradient this rank computed since the last average. Without any rank it is kept.
-            active_ranks: Divisor of the sum; `None` for the world size.
-            stop: Whether this rank was asked to stop.
-            prefix: Begins the names of all collectives.
+        Gradients of ``fresh`` parameters were computed since the last average; one that no rank has computed is kept.
         """
         if not self.params:
             return stop

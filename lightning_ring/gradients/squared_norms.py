@@ -20,12 +20,9 @@ def squares_by_bucket(
 ) -> Tensor:
     """Sums of squares of the gradients of ``params``: for each of ``buckets``, then for gradients in no bucket.
 
-    Their sums over ranks are squared norms. 1-D, float64, on the gradients' device; the host does not wait for it.
-
-    Args:
-        params: Each parameter once. A parameter without a gradient counts as zero.
-        world_size: Gradients not in ``parts`` are the same on all ranks: each rank adds 1/N of their squares.
-        parts: This rank's part of each sharded gradient.
+    Their sums over ranks are squared norms. 1-D, float64, on the gradients' device; the host does not wait for it. A
+    parameter without a gradient counts as zero. ``parts`` has this rank's part of each sharded gradient; other
+    gradients are the same on all ranks: each rank adds 1/N of their squares.
     """
     number = {param: index for index, bucket in enumerate(buckets) for param in bucket.params}
     parts = parts or {}

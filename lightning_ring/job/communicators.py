@@ -31,16 +31,9 @@ def open_communicator(
 ) -> Communicator:
     """Give ``job`` a new communicator, and close the one before. Collective.
 
-    Args:
-        job: The job; its ``communicator`` is replaced.
-        backend: ``"auto"``, ``"nccl"``, ``"gloo"`` or ``"mpi"``. Auto is NCCL on CUDA; on CPU shared memory in a node,
-            else MPI where it started the ranks, else Gloo, and between nodes Gloo, unless MPI may have a better network
-            than TCP (`backend_between_nodes`).
-        device: Where gradients live.
-        timeout: Past it a collective raises.
-        stall_warning: After it a collective that has not finished is reported in the log, with the state of every rank.
-        topology: ``"auto"``, ``"flat"`` or ``"hierarchical"``; auto is hierarchical on CPU where there are several
-            nodes, each with the same number of ranks and more than one.
+    The arguments are those of `RingStrategy`; ``device`` is where gradients live. ``backend="auto"`` is NCCL on CUDA;
+    on CPU shared memory in a node, else MPI where it started the ranks, else Gloo, and between nodes Gloo, unless MPI
+    may have a better network than TCP (`backend_between_nodes`).
 
     Raises:
         ConfigurationError: The backend cannot serve ``device``, MPI did not start the ranks, or the topology cannot be.

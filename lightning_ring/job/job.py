@@ -189,14 +189,9 @@ def open_job(
     """Open a job, and close the current one. Collective over the ranks of ``info``.
 
     torch.distributed's default group is up afterwards. With more than one rank an uncaught exception in this process,
-    or an exit code that is not 0, ends the job from here on.
-
-    Args:
-        info: A generation that this process has seen already is replaced by the next one.
-        device: Where gradients live.
-        timeout: Bounds each wait for another rank.
-        store: Where the ranks meet; by default at the place that the launcher's variables tell.
-        launch_rank: `Member.launch_rank` of this process, by default its rank.
+    or an exit code that is not 0, ends the job from here on. A generation that this process has seen already is
+    replaced by the next one. ``timeout`` bounds each wait for another rank. The ranks meet in ``store``, by default at
+    the place that the launcher's variables tell. ``launch_rank`` is that of `Member`, by default the rank.
 
     Raises:
         RankDiscoveryError: Rank 0 cannot be reached, or two ranks were given one GPU.

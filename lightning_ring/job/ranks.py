@@ -47,10 +47,6 @@ def discover_ranks(environ: Mapping[str, str] | None = None) -> RankInfo:
     """The `RankInfo` of this process. Collective where MPI started it: every rank must call it, and MPI starts.
 
     mpi4py is imported only when the launcher's variables (``environ``, default `os.environ`) say MPI.
-
-    Raises:
-        RankDiscoveryError: The variables are incomplete or contradict each other, mpi4py is missing, or it belongs to
-            another MPI than the launcher.
     """
     environ = os.environ if environ is None else environ
     found = launcher_variables(environ)

@@ -24,14 +24,11 @@ _STEPS = 12  # some optimizers change after warm-up steps, or at every tenth ste
 
 
 def check_can_be_sharded(optimizer: Optimizer) -> None:
-    """Check that ``optimizer`` can step this rank's part of each parameter.
+    """Check that ``optimizer`` can step this rank's part of each parameter, and keeps no tensors outside its state.
 
     torch's own optimizers are known. Any other class is tried on small tensors, with the settings of each group: one
-    object steps full tensors, two others (as on two ranks) step a part each. A class with the attribute
-    ``elementwise = True`` is not tried.
-
-    Raises:
-        ConfigurationError: The optimizer needs full tensors, keeps tensors outside its state, or could not be tried.
+    object steps full tensors, two others (as on two ranks) step a part each. A class with the attribute ``elementwise =
+    True`` is not tried.
     """
     kind = type(optimizer)
     if not isinstance(optimizer, Optimizer) or not hasattr(optimizer, "_optimizer_step_pre_hooks"):

@@ -42,9 +42,6 @@ def check_no_aliases(module: nn.Module) -> None:
     """Check that no trainable parameter of ``module`` shares memory with another parameter or a buffer.
 
     Parameters move into the memory of their bucket. The other tensor would keep the old values.
-
-    Raises:
-        ConfigurationError: Two tensors share memory; the message names both.
     """
     end, before, moves = (torch.device("cpu"), 0), "", False
     for device, start, stop, name, trainable in sorted(_places(module), key=lambda place: (str(place[0]), place[1])):

@@ -20,10 +20,7 @@ class SlicedOptimizer:
 
     The optimizer stays the same object, so that schedulers, loss scalers and its attributes keep working. A step reads
     the ``.grad`` of shards, and its state belongs to shards. Between steps ``state`` is a `ShardedState`. Parameters
-    outside the buckets (frozen) are not sharded.
-
-    Args:
-        stepped: Called after a step with the changed parameters.
+    outside the buckets (frozen) are not sharded. ``stepped`` is called after a step with the changed parameters.
     """
 
     def __init__(

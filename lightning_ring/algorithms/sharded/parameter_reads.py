@@ -38,13 +38,9 @@ class ParameterReads:
 
     That error is rare. If `find_unseen_reader` finds scripted or compiled code, each step waits for all parameters.
     Steps also wait once a parameter gets a gradient and no read was detected: its first gradient comes from a forward
-    in which all parameters were complete.
+    in which all parameters were complete. ``trusted`` tells whether every read is detected.
 
-    Args:
-        on_norm: Called with the arguments of each norm of tensors inside `watching`.
-
-    Attributes:
-        trusted: Whether every read is detected. If False, each step must wait for all parameters.
+    ``on_norm`` is called with the arguments of each norm of tensors inside `watching`.
     """
 
     def __init__(

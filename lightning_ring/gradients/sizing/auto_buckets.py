@@ -43,7 +43,6 @@ class AutoBuckets:
     each had the wire alone.
 
     Args:
-        comm: The ranks.
         say: Called with a description of the choice.
         default_cap_mb: Bucket size in MiB until then, and the one that the choice is compared with.
         halves: A reduce-scatter travels during backward, which is timed and priced then; the all-gather of parameters

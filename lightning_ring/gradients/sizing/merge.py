@@ -19,16 +19,11 @@ def merge(sizes: Sequence[float], ready: Sequence[float], seconds: Seconds) -> l
     """Cut gradients into consecutive buckets such that the last one arrives as early as possible, in large buckets.
 
     An arrival depends on the buckets before it through the last one's arrival only, and never falls when that rises: so
-    the earliest arrival of each prefix is all that has to be known. Then, from the last bucket to the first, each
-    takes as many gradients as it can without moving the end. O(number of gradients squared).
+    the earliest arrival of each prefix is all that has to be known. Then, from the last bucket to the first, each takes
+    as many gradients as it can without moving the end. O(number of gradients squared).
 
-    Args:
-        sizes: Bytes of each gradient, in the order of travel.
-        ready: Seconds after which each is there; a bucket waits for the latest of its own.
-        seconds: What a message of so many bytes takes.
-
-    Returns:
-        For each bucket one past the index of its last gradient.
+    ``sizes`` are bytes in the order of travel, ``ready`` the seconds after which each gradient is there; a bucket waits
+    for the latest of its own. Returns for each bucket one past the index of its last gradient.
     """
     before = [0.0, *accumulate(sizes)]
     earliest = [0.0]  # by length of the prefix

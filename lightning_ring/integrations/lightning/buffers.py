@@ -17,16 +17,12 @@ from lightning_ring.options import BroadcastBuffers
 
 
 class BufferBroadcast:
-    """Broadcasts a module's buffers as often as ``RingStrategy(broadcast_buffers=)`` asks.
+    """Broadcasts a module's buffers as often as ``RingStrategy(broadcast_buffers=)`` (``when``) asks.
 
     With ``"epoch"``, statistics of normalization layers may differ between ranks within an epoch: no training step
     reads them. Any other buffer (a queue of features, a codebook) may enter the loss. Therefore those are compared over
     the ranks before training batches 1, 2, 4, 8, ... of the fit, counted from 0; the buffers that differ are broadcast
-    before every training step from then on, as DDP does, and a warning says so.
-
-    Args:
-        when: ``"start"``, ``"epoch"`` or ``"step"``.
-        warn: Called with a message for the user.
+    before every training step from then on, as DDP does, and ``warn`` is called with a message for the user.
     """
 
     def __init__(self, when: BroadcastBuffers, warn: Callable[[str], None]) -> None:

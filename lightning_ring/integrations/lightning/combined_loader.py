@@ -33,11 +33,8 @@ _OF_ALL: dict[str, Callable[[list[float]], float]] = {"min_size": min, "sequenti
 class AgreedCombinedLoader(CombinedLoader):
     """A `CombinedLoader` on whose number of batches ranks agree: before training if lengths are known, else per batch.
 
-    A batch costs one small message then. A loader's length may differ between ranks if the combined number does not.
-
-    Raises:
-        UnevenBatchesError: On every rank; before the first step if lengths are known, else at the step for which some
-            rank has no batch.
+    A batch costs one small message then. A loader's length may differ between ranks if the combined number does not. An
+    `UnevenBatchesError` is raised on every rank, before the first step or at the step for which some rank has no batch.
     """
 
     def __init__(self, iterables: Any, mode: Any) -> None:

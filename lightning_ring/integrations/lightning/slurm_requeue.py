@@ -23,10 +23,8 @@ def save_and_requeue(trainer: pl.Trainer) -> bool:
     """Save a checkpoint where Lightning looks for it when a Slurm job restarts, and queue the job. Collective.
 
     The path is Lightning's: ``hpc_ckpt_N.ckpt`` in the Trainer's ``default_root_dir``. A ``fit`` without ``ckpt_path``
-    continues from the highest N.
-
-    Returns:
-        Whether the job is queued again, the same on all ranks. If not, a warning says why, and training goes on.
+    continues from the highest N. Returns whether the job is queued again, the same on all ranks; if not, after a
+    warning, training goes on.
     """
     strategy = trainer.strategy
     path = strategy.broadcast(trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir))

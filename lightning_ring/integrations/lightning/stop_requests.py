@@ -29,12 +29,8 @@ class Request(IntEnum):
 class StopRequests:
     """Handlers of the signals to stop or to requeue, and the agreement of all ranks on a request.
 
-    Args:
-        requeue_signal: Slurm's signal before the end of the job's time, or `None`.
-        ask: Called with True when this rank has a request, and with False when the request was met.
-
-    Attributes:
-        pending: The request that this rank has.
+    ``ask`` is called with True when this rank has a request (``pending``), and with False when the request was met.
+    ``requeue_signal`` is Slurm's before the end of the job's time, or `None`.
     """
 
     def __init__(self, requeue_signal: signal.Signals | None, ask: Callable[[bool], None]) -> None:
@@ -65,8 +61,7 @@ class StopRequests:
     def agree(self, comm: Communicator | None, *, received_sigterm: bool) -> Request:
         """Return the highest request of all ranks, and clear it. Collective.
 
-        Args:
-            received_sigterm: Whether Lightning's handler got a SIGTERM, as in a single process.
+        ``received_sigterm``: Lightning's own handler got a SIGTERM, as in a single process.
         """
         mine = Request.STOP if received_sigterm else self.pending
         asked = max(comm.all_gather_object(mine)) if comm is not None else mine

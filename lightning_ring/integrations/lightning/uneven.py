@@ -32,10 +32,7 @@ class AgreedLoader:
 
     It is used if lengths are unknown (iterable data sets), or if ``uneven="join"`` lets ranks run out at different
     steps. Then it continues on every rank until no rank has data, and a rank without data repeats its own last batch
-    (`lightning_ring.integrations.lightning.join.ActiveRanks.step`).
-
-    Raises:
-        UnevenBatchesError: With ``policy="error"``, on every rank, at the step for which some rank has no batch.
+    (`ActiveRanks.step`). With ``"error"`` all ranks raise at the step for which some rank has no batch.
     """
 
     def __init__(self, loader: Any, comm: Communicator, policy: Literal["error", "join"], length: int | None) -> None:

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 
 from lightning_ring.comm.waiting import WaitPolicy, ranks_text
 from lightning_ring.job.watch.messages import Message
@@ -33,9 +33,8 @@ class RankStatus:
 
     @classmethod
     def of_message(cls, message: Message) -> RankStatus:
-        return cls(
-            message["collective"], message["seconds"], message["last"], message["progress"], tuple(message["stack"])
-        )
+        given = {field.name: message[field.name] for field in fields(cls)}
+        return cls(**given | {"stack": tuple(message["stack"])})
 
 
 def own_status(policy: WaitPolicy, progress: Callable[[], str]) -> RankStatus:

@@ -8,28 +8,19 @@ bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
-import torch
 from torch import Tensor
 
 from lightning_ring.comm.backends.shared_memory.regions import Regions
 from lightning_ring.comm.backends.shared_memory.rounds import SLOT_BYTES, Rounds
 from lightning_ring.comm.collective_queue import Steps
 from lightning_ring.comm.communicator import ReduceOp, shard
-from lightning_ring.comm.ring import finish_
+from lightning_ring.comm.ring import COMBINE, finish_
 from lightning_ring.comm.wide_sum import sum_into_, wants_wide_sum
 
 PIECE_BYTES = 256 * 1024  # summed and written to all ranks before it leaves the cache
 WHOLE_BYTES = 512 * 1024  # a shard up to this is one piece: of two ranks' it fits second-level caches of 1 MiB
-
-_COMBINE: dict[ReduceOp, Callable[..., Tensor]] = {
-    ReduceOp.SUM: torch.add,
-    ReduceOp.AVG: torch.add,
-    ReduceOp.PRODUCT: torch.mul,
-    ReduceOp.MIN: torch.minimum,
-    ReduceOp.MAX: torch.maximum,
-}
 
 
 def reduce_rows(rows: Sequence[Tensor], out: Tensor, op: ReduceOp) -> None:
@@ -37,7 +28,7 @@ def reduce_rows(rows: Sequence[Tensor], out: Tensor, op: ReduceOp) -> None:
     if out.itemsize == 2 and wants_wide_sum(out.dtype, op):  # the second costs a short collective a hundredth
         sum_into_(out, rows, op)
         return
-    combine = _COMBINE[op]
+    combine = COMBINE[op]
     if len(rows) == 1:
         out.copy_(rows[0])
     else:

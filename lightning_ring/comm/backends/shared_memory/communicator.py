@@ -65,13 +65,9 @@ def open_shared_memory(
 ) -> SharedMemoryCommunicator | None:
     """A communicator among the ranks of ``bootstrap``, which share a node; `None`, after one warning, if they cannot.
 
-    Collective.
-
-    Args:
-        bootstrap: Used here only: any communicator over just these ranks, or a `StoreBootstrap`.
-        policy: How long it waits; several communicators may share one, and then its first error.
-        members: The ranks' numbers in the job, for errors; as in ``bootstrap`` if not given.
-        beside: A communicator over the same ranks; both then see tensors from the `empty` of either.
+    Collective. ``bootstrap`` is used here only: any communicator over just these ranks, or a `StoreBootstrap`.
+    ``members`` are the ranks' numbers in the job, for errors. With a communicator ``beside`` it, over the same ranks,
+    both see tensors from the `empty` of either.
     """
     try:
         maps = share(bootstrap, SEGMENT_BYTES)
