@@ -27,13 +27,7 @@ from torch._C._functorch import peek_interpreter_stack
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from lightning_ring.comm.alarm import Alarm
-from lightning_ring.comm.waiting import (
-    CHECK_SECONDS,
-    LONGEST_SLEEP_SECONDS,
-    SLEEP_SHARE,
-    WaitPolicy,
-    transport_error,
-)
+from lightning_ring.comm.waiting import CHECK_SECONDS, LONGEST_SLEEP_SECONDS, SLEEP_SHARE, WaitPolicy, transport_error
 from lightning_ring.errors import CollectiveError, RingError
 
 _NOTHING = nullcontext()
@@ -89,10 +83,7 @@ class CollectiveQueue:
     """
 
     def __init__(
-        self,
-        policy: WaitPolicy,
-        reached: Callable[[int], bool],
-        missing: Callable[[int], Sequence[int]],
+        self, policy: WaitPolicy, reached: Callable[[int], bool], missing: Callable[[int], Sequence[int]]
     ) -> None:
         self.policy = policy
         self._reached = reached

@@ -62,10 +62,7 @@ class WaitPolicy:
     """
 
     def __init__(
-        self,
-        timeout: timedelta = DEFAULT_TIMEOUT,
-        check: Check | None = None,
-        stall_warning: timedelta | None = None,
+        self, timeout: timedelta = DEFAULT_TIMEOUT, check: Check | None = None, stall_warning: timedelta | None = None
     ) -> None:
         self.timeout = timeout
         self.stall_warning = stall_warning

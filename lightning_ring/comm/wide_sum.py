@@ -27,12 +27,7 @@ def wants_wide_sum(dtype: torch.dtype, op: ReduceOp) -> bool:
 
 
 def reduce_scatter_(
-    flat: Tensor,
-    p2p: PointToPoint,
-    op: ReduceOp,
-    *,
-    scratch: Tensor | None = None,
-    piece_bytes: int = PIECE_BYTES,
+    flat: Tensor, p2p: PointToPoint, op: ReduceOp, *, scratch: Tensor | None = None, piece_bytes: int = PIECE_BYTES
 ) -> Tensor:
     """Reduce 16-bit 1-D ``flat`` by SUM or AVG in place: rank r's shard then holds the result, the rest is untouched.
 
@@ -65,12 +60,7 @@ def reduce_scatter_(
 
 
 def all_reduce_(
-    flat: Tensor,
-    p2p: PointToPoint,
-    op: ReduceOp,
-    *,
-    scratch: Tensor | None = None,
-    piece_bytes: int = PIECE_BYTES,
+    flat: Tensor, p2p: PointToPoint, op: ReduceOp, *, scratch: Tensor | None = None, piece_bytes: int = PIECE_BYTES
 ) -> Tensor:
     """Reduce 16-bit 1-D ``flat`` by SUM or AVG in place; ``scratch`` as above.
 

@@ -22,12 +22,7 @@ from lightning_ring.job.topology import backend_between_nodes, is_hierarchical, 
 
 
 def open_communicator(
-    job: Job,
-    backend: str,
-    device: torch.device,
-    timeout: timedelta,
-    stall_warning: timedelta,
-    topology: str = "auto",
+    job: Job, backend: str, device: torch.device, timeout: timedelta, stall_warning: timedelta, topology: str = "auto"
 ) -> Communicator:
     """Give ``job`` a new communicator, and close the one before. Collective.
 

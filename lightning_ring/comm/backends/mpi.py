@@ -31,12 +31,7 @@ class MPICommunicator(RingCommunicator):
     """
 
     def __init__(
-        self,
-        comm: Any = None,
-        policy: WaitPolicy | None = None,
-        *,
-        members: Sequence[int] = (),
-        checked: bool = True,
+        self, comm: Any = None, policy: WaitPolicy | None = None, *, members: Sequence[int] = (), checked: bool = True
     ) -> None:
         policy = policy or WaitPolicy()
         super().__init__(open_mpi_transport(comm, policy), policy, members, checked)

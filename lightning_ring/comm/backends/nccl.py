@@ -96,10 +96,7 @@ class NCCLCommunicator(Communicator):
         what = describe("all_to_all", name=name)
         check_all_to_all(inputs, outputs, self.world_size, what)
         sources, targets = [as_bytes(tensor) for tensor in inputs], [as_bytes(tensor) for tensor in outputs]
-        return self._start(
-            what,
-            lambda: dist.all_to_all(targets, sources, group=self._group, async_op=True),
-        )
+        return self._start(what, lambda: dist.all_to_all(targets, sources, group=self._group, async_op=True))
 
     def broadcast_(self, tensor: Tensor, *, src: int = 0, name: str = "") -> Work:
         if not self._serves(tensor):

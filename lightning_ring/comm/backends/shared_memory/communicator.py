@@ -90,12 +90,7 @@ class SharedMemoryCommunicator(Communicator):
     """
 
     def __init__(
-        self,
-        rank: int,
-        maps: Sequence[mmap.mmap],
-        policy: WaitPolicy,
-        regions: Regions,
-        members: Sequence[int] = (),
+        self, rank: int, maps: Sequence[mmap.mmap], policy: WaitPolicy, regions: Regions, members: Sequence[int] = ()
     ) -> None:
         self.rank = rank
         self.world_size = len(maps)
