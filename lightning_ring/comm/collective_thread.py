@@ -63,7 +63,7 @@ class CollectiveThread:
         return work
 
     def check_open(self, description: str) -> None:
-        """Raise `RingError`: The error that broke the communicator earlier; or it was closed."""
+        """Raise the error that broke the communicator earlier, or one that it was closed."""
         self.policy.raise_if_broken()
         if self._closed:
             raise CollectiveError(f"{description}: this communicator was closed; build a new one.")

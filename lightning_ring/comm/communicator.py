@@ -242,7 +242,7 @@ def _pickled(obj: Any) -> Tensor:
 
 
 def _unpickled(message: Tensor, src: int) -> Any:
-    """Raise `CollectiveError`: Rank ``src`` could not pickle its object."""
+    """The object; or raise `CollectiveError` if rank ``src`` could not pickle it."""
     good, obj = pickle.loads(ctypes.string_at(message.data_ptr(), message.numel()))
     if not good:
         raise CollectiveError(f"rank {src} tried to send an object that cannot be pickled: {obj}. Send plain values.")

@@ -68,7 +68,6 @@ class _PipelinedWork:
 
     @property
     def ended(self) -> float | None:
-        """As `CollectiveRecord.ended`."""
         return getattr(self._last, "ended", None) if self._last_started.is_set() else None
 
     def wait(self) -> None:

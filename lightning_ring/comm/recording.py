@@ -121,13 +121,11 @@ def unrecorded(comm: Communicator) -> Communicator:
     return comm._comm if isinstance(comm, RecordedCommunicator) else comm
 
 
+@dataclass(slots=True)
 class _RecordedWork:
-    __slots__ = ("_listeners", "_record", "_work")
-
-    def __init__(self, work: Work, record: CollectiveRecord, listeners: list[Listener]) -> None:
-        self._work = work
-        self._record: CollectiveRecord | None = record
-        self._listeners = listeners
+    _work: Work
+    _record: CollectiveRecord | None
+    _listeners: list[Listener]
 
     def wait(self) -> None:
         record, self._record = self._record, None

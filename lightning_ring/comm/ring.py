@@ -120,7 +120,7 @@ def scratch_bytes(piece_bytes: int = PIECE_BYTES) -> int:
 
 
 def check_reducible(tensor: Tensor, op: ReduceOp) -> None:
-    """Raise `ConfigurationError`: ``op`` means nothing for this dtype."""
+    """Raise `ConfigurationError` if ``op`` means nothing for this dtype."""
     if op not in _REDUCIBLE.get(tensor.dtype, ()):
         able = ", ".join(str(dtype).removeprefix("torch.") for dtype, ops in _REDUCIBLE.items() if op in ops)
         raise ConfigurationError(

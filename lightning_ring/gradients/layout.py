@@ -39,7 +39,6 @@ class BucketLayout:
 
     @property
     def settled(self) -> bool:
-        """Whether the layout is final."""
         return self._order is None and self._auto is None
 
     def add(self, params: Sequence[tuple[str, Parameter]]) -> None:
@@ -53,7 +52,6 @@ class BucketLayout:
         self.add(rest)
 
     def begin_backward(self) -> None:
-        """A backward begins."""
         if self._auto is not None and self.buckets:
             self._auto.begin_backward(self.buckets[0].flat.device)
 

@@ -135,7 +135,7 @@ class Reducer(BackwardPasses):
         self.num_finished += 1
 
     def check_reduced(self, params: Iterable[Parameter]) -> None:
-        """Raise `RingError`: The gradient of one of ``params`` is not an average, but this rank's own."""
+        """Raise `RingError` if the gradient of one of ``params`` is not an average, but this rank's own."""
         self._unreduced.check(params, self._names)
 
     def agreed_to_stop(self) -> bool:

@@ -21,7 +21,6 @@ class GradientShards:
         self._comm = comm
 
     def slot(self, param: Parameter) -> tuple[Bucket, int]:
-        """The bucket of ``param``, and the index of ``param`` in it."""
         return self._layout.slots[param]
 
     def bounds(self, param: Parameter) -> tuple[Bucket, int, int]:
@@ -46,12 +45,10 @@ class GradientShards:
         return grad.as_strided((stop - start,), (1,), int(grad.storage_offset()) + first)
 
     def view(self, param: Parameter) -> Tensor:
-        """The view of the bucket's ``flat`` for the gradient of ``param``."""
         bucket, index = self.slot(param)
         return bucket.views[index]
 
     def is_view(self, param: Parameter) -> bool:
-        """Whether ``param.grad`` lies in the bucket's memory."""
         return param.grad is not None and same_memory(param.grad, self.view(param))
 
     def zero_other_parts(self, param: Parameter) -> Tensor:

@@ -31,7 +31,7 @@ class UnreducedGradients:
         self.local = {param for param in self.local if not (param.requires_grad and sent(param))}
 
     def check(self, params: Iterable[Parameter], names: Mapping[Parameter, str]) -> None:
-        """Raise `RingError`: The gradient of one of ``params`` is local."""
+        """Raise `RingError` if the gradient of one of ``params`` is local."""
         if not self.local:
             return
         own = [param for param in params if param in self.local and param.grad is not None and param.requires_grad]

@@ -12,7 +12,6 @@ _OWN = Path("/proc/self/cgroup")
 
 
 def bound_cores() -> list[int]:
-    """The numbers of the cores on which this process may run."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))

@@ -64,7 +64,7 @@ def _distinct(hosts: list[Host]) -> list[Host]:
 
 
 def check_slots(ranks: int, hosts: list[Host]) -> None:
-    """Raise `ConfigurationError`: ``ranks`` do not fit; names both numbers."""
+    """Raise `ConfigurationError`, with both numbers, if ``ranks`` do not fit."""
     slots = sum(host.slots for host in hosts)
     if ranks > slots:
         described = ", ".join(f"{host.name}:{host.slots}" for host in hosts)

@@ -86,7 +86,6 @@ class Supervisor:
         return self._exit_code or 0
 
     def kill(self, signum: int) -> None:
-        """Send ``signum`` to the children that still run."""
         for child in self._running():
             assert child.process is not None
             child.process.send_signal(signum)

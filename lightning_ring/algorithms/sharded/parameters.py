@@ -38,7 +38,6 @@ class ParameterShard:
         return flat.as_strided(self.param.size(), self.strides, flat.storage_offset() + self.offset)
 
     def part(self, flat: Tensor) -> Tensor:
-        """View of this rank's part in ``flat``, 1-D."""
         start = self.offset + self.first
         return flat[start : start + self.numel]
 
@@ -188,11 +187,9 @@ class ShardedParameters:
 
     @property
     def device(self) -> torch.device:
-        """Device for vectors that are summed over ranks."""
         return self.reducer.buckets[0].flat.device
 
     def wait_for(self, param_id: int) -> None:
-        """Return when the parameter with this ``id`` is complete."""
         bucket = self._bucket_of.get(param_id)
         if bucket is not None and bucket in self._gathers:
             self._wait_for(bucket)
@@ -227,7 +224,6 @@ class ShardedParameters:
             bucket.arrive()
 
     def wait(self) -> None:
-        """Return when all parameters are complete."""
         while self._gathers:
             self._wait_for(next(iter(self._gathers)))
 

@@ -151,7 +151,6 @@ class _StartedWork:
 
     @property
     def ended(self) -> float | None:
-        """As `CollectiveRecord.ended`."""
         return getattr(self.arrival, "ended", None)
 
     def wait(self) -> None:

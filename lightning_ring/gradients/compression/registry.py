@@ -23,7 +23,6 @@ class RegisteredCompressor:
     wire_bytes: Callable[[int, int], float] | None = None  # as `Compressor.wire_bytes`; `None` where that gives `None`
 
     def build(self) -> Compressor:
-        """A new one."""
         module = import_module(f"lightning_ring.gradients.compression.{self.module}")
         compressor: Compressor = getattr(module, self.class_name)()
         return compressor

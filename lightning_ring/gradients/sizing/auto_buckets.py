@@ -68,7 +68,6 @@ class AutoBuckets:
         self._notes: dict[str, list[tuple[float | torch.cuda.Event, float | torch.cuda.Event]]] = defaultdict(list)
 
     def begin_backward(self, device: torch.device) -> None:
-        """Now a backward begins."""
         self._began = _now(device)
 
     def note(self, name: str, device: torch.device) -> None:

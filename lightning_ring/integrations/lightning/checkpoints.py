@@ -38,7 +38,6 @@ class SavedStates:
                 checkpoint[_ALGORITHM_KEY] = state
 
     def load(self, checkpoint: dict[str, Any]) -> None:
-        """Keep the states in ``checkpoint``."""
         self._random = checkpoint.get(_RANDOM_KEY, {}).get("random_states")
         self._algorithm = checkpoint.get(_ALGORITHM_KEY, {})
 

@@ -45,7 +45,6 @@ class RingEnvironment(ClusterEnvironment):
 
     @staticmethod
     def detect() -> bool:
-        """Whether a launcher started this process."""
         return launcher_variables(os.environ) is not None
 
     def discover(self) -> RankInfo:
@@ -110,7 +109,6 @@ class RingEnvironment(ClusterEnvironment):
         return self.discover().local_rank if known is None else known
 
     def local_size(self) -> int:
-        """How many ranks live on this node."""
         known = self._known.local_size
         return self.discover().local_size if known is None else known
 

@@ -56,7 +56,6 @@ class ActiveRanks:
 
     @contextmanager
     def step(self, module: LightningModule) -> Iterator[None]:
-        """Around a training step."""
         self.during_step = self._current
         try:
             with nullcontext() if self.has_data else _discarding_effects(module):

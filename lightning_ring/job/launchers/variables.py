@@ -52,7 +52,7 @@ def required(environ: Environ, name: str, needed: Sequence[str], launcher: str) 
 
 
 def check_ranges(found: LaunchVariables) -> None:
-    """Raise `RankDiscoveryError`: A rank is not below the size that it counts in."""
+    """Raise `RankDiscoveryError` if a rank is not below the size that it counts in."""
     pairs = (
         ("rank", found.rank, "the world size", found.world_size),
         ("local rank", found.local_rank, "the ranks of this node", found.local_size),

@@ -71,7 +71,6 @@ class StallReporter:
         self._progress = weakref.WeakMethod(progress)
 
     def close(self) -> None:
-        """End the thread."""
         self._closed = True
         self._events.put({"kind": _CLOSE})  # wakes it
 

@@ -71,14 +71,12 @@ class Rounds:
         return number
 
     def reached(self, number: int) -> bool:
-        """Whether everybody has arrived at round ``number``."""
         for board in self._others:  # noqa: SIM110  (`all` with a generator takes twice as long)
             if board[0] < number:
                 return False
         return True
 
     def missing(self, number: int) -> list[int]:
-        """The ranks that have not arrived at round ``number``."""
         return [rank for rank, board in enumerate(self._boards) if board[0] < number]
 
     def agree(self) -> bool:
