@@ -42,11 +42,9 @@ class Work(Protocol):
             CollectiveError: It did not finish within the communicator's timeout, or failed.
             PeerFailedError: Another rank failed meanwhile.
         """
-        ...
 
     def done(self) -> bool:
         """Whether `wait` would return at once. Never blocks, never raises."""
-        ...
 
 
 class Communicator(Protocol):
@@ -74,27 +72,22 @@ class Communicator(Protocol):
     @abstractmethod
     def all_reduce_(self, tensor: Tensor, *, op: ReduceOp = ReduceOp.SUM, name: str = "") -> Work:
         """Reduce ``tensor`` (any shape) over all ranks, in place. All ranks end with the same bits."""
-        ...
 
     @abstractmethod
     def reduce_scatter_(self, flat: Tensor, *, op: ReduceOp = ReduceOp.SUM, name: str = "") -> Work:
         """Reduce ``flat`` (1-D, any length); shard `shard_index` then holds the result, the rest is scratch."""
-        ...
 
     @abstractmethod
     def all_gather_(self, flat: Tensor, *, name: str = "") -> Work:
         """Fill ``flat`` (1-D, any length) from the ranks' shards of it (`shard`): the second half of an all-reduce."""
-        ...
 
     @abstractmethod
     def broadcast_(self, tensor: Tensor, *, src: int = 0, name: str = "") -> Work:
         """Replace ``tensor`` by rank ``src``'s, in place."""
-        ...
 
     @abstractmethod
     def close(self) -> None:
         """Wait for what is under way, then release threads and groups. Not collective; calling it twice is fine."""
-        ...
 
     # --- written over those
 

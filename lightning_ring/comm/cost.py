@@ -77,7 +77,7 @@ class CostModel:
     alpha_seconds: float  # latency of one message, software included
     bandwidth: float  # bytes per second that one rank sends; inf where time was seen not to depend on size
 
-    def seconds(self, num_bytes: float, world_size: int, collective: Collective = "all_reduce") -> float:
+    def seconds(self, num_bytes: float, world_size: int, collective: str = "all_reduce") -> float:
         """Time of ``collective`` on a tensor of ``num_bytes``, all shards together; 0 for one rank."""
         steps = _PASSES[collective] * (world_size - 1)
         return steps * (self.alpha_seconds + num_bytes / (world_size * self.bandwidth))

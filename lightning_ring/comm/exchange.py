@@ -85,14 +85,10 @@ def all_to_all(
 ) -> None:
     """Rank r gets this rank's ``inputs[r]``, and ``outputs[r]`` (1-D) becomes what rank r has for this rank."""
     outputs[p2p.rank].copy_(inputs[p2p.rank])
-    requests: list[Request] = []
-    for peer in range(p2p.world_size):
-        if peer != p2p.rank:
-            requests += [p2p.irecv(piece, peer) for piece in _sendable(outputs[peer], piece_bytes)]
-    for peer in range(p2p.world_size):
-        if peer != p2p.rank:
-            requests += [p2p.isend(piece, peer) for piece in _sendable(inputs[peer], piece_bytes)]
-    p2p.wait(requests)
+    peers = [peer for peer in range(p2p.world_size) if peer != p2p.rank]
+    receives = [p2p.irecv(piece, peer) for peer in peers for piece in _sendable(outputs[peer], piece_bytes)]
+    sends = [p2p.isend(piece, peer) for peer in peers for piece in _sendable(inputs[peer], piece_bytes)]
+    p2p.wait(receives + sends)
 
 
 def _sendable(flat: Tensor, piece_bytes: int) -> list[Tensor]:

@@ -63,11 +63,9 @@ class PointToPoint(Protocol):
 
     def irecv(self, tensor: Tensor, src: int, tag: int = 0) -> Request:
         """Receive exactly ``tensor.nbytes`` bytes."""
-        ...
 
     def wait(self, requests: Sequence[Any]) -> None:
         """Block until all these requests of this transport are over, or raise what interrupts the wait."""
-        ...
 
 
 def reduce_scatter_(

@@ -42,7 +42,6 @@ class Transport(ring.PointToPoint, Protocol):
 
     def interrupt(self) -> None:
         """End the waits of other threads that ask `while_waiting` too seldom; no message travels after that."""
-        ...
 
     def close(self, broken: bool) -> None: ...
 

@@ -36,7 +36,6 @@ class Engine(Protocol):
 
     def under_way(self) -> tuple[str, float] | None:
         """The first collective that was called and has not ended, and since when."""
-        ...
 
 
 class StallReports(Protocol):
@@ -44,11 +43,9 @@ class StallReports(Protocol):
 
     def notice(self, description: str, seconds: float) -> None:
         """A collective is late; returns at once."""
-        ...
 
     def verdict(self, description: str, late: str, advice: str) -> str:
         """The text of every rank's error for a collective that is too late: ``late``, all answers, ``advice``."""
-        ...
 
 
 class WaitPolicy:

@@ -208,22 +208,21 @@ def same_memory(tensor: Tensor, view: Tensor) -> bool:
 def plan_buckets(
     named_params: Sequence[tuple[str, Parameter]],
     bucket_cap_mb: float,
-    first_bucket_mb: float = FIRST_BUCKET_MB,
     empty: Empty = torch_empty,
     num_shards: int = 1,
 ) -> list[Bucket]:
     """Fill buckets with ``named_params`` in the given order (the reverse of use), one dtype and device per bucket.
 
-    ``bucket_cap_mb`` is the size in MiB past which a bucket takes no further parameter (`number_by_size`),
-    ``first_bucket_mb`` that of the first bucket of each dtype and device, smaller so that the wire starts early.
-    ``empty`` allocates buffers, as `Communicator.empty`. ``num_shards``, the world size, divides each buffer's length.
+    ``bucket_cap_mb`` is the size in MiB past which a bucket takes no further parameter (`number_by_size`); the first
+    bucket of each dtype and device is smaller, so that the wire starts early. ``empty`` allocates buffers, as
+    `Communicator.empty`. ``num_shards``, the world size, divides each buffer's length.
     """
     kinds = {(param.dtype, param.device) for _, param in named_params}
     groups: list[tuple[int, tuple[str, ...], tuple[Parameter, ...]]] = []
     for kind in kinds:
         members = [(i, n, p) for i, (n, p) in enumerate(named_params) if (p.dtype, p.device) == kind]
         numbered = number_by_size(
-            [p.numel() * p.element_size() for _, _, p in members], bucket_cap_mb * _MIB, first_bucket_mb * _MIB
+            [p.numel() * p.element_size() for _, _, p in members], bucket_cap_mb * _MIB, FIRST_BUCKET_MB * _MIB
         )
         for _, group in groupby(zip(numbered, members, strict=True), key=lambda pair: pair[0]):
             last, names, params = zip(*(member for _, member in group), strict=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from typing import Any, NoReturn
 
 import torch
@@ -28,26 +28,11 @@ class ShardedState(MutableMapping[Any, Any]):
             "state between steps, such as schedule-free ones in eval(), work with strategy='ring'."
         )
 
-    def _refuse(self) -> NoReturn:
+    def _refuse(self, *_: Any) -> NoReturn:
         raise ConfigurationError(self.message)
 
-    def __getitem__(self, key: Any) -> Any:
-        self._refuse()
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self._refuse()
-
-    def __delitem__(self, key: Any) -> None:
-        self._refuse()
-
-    def __iter__(self) -> Iterator[Any]:
-        self._refuse()
-
-    def __len__(self) -> int:
-        self._refuse()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:  # a copy, or a pickled one
-        self._refuse()
+    __getitem__ = __setitem__ = __delitem__ = __iter__ = __len__ = _refuse
+    __reduce_ex__ = _refuse  # a copy, or a pickled one
 
 
 def shard_state(full: Mapping[Any, dict[str, Any]], shards: Mapping[Parameter, ParameterShard]) -> State:

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -36,10 +36,8 @@ _OPS = {
 }
 
 
-def open_torch_communicator(
-    backend: str = "gloo", policy: WaitPolicy | None = None, *, ranks: list[int] | None = None
-) -> Communicator:
-    """A communicator over ``ranks`` (all by default) with process groups of its own; ``backend`` is gloo or nccl.
+def open_torch_communicator(backend: str = "gloo", policy: WaitPolicy | None = None) -> Communicator:
+    """A communicator over all ranks with process groups of its own; ``backend`` is gloo or nccl.
 
     Collective over the whole default group, which must be up; NCCL uses the current CUDA device.
 
@@ -56,18 +54,16 @@ def open_torch_communicator(
         raise ConfigurationError(
             "backend='nccl' needs CUDA GPUs and a torch built with NCCL; this process sees none. Use 'gloo' on CPU."
         )
-    # Gloo's own limit comes second, so that the error of this communicator, which names the collective, comes first.
     policy = policy or WaitPolicy()
-    host_group = _own_group(ranks, policy.timeout + timedelta(seconds=30), "gloo")
-    host = GlooCommunicator(host_group, policy, owns_group=True)
+    host = GlooCommunicator(_own_group(policy), policy, owns_group=True)
     if backend == "gloo":
         return host
-    return NCCLCommunicator(_own_group(ranks, policy.timeout, "nccl"), host, owns_group=True)
+    return NCCLCommunicator(dist.new_group(timeout=policy.timeout, backend="nccl"), host, owns_group=True)
 
 
 def open_gloo_transport(policy: WaitPolicy) -> GlooTransport:
     """Send and receive between all ranks over a process group of their own. Collective over the default group."""
-    return GlooTransport(_own_group(None, policy.timeout + timedelta(seconds=30), "gloo"), owns_group=True)
+    return GlooTransport(_own_group(policy), owns_group=True)
 
 
 def open_gloo_subgroup(parts: Sequence[Sequence[int]], policy: WaitPolicy) -> GlooCommunicator:
@@ -78,18 +74,16 @@ def open_gloo_subgroup(parts: Sequence[Sequence[int]], policy: WaitPolicy) -> Gl
     """
     own: GlooCommunicator | None = None
     for part in parts:
-        group = dist.new_group(sorted(part), timeout=policy.timeout + timedelta(seconds=30), backend="gloo")
+        group = _own_group(policy, sorted(part))
         if isinstance(group, dist.ProcessGroup):
             own = GlooCommunicator(group, policy, members=sorted(part), checked=False, owns_group=True)
     assert own is not None, (dist.get_rank(), parts)
     return own
 
 
-def _own_group(ranks: list[int] | None, timeout: timedelta, backend: str) -> dist.ProcessGroup:
-    group = dist.new_group(ranks, timeout=timeout, backend=backend)
-    if not isinstance(group, dist.ProcessGroup):
-        raise ConfigurationError(f"rank {dist.get_rank()} opens a communicator for ranks {ranks}, which leave it out.")
-    return group
+def _own_group(policy: WaitPolicy, ranks: list[int] | None = None) -> Any:
+    """A new group, or on other ranks a constant. Gloo's own limit comes second: its errors name no collective."""
+    return dist.new_group(ranks, timeout=policy.timeout + timedelta(seconds=30), backend="gloo")
 
 
 class GlooCommunicator(RingCommunicator):

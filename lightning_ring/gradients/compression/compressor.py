@@ -79,7 +79,6 @@ class Compressor(ABC):
                 gradients that did not travel (`ErrorFeedback`). Where the average is not finite it stays as it was.
             name: Of the collectives, for errors and traces.
         """
-        ...
 
     def reduce_scatter(self, flat: Tensor, comm: Communicator, *, name: str = "") -> Work:
         """The same, but only for the shard ``comm.shard_index`` of ``flat``; the rest of it is scratch.

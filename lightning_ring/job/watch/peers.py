@@ -86,6 +86,3 @@ class PeerEvents:
         """The first failure in ``fit`` that is no echo, else the first echo. A dead rank counts in every fit."""
         current = [event for event in self.failures if event.kind == "dead" or event.fit == fit]
         return min(current, key=lambda event: (event.echo, event.time), default=None)
-
-    def first_left(self) -> PeerEvent | None:
-        return min(self.left.values(), key=lambda event: event.time, default=None)

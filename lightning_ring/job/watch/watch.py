@@ -243,7 +243,7 @@ class JobWatch:
             self._news.notify_all()
 
     def _long_left(self, waited: float | None) -> PeerEvent | None:
-        left = self._peers.first_left()
+        left = min(self._peers.left.values(), key=lambda event: event.time, default=None)
         if left is None or time.monotonic() - left.time < LEFT_GRACE or (waited is not None and waited < LEFT_GRACE):
             return None
         return left

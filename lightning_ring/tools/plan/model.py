@@ -37,8 +37,7 @@ class Link:
         return Link(self.name, costs)
 
     def seconds(self, collective: str, num_bytes: float, num_ranks: int) -> float:
-        cost = self.costs[collective]
-        return float(getattr(cost, f"{collective}_seconds")(num_bytes, num_ranks))
+        return self.costs[collective].seconds(num_bytes, num_ranks, collective)
 
 
 @dataclass(frozen=True, slots=True)

@@ -151,7 +151,7 @@ def check_order_of_use_replaces_order_of_registration() -> None:
 def check_buckets_are_filled_in_order_and_bounded() -> None:
     params = [(f"p{i}", nn.Parameter(torch.zeros(size))) for i, size in enumerate([10, 200_000, 200_000, 5_000_000, 7])]
     params.insert(2, ("half", nn.Parameter(torch.zeros(9, dtype=torch.float16))))
-    buckets = plan_buckets(params, bucket_cap_mb=2.0, first_bucket_mb=1.0)
+    buckets = plan_buckets(params, bucket_cap_mb=2.0)
     assert [bucket.names for bucket in buckets] == [["p0", "p1"], ["half"], ["p2"], ["p3"], ["p4"]]
 
 
