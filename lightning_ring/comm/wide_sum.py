@@ -49,10 +49,14 @@ def reduce_scatter_(
     num_posted = 0
     for index, own in enumerate(pieces[rank]):
         while num_posted < min(index + window, count):
-            arriving.append(_post(p2p, pieces, peers, num_posted, landing[num_posted % window], sends))
+            numel = pieces[rank][num_posted].numel()
+            places = [place[:numel] for place in landing[num_posted % window]]
+            receives = [p2p.irecv(place, peer) for place, peer in zip(places, peers, strict=True)] if numel else []
+            sends += [p2p.isend(pieces[peer][num_posted], peer) for peer in peers if pieces[peer][num_posted].numel()]
+            arriving.append((places, receives))
             num_posted += 1
-        places, requests = arriving.popleft()
-        p2p.wait(requests)
+        places, receives = arriving.popleft()
+        p2p.wait(receives)
         places.insert(rank, own)
         sum_into_(own, places, op, wide)
     p2p.wait(sends)
@@ -111,22 +115,6 @@ def halved_(flat: Tensor, op: ReduceOp, world_size: int) -> ReduceOp:
         return op
     flat.mul_(0.5)
     return ReduceOp.SUM
-
-
-def _post(
-    p2p: PointToPoint,
-    pieces: Sequence[Sequence[Tensor]],
-    peers: Sequence[int],
-    index: int,
-    landing: Sequence[Tensor],
-    sends: list[Request],
-) -> tuple[list[Tensor], list[Request]]:
-    """Start to exchange piece ``index``: where the peers' parts of this rank's shard land, and when they are there."""
-    numel = pieces[p2p.rank][index].numel()
-    places = [place[:numel] for place in landing]
-    requests = [p2p.irecv(place, peer) for place, peer in zip(places, peers, strict=True)] if numel else []
-    sends.extend(p2p.isend(pieces[peer][index], peer) for peer in peers if pieces[peer][index].numel())
-    return places, requests
 
 
 def _landing_places(longest: Tensor, window: int, num_peers: int, scratch: Tensor | None) -> list[list[Tensor]]:

@@ -174,11 +174,8 @@ class Reducer(BackwardPasses):
         self._hooks.move_last()  # if the backward before raised
         self._next = 0
         # a bucket of frozen parameters only (a GAN's other half) is not sent
-        self._queue = [bucket for bucket in self.buckets if bucket.begin() or self._has_accumulated(bucket)]
-
-    def _has_accumulated(self, bucket: Bucket) -> bool:
         accumulated = self._unreduced.accumulated
-        return bool(accumulated) and any(param in accumulated for param in bucket.params)
+        self._queue = [bucket for bucket in self.buckets if bucket.begin() or not accumulated.isdisjoint(bucket.params)]
 
     def _complete_averages(self) -> None:
         """Every bucket has arrived, and none is published yet."""

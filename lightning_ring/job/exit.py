@@ -67,7 +67,8 @@ class LauncherProbe:
         if self._orphaned or os.getppid() != self._parent:
             return f"its parent process {self._parent} has gone"
         for pid, started, name in self._ancestors:
-            if _start_time(pid) != started:
+            fields = _stat(pid)
+            if fields is None or fields[2] != started:
                 return f"{name} (pid {pid}), which started it, has gone"
         return None
 
@@ -96,11 +97,6 @@ def _stat(pid: int) -> tuple[str, int, str] | None:
     name = text[text.index("(") + 1 : text.rindex(")")]
     fields = text.rpartition(")")[2].split()
     return (name, int(fields[1]), fields[19]) if fields[0] != "Z" else None
-
-
-def _start_time(pid: int) -> str | None:
-    fields = _stat(pid)
-    return fields[2] if fields is not None else None
 
 
 def remove_files_of_mpirun() -> None:

@@ -24,7 +24,9 @@ def own_command() -> Iterator[list[str]]:
     long as the context: a rank that composed it again would choose an output folder of its own, and one that was
     started with ``-m a=1,2`` would run the whole sweep.
     """
-    python, script = [sys.executable, *_interpreter_options()], _script()
+    # the options that multiprocessing gives its own children: -W, -X, -O, -E, ...
+    options = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    python, script = [sys.executable, *options], _script()
     config = _hydra_config()
     if config is None:
         yield [*python, *script, *sys.argv[1:]]
@@ -52,11 +54,6 @@ def _script() -> list[str]:
             "`python -c`. Write a script, use RingStrategy(start_method='fork') in a notebook, or start with mpirun."
         )
     return [os.path.abspath(file)]
-
-
-def _interpreter_options() -> list[str]:
-    # the list that multiprocessing uses for its own children: -W, -X, -O, -E, ...
-    return list(subprocess._args_from_interpreter_flags())  # type: ignore[attr-defined]
 
 
 def _hydra_config() -> Any:

@@ -27,13 +27,7 @@ _NUM_CHANNELS = 3
 # nobody sends under these; more than one, since Gloo has connections for each network interface, chosen by the tag
 _INTERRUPTING_TAGS = range(4, 8)
 _NATIVE = (torch.float32, torch.float64)
-_OPS = {
-    ReduceOp.SUM: dist.ReduceOp.SUM,
-    ReduceOp.AVG: dist.ReduceOp.SUM,
-    ReduceOp.MIN: dist.ReduceOp.MIN,
-    ReduceOp.MAX: dist.ReduceOp.MAX,
-    ReduceOp.PRODUCT: dist.ReduceOp.PRODUCT,
-}
+_OPS = {op: getattr(dist.ReduceOp, op.name) for op in ReduceOp} | {ReduceOp.AVG: dist.ReduceOp.SUM}
 
 
 def open_torch_communicator(backend: str = "gloo", policy: WaitPolicy | None = None) -> Communicator:
@@ -58,7 +52,8 @@ def open_torch_communicator(backend: str = "gloo", policy: WaitPolicy | None = N
     host = GlooCommunicator(_own_group(policy), policy, owns_group=True)
     if backend == "gloo":
         return host
-    return NCCLCommunicator(dist.new_group(timeout=policy.timeout, backend="nccl"), host, owns_group=True)
+    nccl_group: Any = dist.new_group(timeout=policy.timeout, backend="nccl")
+    return NCCLCommunicator(nccl_group, host, owns_group=True)
 
 
 def open_gloo_transport(policy: WaitPolicy) -> GlooTransport:

@@ -20,13 +20,7 @@ from lightning_ring.errors import ConfigurationError, RingError
 if TYPE_CHECKING:
     from lightning_ring.comm.backends.gloo import GlooCommunicator
 
-_OPS = {
-    ReduceOp.SUM: dist.ReduceOp.SUM,
-    ReduceOp.AVG: dist.ReduceOp.AVG,
-    ReduceOp.MIN: dist.ReduceOp.MIN,
-    ReduceOp.MAX: dist.ReduceOp.MAX,
-    ReduceOp.PRODUCT: dist.ReduceOp.PRODUCT,
-}
+_OPS = {op: getattr(dist.ReduceOp, op.name) for op in ReduceOp}
 
 
 class NCCLCommunicator(Communicator):

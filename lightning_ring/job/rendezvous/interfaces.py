@@ -30,11 +30,6 @@ def ipv4_addresses() -> list[tuple[str, str]]:
     return found
 
 
-def interface_of(address: str) -> str | None:
-    """Name of the interface that has ``address``."""
-    return next((name for name, known in ipv4_addresses() if known == address), None)
-
-
 class _Preferred:
     """The interface that leads to rank 0, known after the rendezvous."""
 
@@ -47,7 +42,7 @@ def prefer_interface(address: str) -> None:
 
     Gloo otherwise resolves the host's name, which on many clusters leads to another interface, or to none.
     """
-    _Preferred.name = interface_of(address)
+    _Preferred.name = next((name for name, known in ipv4_addresses() if known == address), None)
     offer_interface()
 
 

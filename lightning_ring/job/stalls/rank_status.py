@@ -63,13 +63,10 @@ def main_stack(num_frames: int = NUM_FRAMES) -> tuple[str, ...]:
     while frame is not None and len(lines) < num_frames:
         code, line = frame.f_code, frame.f_lineno
         source = linecache.getline(code.co_filename, line).strip()
-        lines.append(f"{_short(code.co_filename)}:{line} {code.co_name}: {source}"[:200])
+        path = code.co_filename.rpartition("/site-packages/")[2]
+        lines.append(f"{path}:{line} {code.co_name}: {source}"[:200])
         frame = frame.f_back
     return tuple(lines)
-
-
-def _short(path: str) -> str:
-    return path.rpartition("/site-packages/")[2]
 
 
 def stall_lines(collective: str, statuses: Mapping[int, RankStatus], processes: Mapping[int, Message]) -> list[str]:
