@@ -47,14 +47,10 @@ class _PieceStages:
 
 
 class _PipelinedWork:
-    """The `Work` of a tensor whose pieces pass through the stages. ``finish`` is run once, by the first `wait`.
-
-    Attributes:
-        agreed: Ends once the ranks have agreed on the call.
-    """
+    """The `Work` of a tensor whose pieces pass through the stages. ``finish`` is run once, by the first `wait`."""
 
     def __init__(self, policy: WaitPolicy, finish: Callable[[], object]) -> None:
-        self.agreed: Work = CompletedWork()
+        self.agreed: Work = CompletedWork()  # ends once the ranks have agreed on the call
         self._policy = policy
         self._finish = finish
         self._finishing = threading.Lock()

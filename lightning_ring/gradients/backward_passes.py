@@ -15,13 +15,10 @@ class BackwardPasses(ABC):
     Any other backward stays local: it sends nothing, and its gradients in ``param.grad`` are this rank's own. As under
     DistributedDataParallel, the next reduced backward sends all of ``param.grad``, and a parameter with a local
     gradient counts as used.
-
-    Attributes:
-        reduces_plain_backwards: Whether a backward at this point belongs to the training.
     """
 
     def __init__(self) -> None:
-        self.reduces_plain_backwards = False
+        self.reduces_plain_backwards = False  # whether a backward at this point belongs to the training
         self._names: dict[Parameter, str] = {}  # of all parameters whose gradients are averaged
         self._enabled = True  # False inside `no_sync`
         self._active = False  # a reduced backward has begun and is not finished

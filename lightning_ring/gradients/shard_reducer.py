@@ -28,18 +28,13 @@ class ShardReducer(Reducer):
 
     One message a backward, behind the last bucket, carries the flags of all buckets: the parameters that some rank
     used, and whether some rank was asked to stop. A reduce-scatter would give the sum of a bucket's flags to one rank.
-
-    Attributes:
-        shards: This rank's part of each gradient.
-        settled: Whether the layout is final.
-        on_gradient: Called with each parameter that gets a gradient, before it does, if set.
     """
 
     gathers_sparse = False  # the layout, along which optimizer state is sharded, contains all parameters
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.settled = False
-        self.on_gradient: Callable[[Parameter], None] | None = None
+        self.settled = False  # whether the layout is final
+        self.on_gradient: Callable[[Parameter], None] | None = None  # called before each parameter gets its gradient
         super().__init__(*args, **kwargs)
         self.shards = GradientShards(self._layout, self._comm)
         self._kept = KeptAverages(self.shards, self._names)

@@ -10,18 +10,12 @@ from lightning_ring.errors import RingError
 
 
 class UnreducedGradients:
-    """Parameters whose ``.grad`` holds values of this rank alone.
-
-    Attributes:
-        produced: Parameters whose gradient the current backward has produced.
-        accumulated: Parameters with a gradient from inside `no_sync`. The next reduced backward sends it.
-        local: Parameters with a gradient from a backward outside the training. Ranks may differ.
-    """
+    """Parameters whose ``.grad`` holds values of this rank alone."""
 
     def __init__(self) -> None:
-        self.produced: set[Parameter] = set()
-        self.accumulated: set[Parameter] = set()
-        self.local: set[Parameter] = set()
+        self.produced: set[Parameter] = set()  # by the current backward
+        self.accumulated: set[Parameter] = set()  # inside `no_sync`: the next reduced backward sends the gradient
+        self.local: set[Parameter] = set()  # by a backward outside the training; ranks may differ
 
     def __contains__(self, param: Parameter) -> bool:
         return param in self.produced or param in self.accumulated or (param in self.local and param.requires_grad)

@@ -30,13 +30,6 @@ class Job:
 
     Who takes part never changes in a job. Fewer or other processes are the next *generation*: a new job with ranks of
     its own (`reopen`). A process has one job at a time.
-
-    Attributes:
-        info: This process's rank, and the job's generation.
-        members: All ranks, by rank.
-        store: torch.distributed's store, for this generation alone; rank 0 serves it.
-        watch: `None` in a single process, as is ``stalls``.
-        communicator: Opened by `open_communicator`, and open until the next one is or the job is closed.
     """
 
     def __init__(
@@ -48,12 +41,12 @@ class Job:
         device: torch.device | None = None,
         timeout: timedelta = dist.default_pg_timeout,
     ) -> None:
-        self.info = info
-        self.members = list(members)
-        self.store = store
-        self.watch = watch
+        self.info = info  # this process's rank, and the job's generation
+        self.members = list(members)  # by rank
+        self.store = store  # for this generation alone; rank 0 serves it
+        self.watch = watch  # None in a single process, as is `stalls`
         self.stalls = StallReporter(watch) if watch is not None else None
-        self.communicator: Communicator | None = None
+        self.communicator: Communicator | None = None  # open until the next one is, or the job is closed
         self.num_communicators = 0
         self.closed = False
         self._device = device or torch.device("cpu")

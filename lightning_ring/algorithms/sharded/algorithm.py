@@ -32,14 +32,11 @@ class Sharded(Averaging):
     parameter inside `forward` or `reading` waits for its bucket. Else the step waits.
 
     The arguments are those of `Averaging`; parameters always travel in their own dtype.
-
-    Attributes:
-        overlaps: Whether a step returns before all parameters are complete.
     """
 
     sharded: ClassVar[bool] = True
     reducer_class = ShardReducer
-    overlaps = False
+    overlaps = False  # whether a step returns before all parameters are complete
     _parameters: ShardedParameters | None = None
 
     # -- begin and end

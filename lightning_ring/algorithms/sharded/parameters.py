@@ -137,17 +137,13 @@ class ParameterBucket:
 
 
 class ShardedParameters:
-    """All parameter buckets of a model, and the unfinished all-gathers.
-
-    Attributes:
-        by_param: This rank's shard of each parameter in a bucket.
-    """
+    """All parameter buckets of a model, and the unfinished all-gathers."""
 
     def __init__(self, comm: Communicator, reducer: ShardReducer) -> None:
         self.comm = comm
         self.reducer = reducer
         self.buckets: list[ParameterBucket] = []
-        self.by_param: dict[Parameter, ParameterShard] = {}
+        self.by_param: dict[Parameter, ParameterShard] = {}  # this rank's, of each parameter in a bucket
         self._bucket_of: dict[int, ParameterBucket] = {}
         self._gathers: dict[ParameterBucket, Work] = {}
 

@@ -49,16 +49,16 @@ def open_torch_communicator(backend: str = "gloo", policy: WaitPolicy | None = N
             "backend='nccl' needs CUDA GPUs and a torch built with NCCL; this process sees none. Use 'gloo' on CPU."
         )
     policy = policy or WaitPolicy()
-    host = GlooCommunicator(_own_group(policy), policy, owns_group=True)
+    host = GlooCommunicator(_own_group(policy), policy)
     if backend == "gloo":
         return host
     nccl_group: Any = dist.new_group(timeout=policy.timeout, backend="nccl")
-    return NCCLCommunicator(nccl_group, host, owns_group=True)
+    return NCCLCommunicator(nccl_group, host)
 
 
 def open_gloo_transport(policy: WaitPolicy) -> GlooTransport:
     """Send and receive between all ranks over a process group of their own. Collective over the default group."""
-    return GlooTransport(_own_group(policy), owns_group=True)
+    return GlooTransport(_own_group(policy))
 
 
 def open_gloo_subgroup(parts: Sequence[Sequence[int]], policy: WaitPolicy) -> GlooCommunicator:
@@ -71,7 +71,7 @@ def open_gloo_subgroup(parts: Sequence[Sequence[int]], policy: WaitPolicy) -> Gl
     for part in parts:
         group = _own_group(policy, sorted(part))
         if isinstance(group, dist.ProcessGroup):
-            own = GlooCommunicator(group, policy, members=sorted(part), checked=False, owns_group=True)
+            own = GlooCommunicator(group, policy, members=sorted(part), checked=False)
     assert own is not None, (dist.get_rank(), parts)
     return own
 
@@ -82,7 +82,7 @@ def _own_group(policy: WaitPolicy, ranks: list[int] | None = None) -> Any:
 
 
 class GlooCommunicator(RingCommunicator):
-    """CPU tensors over a Gloo ``group`` (the default one if not given), which nobody else may use meanwhile.
+    """CPU tensors over a Gloo ``group`` of its own.
 
     The halves of an all-reduce are this package's ring over Gloo's send and receive: Gloo's own reduce-scatter takes
     longer than its all-reduce. Whole all-reduces of float32 and float64, if not too short, are Gloo's own, which needs
@@ -91,20 +91,11 @@ class GlooCommunicator(RingCommunicator):
     """
 
     def __init__(
-        self,
-        group: dist.ProcessGroup | None = None,
-        policy: WaitPolicy | None = None,
-        *,
-        members: Sequence[int] = (),
-        checked: bool = True,
-        owns_group: bool = False,
+        self, group: dist.ProcessGroup, policy: WaitPolicy, *, members: Sequence[int] = (), checked: bool = True
     ) -> None:
-        self._group = group or dist.group.WORLD
-        if self._group is None:
-            raise ConfigurationError("torch.distributed is not initialised; call init_process_group first.")
-        transport = GlooTransport(self._group, owns_group)
-        super().__init__(transport, policy or WaitPolicy(), members, checked, num_channels=_NUM_CHANNELS)
-        self._arriving = CollectiveThread(self._policy)
+        super().__init__(GlooTransport(group), policy, members, checked, num_channels=_NUM_CHANNELS)
+        self._group = group
+        self._arriving = CollectiveThread(policy)
         self._threads.append(self._arriving)
 
     def all_reduce_(self, tensor: Tensor, *, op: ReduceOp = ReduceOp.SUM, name: str = "") -> Work:
@@ -162,9 +153,8 @@ class GlooMessage(NamedTuple):
 class GlooTransport:
     """`PointToPoint` over a Gloo process group; ranks are those of the group."""
 
-    def __init__(self, group: dist.ProcessGroup, owns_group: bool) -> None:
+    def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self._owns_group = owns_group
         self.rank = group.rank()
         self.world_size = group.size()
         self.while_waiting: Callable[[Sequence[int]], float] = lambda peers: DEFAULT_TIMEOUT.total_seconds()
@@ -191,5 +181,5 @@ class GlooTransport:
                 self._group.recv([torch.empty(1)], peer, tag).wait(timedelta(milliseconds=1))
 
     def close(self, broken: bool) -> None:
-        if self._owns_group and not broken and dist.is_initialized():
+        if not broken and dist.is_initialized():
             dist.destroy_process_group(self._group)

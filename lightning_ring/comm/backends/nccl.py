@@ -24,7 +24,7 @@ _OPS = {op: getattr(dist.ReduceOp, op.name) for op in ReduceOp}
 
 
 class NCCLCommunicator(Communicator):
-    """CUDA tensors over an NCCL ``group``; CPU tensors, and with them objects and barriers, go over ``host``.
+    """CUDA tensors over an NCCL ``group`` of its own; CPU tensors, objects and barriers go over ``host``.
 
     `Work.wait` orders the current stream after the collective. A collective that does not finish is ended by NCCL's
     watchdog in torch, after the timeout the group was made with. Shards that NCCL cannot split evenly (length not a
@@ -32,10 +32,9 @@ class NCCLCommunicator(Communicator):
     measured on one GPU (``force_communication=True``).
     """
 
-    def __init__(self, group: dist.ProcessGroup, host: GlooCommunicator, *, owns_group: bool = False) -> None:
+    def __init__(self, group: dist.ProcessGroup, host: GlooCommunicator) -> None:
         self._group = group
         self._host = host
-        self._owns_group = owns_group
         self._closed = False
         self.rank = host.rank
         self.world_size = host.world_size
@@ -104,7 +103,7 @@ class NCCLCommunicator(Communicator):
     def close(self) -> None:
         if not self._closed:
             self._closed = True
-            if self._owns_group and dist.is_initialized():
+            if dist.is_initialized():
                 dist.destroy_process_group(self._group)
             self._host.close()
 

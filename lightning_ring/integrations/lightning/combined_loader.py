@@ -95,14 +95,10 @@ class AgreedCombinedLoader(CombinedLoader):
 
 
 class TrainingLoaders:
-    """Agrees on a Trainer's training loaders, which Lightning prepares one by one.
-
-    Attributes:
-        combined: The combined loader of the current loaders; `None` for a single loader.
-    """
+    """Agrees on a Trainer's training loaders, which Lightning prepares one by one."""
 
     def __init__(self) -> None:
-        self.combined: AgreedCombinedLoader | None = None
+        self.combined: AgreedCombinedLoader | None = None  # of the current loaders, unless there is one only
 
     def prepare(self, dataloader: Any, trainer: Trainer, comm: Communicator, policy: Literal["error", "join"]) -> Any:
         """Return the loader that ``trainer`` reads instead of ``dataloader``. ``policy``: ``RingStrategy(uneven=)``.

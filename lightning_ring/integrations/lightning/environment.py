@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import multiprocessing
 import os
@@ -34,7 +35,6 @@ class RingEnvironment(ClusterEnvironment):
     def __init__(self, info: RankInfo | None = None) -> None:
         self._variables: LaunchVariables | None = None
         self._info = info
-        self._main: tuple[str, int] | None = None
         if info is None and self._of_current_job() is None:
             self._variables = _launcher_or_open_group()
             if self._variables is None:
@@ -69,25 +69,24 @@ class RingEnvironment(ClusterEnvironment):
 
     @property
     def main_address(self) -> str:
-        return self._address_and_port()[0]
+        return self._main[0]
 
     @property
     def main_port(self) -> int:
-        return self._address_and_port()[1]
+        return self._main[1]
 
-    def _address_and_port(self) -> tuple[str, int]:
-        if self._main is None:
-            address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
-            if address and port:
-                self._main = (address, int(port))
-            elif self.creates_processes_externally:
-                raise RankDiscoveryError(
-                    "main_address and main_port are not known: the ranks of this launcher meet without them. Set "
-                    "MASTER_ADDR to rank 0's host and MASTER_PORT to a free port there if your code needs them."
-                )
-            else:  # asked by Lightning's launcher in the parent, before it spawns or forks the ranks
-                self._main = ("127.0.0.1", _free_port())
-        return self._main
+    @functools.cached_property
+    def _main(self) -> tuple[str, int]:
+        address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+        if address and port:
+            return address, int(port)
+        if self.creates_processes_externally:
+            raise RankDiscoveryError(
+                "main_address and main_port are not known: the ranks of this launcher meet without them. Set "
+                "MASTER_ADDR to rank 0's host and MASTER_PORT to a free port there if your code needs them."
+            )
+        # asked by Lightning's launcher in the parent, before it spawns or forks the ranks
+        return "127.0.0.1", _free_port()
 
     @property
     def _known(self) -> RankInfo | LaunchVariables:

@@ -15,16 +15,11 @@ from lightning_ring.integrations.lightning.uneven import AgreedLoader, BatchStat
 
 
 class ActiveRanks:
-    """The ranks that have data for the current batch: all ranks, unless a loader joins (`AgreedLoader.joins`).
-
-    Attributes:
-        loader: The training loader that continues until no rank has data.
-        during_step: The current status while a training step runs, else `None`.
-    """
+    """The ranks that have data for the current batch: all ranks, unless a loader joins (`AgreedLoader.joins`)."""
 
     def __init__(self) -> None:
-        self.loader: AgreedLoader | None = None
-        self.during_step: BatchStatus | None = None
+        self.loader: AgreedLoader | None = None  # that continues until no rank has data
+        self.during_step: BatchStatus | None = None  # the current status while a training step runs
         self._current: BatchStatus | None = None
         self._window_ranks = 0
 

@@ -39,10 +39,9 @@ class RankedStrategy(DDPStrategy):
     A subclass of `DDPStrategy` because Lightning decides by class who is distributed, gets a sampler, may be compiled;
     nothing of DistributedDataParallel is left in it.
 
-    Attributes:
-        listeners: Called with a `CollectiveRecord` of each collective that carries gradients or sharded parameters, and
-            of `reduce` (``self.log(..., sync_dist=True)``).
-        timeline: Records the fit in a trace; ``timeline.start(path)`` and ``timeline.stop()`` on all ranks.
+    ``listeners`` are called with a `CollectiveRecord` of each collective that carries gradients or sharded parameters,
+    and of `reduce` (``self.log(..., sync_dist=True)``). ``timeline`` records the fit in a trace:
+    ``timeline.start(path)`` and ``timeline.stop()`` on all ranks.
     """
 
     def __init__(self, options: RingOptions, **of_every_strategy: Any) -> None:

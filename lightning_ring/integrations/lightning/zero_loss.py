@@ -16,14 +16,10 @@ log = logging.getLogger(__name__)
 
 
 class ZeroLoss:
-    """A loss that depends on no parameter, so that its backward takes part in the reduction with zeros.
-
-    Attributes:
-        in_use: Whether the current training step has one.
-    """
+    """A loss that depends on no parameter, so that its backward takes part in the reduction with zeros."""
 
     def __init__(self) -> None:
-        self.in_use = False
+        self.in_use = False  # whether the current training step has one
         self._repeated_loss: Tensor | None = None
 
     def new(self, output: Any, device: torch.device, *, has_data: bool, rank: int) -> Tensor:
