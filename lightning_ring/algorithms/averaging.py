@@ -6,7 +6,7 @@ import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.nn import Parameter
@@ -19,6 +19,7 @@ from lightning_ring.comm.recording import unrecorded
 from lightning_ring.comm.replicate import broadcast_tensors
 from lightning_ring.gradients.compression import COMPRESSORS, Compressor
 from lightning_ring.gradients.reducer import Reducer
+from lightning_ring.gradients.shard_reducer import ShardReducer
 from lightning_ring.gradients.sizing.auto_buckets import AutoBuckets
 from lightning_ring.gradients.sparse import sparse_weights
 from lightning_ring.gradients.squared_norms import squares_by_bucket
@@ -32,17 +33,24 @@ class Averaging(Algorithm):
     Args:
         bucket_cap_mb: Bucket size in MiB; `None` chooses by device and number of ranks, ``"auto"`` by measurement.
         compression: Name of a compressor, a `Compressor`, or `None` to send gradients in their own dtype.
+        shards: Leave each rank only its shard of an average (`ShardReducer`), for an algorithm on top of this one.
+        on_new_parameters: Called after parameters were added, before their values are broadcast.
     """
 
-    reducer_class: ClassVar[type[Reducer]] = Reducer
-
     def __init__(
-        self, *, bucket_cap_mb: float | Literal["auto"] | None = None, compression: str | Compressor | None = None
+        self,
+        *,
+        bucket_cap_mb: float | Literal["auto"] | None = None,
+        compression: str | Compressor | None = None,
+        shards: bool = False,
+        on_new_parameters: Callable[[], None] = lambda: None,
     ) -> None:
         self.reducer: Reducer | None = None
         self._asked_to_stop = False  # a signal may come before `attach`
         self._bucket_cap_mb = bucket_cap_mb
         self._compression = compression
+        self._shards = shards
+        self._on_new_parameters = on_new_parameters
         self._compressor: Compressor | None = None
         self._optimizers: Sequence[Optimizer] = ()
 
@@ -63,12 +71,11 @@ class Averaging(Algorithm):
         default = default_cap_mb(next((p.device.type for p in module.parameters()), "cpu"), comm.world_size)
         cap, auto = self._bucket_cap_mb or default, None
         if cap == "auto":
-            auto = AutoBuckets(
-                unrecorded(comm), inform, default_cap_mb=default, halves=self.sharded, compressor=self._compressor
-            )
+            halves, compressor = self._shards, self._compressor
+            auto = AutoBuckets(unrecorded(comm), inform, default_cap_mb=default, halves=halves, compressor=compressor)
             cap = default
         self._cap_mb = cap
-        self.reducer = self.reducer_class(
+        self.reducer = (ShardReducer if self._shards else Reducer)(
             comm,
             module.named_parameters(),
             bucket_cap_mb=cap,
@@ -106,9 +113,6 @@ class Averaging(Algorithm):
         new = reducer.track(self._module.named_parameters())
         self._on_new_parameters()
         return new
-
-    def _on_new_parameters(self) -> None:
-        """Called after parameters were added, before their values are broadcast."""
 
     @contextmanager
     def backward(self) -> Iterator[None]:

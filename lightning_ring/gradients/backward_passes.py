@@ -2,87 +2,86 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from torch.nn import Parameter
 
 
-class BackwardPasses(ABC):
-    """A backward is reduced inside `backward`, or as a plain ``loss.backward()`` inside `plain_backwards`.
+class BackwardPasses:
+    """A backward is reduced inside `reduced`, or as a plain ``loss.backward()`` inside ``plain(reduced=True)``.
 
     Any other backward stays local: it sends nothing, and its gradients in ``param.grad`` are this rank's own. As under
     DistributedDataParallel, the next reduced backward sends all of ``param.grad``, and a parameter with a local
     gradient counts as used.
+
+    Args:
+        begin: Starts the reduction of a backward, and sets ``active``.
+        finish: Completes the reduction of the current backward, and clears ``active``. Does nothing without one.
+
+    Attributes:
+        enabled: While False, backward leaves gradients local (`no_sync`).
+        reduces: Whether a backward at this point belongs to the training.
+        active: Whether a reduced backward has begun and is not finished.
+        explicit: Whether the current backward runs inside `reduced`, which finishes it.
+        discards: Whether gradients do not count (`discarding`).
     """
 
-    def __init__(self) -> None:
-        self.reduces_plain_backwards = False  # whether a backward at this point belongs to the training
-        self._names: dict[Parameter, str] = {}  # of all parameters whose gradients are averaged
-        self._enabled = True  # False inside `no_sync`
-        self._active = False  # a reduced backward has begun and is not finished
-        self._explicit = False  # the current backward runs inside `backward`, which finishes it
-        self._discards = False  # gradients do not count
-
-    @abstractmethod
-    def _begin(self) -> None:
-        """Start the reduction of a backward, and set ``_active``."""
-
-    @abstractmethod
-    def finish(self) -> None:
-        """Complete the reduction of the current backward, and clear ``_active``. Does nothing without one."""
+    def __init__(self, begin: Callable[[], None], finish: Callable[[], None]) -> None:
+        self.enabled = True
+        self.reduces = False
+        self.active = False
+        self.explicit = False
+        self.discards = False
+        self._begin = begin
+        self._finish = finish
 
     @contextmanager
-    def backward(self) -> Iterator[None]:
-        """Around the outermost backward: on leaving, gradients are averaged. Nothing happens inside `no_sync`."""
-        before, self.reduces_plain_backwards = self.reduces_plain_backwards, True
+    def reduced(self) -> Iterator[None]:
+        before, self.reduces = self.reduces, True
         try:
-            if not self._enabled or self._active:
+            if not self.enabled or self.active:
                 yield
                 return
             self._begin()
-            self._explicit = True
+            self.explicit = True
             try:
                 yield
-                self.finish()
+                self._finish()
             finally:
-                self._explicit = self._active = False
+                self.explicit = self.active = False
         finally:
-            self.reduces_plain_backwards = before
+            self.reduces = before
 
     @contextmanager
-    def plain_backwards(self, *, reduced: bool) -> Iterator[None]:
-        """Around code whose plain ``loss.backward()`` is reduced, or stays local."""
+    def plain(self, *, reduced: bool) -> Iterator[None]:
         if not reduced:
-            self.finish()
-        before, self.reduces_plain_backwards = self.reduces_plain_backwards, reduced
+            self._finish()
+        before, self.reduces = self.reduces, reduced
         try:
             yield
             if reduced:
-                self.finish()
+                self._finish()
         finally:
-            self.reduces_plain_backwards = before
+            self.reduces = before
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Around backwards that leave gradients local. The next backward outside sends them."""
-        before, self._enabled = self._enabled, False
+        before, self.enabled = self.enabled, False
         try:
             yield
         finally:
-            self._enabled = before
+            self.enabled = before
 
     @contextmanager
-    def discarding(self) -> Iterator[None]:
-        """Around a backward that changes no ``param.grad`` and sends nothing."""
-        before = [(param, param.grad) for param in self._names]
+    def discarding(self, params: Iterable[Parameter]) -> Iterator[None]:
+        before = [(param, param.grad) for param in params]
         for param, _ in before:
             param.grad = None
-        self._discards = True
+        self.discards = True
         try:
             yield
         finally:
-            self._discards = False
+            self.discards = False
             for param, grad in before:
                 param.grad = grad

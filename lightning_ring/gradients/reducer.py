@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import ClassVar
 
 import torch
@@ -28,7 +29,7 @@ from lightning_ring.gradients.unreduced import UnreducedGradients
 log = logging.getLogger(__name__)
 
 
-class Reducer(BackwardPasses):
+class Reducer:
     """Averages parameters' gradients over the ranks of ``comm``, bucket by bucket, overlapping backward.
 
     A bucket is sent when its gradients are complete and every bucket before it was sent. `finish` sends the rest,
@@ -61,7 +62,6 @@ class Reducer(BackwardPasses):
         warn: Callable[[str], None] = log.warning,
         sparse_weights: Callable[[], set[Parameter]] = set,
     ) -> None:
-        super().__init__()
         self.stop_requested = False  # set to ask all ranks to stop: the next backward sends the request
         self.active_ranks: int | None = None  # that the sum is divided by; None: all
         self.num_finished = 0  # backward passes reduced so far
@@ -70,11 +70,13 @@ class Reducer(BackwardPasses):
         self._warn_once = functools.cache(warn)
         self._compressor = compressor
         self._layout = BucketLayout(comm, bucket_cap_mb, auto, self._prepare_to_send)
+        self._passes = BackwardPasses(self._begin, self.finish)
         self._hooks = GradientHooks(self._take_gradient)
         self._unreduced = UnreducedGradients()
         self._parts = GradientParts(self._warn_once)
         self._sparse = SparseGradients(comm, sparse_weights, enabled=self.gathers_sparse)
         self._stop_flag = StopFlag()
+        self._names: dict[Parameter, str] = {}  # of all parameters whose gradients are averaged
         self._queue: list[Bucket] = []  # of this backward
         self._next = 0  # index in the queue of the next bucket to send
         self._works: list[tuple[Bucket, Work]] = []
@@ -103,12 +105,34 @@ class Reducer(BackwardPasses):
     def is_tracked(self, param: Parameter) -> bool:
         return param in self._names
 
+    # -- which backward passes are reduced
+
+    def backward(self) -> AbstractContextManager[None]:
+        """Around the outermost backward: on leaving, gradients are averaged. Nothing happens inside `no_sync`."""
+        return self._passes.reduced()
+
+    def plain_backwards(self, *, reduced: bool) -> AbstractContextManager[None]:
+        """Around code whose plain ``loss.backward()`` is reduced, or stays local."""
+        return self._passes.plain(reduced=reduced)
+
+    @property
+    def reduces_plain_backwards(self) -> bool:
+        return self._passes.reduces
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Around backwards that leave gradients local. The next backward outside sends them."""
+        return self._passes.no_sync()
+
+    def discarding(self) -> AbstractContextManager[None]:
+        """Around a backward that changes no ``param.grad`` and sends nothing."""
+        return self._passes.discarding(self._names)
+
     def finish(self) -> None:
         """Send the remaining buckets, wait for all, publish the averages. Does nothing without a current backward.
 
         A bucket that did not arrive in time is named in the error.
         """
-        if not self._active:
+        if not self._passes.active:
             return
         while self._next < len(self._queue):
             self._launch()
@@ -131,7 +155,7 @@ class Reducer(BackwardPasses):
         self._works = []
         self._unreduced.accumulated.clear()
         self._hooks.move_last()
-        self._active = False
+        self._passes.active = False
         self.num_finished += 1
 
     def check_reduced(self, params: Iterable[Parameter]) -> None:
@@ -168,7 +192,7 @@ class Reducer(BackwardPasses):
         if self._compressor is not None:
             self._compressor.begin_backward()
         self._layout.begin_backward()
-        self._active = True
+        self._passes.active = True
         self._unreduced.produced.clear()
         self._parts.begin_backward()
         self._hooks.move_last()  # if the backward before raised
@@ -185,19 +209,19 @@ class Reducer(BackwardPasses):
 
     def _take_gradient(self, param: Parameter) -> None:
         unreduced = self._unreduced
-        if self._discards:
+        if self._passes.discards:
             return
-        if not self.reduces_plain_backwards:
+        if not self._passes.reduces:
             unreduced.local.add(param)
             return
         if param.grad is not None and param.grad.is_sparse and param not in self._sparse.params:
             self._warn_of_sparse(param)
-        if not self._enabled:
+        if not self._passes.enabled:
             unreduced.accumulated.add(param)
             return
-        if not self._active:
+        if not self._passes.active:
             self._begin()
-        if not self._explicit:
+        if not self._passes.explicit:
             Variable._execution_engine.queue_callback(self._finish_if_outermost)
         if param in self._sparse.params:
             unreduced.produced.add(param)

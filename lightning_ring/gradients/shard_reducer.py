@@ -46,7 +46,7 @@ class ShardReducer(Reducer):
         return new
 
     def finish(self) -> None:
-        if not self._active:
+        if not self._passes.active:
             return
         super().finish()
         self.settle()
@@ -93,15 +93,15 @@ class ShardReducer(Reducer):
 
     def _before_gradient(self, param: Parameter, _: Tensor) -> None:
         """Called for each gradient of backward, and of `torch.autograd.grad`."""
-        if self._discards:
+        if self._passes.discards:
             return
         if self.on_gradient is not None:
             self.on_gradient(param)
         self._kept.before_gradient(param)
 
     def _take_gradient(self, param: Parameter) -> None:
-        if not self._discards:
-            self._kept.after_gradient(param, reduced=self.reduces_plain_backwards and self._enabled)
+        if not self._passes.discards:
+            self._kept.after_gradient(param, reduced=self._passes.reduces and self._passes.enabled)
         super()._take_gradient(param)
 
     def _complete_averages(self) -> None:

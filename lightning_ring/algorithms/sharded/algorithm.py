@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 from weakref import WeakValueDictionary
 
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from torch.nn import Parameter
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
-from lightning_ring.algorithms.algorithm import log
+from lightning_ring.algorithms.algorithm import Algorithm, log
 from lightning_ring.algorithms.averaging import Averaging
 from lightning_ring.algorithms.sharded import norms
 from lightning_ring.algorithms.sharded.elementwise import check_can_be_sharded
@@ -21,23 +21,32 @@ from lightning_ring.algorithms.sharded.optimizer import SlicedOptimizer
 from lightning_ring.algorithms.sharded.parameter_reads import ParameterReads
 from lightning_ring.algorithms.sharded.parameters import ShardedParameters
 from lightning_ring.comm.communicator import Communicator
+from lightning_ring.gradients.compression import Compressor
 from lightning_ring.gradients.shard_reducer import ShardReducer
 from lightning_ring.gradients.squared_norms import squares_by_bucket
 
 
-class Sharded(Averaging):
+class Sharded(Algorithm):
     """Gradients are reduce-scattered, each rank steps its shard, and parameters are all-gathered.
 
     A step starts an all-gather of each changed bucket. If ``overlaps`` is True the step returns at once, and reading a
     parameter inside `forward` or `reading` waits for its bucket. Else the step waits.
 
-    The arguments are those of `Averaging`; parameters always travel in their own dtype.
+    Args:
+        bucket_cap_mb: As of `Averaging`.
+        compression: As of `Averaging`; parameters always travel in their own dtype.
     """
 
     sharded: ClassVar[bool] = True
-    reducer_class = ShardReducer
-    overlaps = False  # whether a step returns before all parameters are complete
-    _parameters: ShardedParameters | None = None
+
+    def __init__(
+        self, *, bucket_cap_mb: float | Literal["auto"] | None = None, compression: str | Compressor | None = None
+    ) -> None:
+        self.overlaps = False  # whether a step returns before all parameters are complete
+        self._parameters: ShardedParameters | None = None
+        self._averaging = Averaging(
+            bucket_cap_mb=bucket_cap_mb, compression=compression, shards=True, on_new_parameters=self._follow_module
+        )
 
     # -- begin and end
 
@@ -50,13 +59,14 @@ class Sharded(Averaging):
         inform: Callable[[str], None] = log.info,
     ) -> None:
         self._parameters = None
-        super().attach(module, optimizers, comm, warn, inform)
-        assert isinstance(self.reducer, ShardReducer)
+        self._averaging.attach(module, optimizers, comm, warn, inform)
+        reducer = self.reducer
+        assert reducer is not None
         check_no_aliases(module)
         self.overlaps = False
-        self._warn = warn
+        self._module, self._comm, self._warn = module, comm, warn
         self._quiet_about_norms = False  # lightning_ring computes one itself, or the warning was given
-        self._parameters = ShardedParameters(comm, self.reducer)
+        self._parameters = ShardedParameters(comm, reducer)
         self._reads = ParameterReads(self._parameters, module, warn, self._on_norm)
         self._set: list[SlicedOptimizer] = []  # others live as long as their optimizers, through the hooks
         self._sliced: WeakValueDictionary[int, SlicedOptimizer] = WeakValueDictionary()
@@ -68,7 +78,7 @@ class Sharded(Averaging):
 
     def set_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Replace the optimizers. Earlier ones stay sharded: stepping them is still allowed."""
-        super().set_optimizers(optimizers)
+        self._averaging.set_optimizers(optimizers)
         self._set = [self._slice(optimizer) for optimizer in optimizers]
 
     def detach(self, *, wait: bool = True) -> None:
@@ -80,9 +90,9 @@ class Sharded(Averaging):
                 optimizer.release()
             self._reads.remove()
             self._parameters.release()
-        super().detach(wait=wait)
+        self._averaging.detach(wait=wait)
 
-    def _on_new_parameters(self) -> None:
+    def _follow_module(self) -> None:
         if self._parameters is not None:
             self.wait_parameters()
             check_no_aliases(self._module)
@@ -98,11 +108,20 @@ class Sharded(Averaging):
         return sliced
 
     @property
+    def reducer(self) -> ShardReducer | None:
+        reducer = self._averaging.reducer
+        assert reducer is None or isinstance(reducer, ShardReducer)
+        return reducer
+
+    @property
     def _attached(self) -> ShardedParameters:
         assert self._parameters is not None, "attach() comes first"
         return self._parameters
 
     # -- a batch
+
+    def begin_batch(self, active_ranks: int | None = None) -> None:
+        self._averaging.begin_batch(active_ranks)
 
     @contextmanager
     def forward(self, *, wait: bool = True) -> Iterator[None]:
@@ -112,10 +131,32 @@ class Sharded(Averaging):
         if wait:
             self.wait_parameters()
 
+    def backward(self) -> AbstractContextManager[None]:
+        return self._averaging.backward()
+
+    def plain_backwards(self, *, reduced: bool) -> AbstractContextManager[None]:
+        return self._averaging.plain_backwards(reduced=reduced)
+
+    @property
+    def reduces_plain_backwards(self) -> bool:
+        return self._averaging.reduces_plain_backwards
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return self._averaging.no_sync()
+
+    def discarding(self) -> AbstractContextManager[None]:
+        return self._averaging.discarding()
+
     def before_step(self, optimizer: Optimizer, *, has_closure: bool) -> None:
-        super().before_step(optimizer, has_closure=has_closure)
-        if self.steps_tracked_parameters(optimizer):
+        self._averaging.before_step(optimizer, has_closure=has_closure)
+        if self._averaging.steps_tracked_parameters(optimizer):
             self._slice(optimizer)  # optimizers may be built in the middle of the training
+
+    def check_gradients(self, optimizer: Optimizer) -> None:
+        self._averaging.check_gradients(optimizer)
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        self._averaging.after_step(optimizer)
 
     def _stepped(self, changed: list[Parameter]) -> None:
         parameters = self._attached
@@ -145,13 +186,17 @@ class Sharded(Averaging):
         with self._own_norms():
             return norms.clip_grad_norm_(parameters, max_norm, self._attached, norm_type)
 
+    @property
+    def num_buckets(self) -> int:
+        return self._averaging.num_buckets
+
     def gradient_squares(self, parameters: Sequence[Parameter]) -> Tensor:
         """As of `Algorithm`; collective the first time."""
         sharded = self._attached
         sharded.follow()
         with self._own_norms():
             parts = {param: sharded.own_gradient(param) for param in parameters if param in sharded.by_param}
-            return squares_by_bucket(parameters, self._training.buckets, self._comm.world_size, parts)
+            return squares_by_bucket(parameters, sharded.reducer.buckets, self._comm.world_size, parts)
 
     def unscale_shards(self, unscale: Callable[..., Any]) -> Callable[..., Any]:
         """A loss scaler's ``unscale`` for sharded gradients: an infinity on one rank counts on all."""
@@ -199,3 +244,23 @@ class Sharded(Averaging):
         finally:
             for optimizer in optimizers:
                 optimizer.hide_state()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._averaging.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> str:
+        return self._averaging.load_state_dict(state)
+
+    # -- requests to stop, progress
+
+    def ask_to_stop(self, asked: bool = True) -> None:
+        self._averaging.ask_to_stop(asked)
+
+    def agreed_to_stop(self) -> bool:
+        return self._averaging.agreed_to_stop()
+
+    def progress(self) -> str:
+        return self._averaging.progress()
+
+    def description(self) -> str:
+        return self._averaging.description()
