@@ -40,7 +40,7 @@ class NCCLCommunicator(Communicator):
         self.world_size = host.world_size
 
     def all_reduce_(self, tensor: Tensor, *, op: ReduceOp = ReduceOp.SUM, name: str = "") -> Work:
-        if not tensor.is_cuda:
+        if not self._serves(tensor):
             return self._host.all_reduce_(tensor, op=op, name=name)
         flat, native = self._reducible(tensor.detach().view(-1), op)
         return self._start(
@@ -50,7 +50,7 @@ class NCCLCommunicator(Communicator):
         )
 
     def reduce_scatter_(self, flat: Tensor, *, op: ReduceOp = ReduceOp.SUM, name: str = "") -> Work:
-        if not flat.is_cuda:
+        if not self._serves(flat):
             return self._host.reduce_scatter_(flat, op=op, name=name)
         flat = flat.detach()
         own = shard(flat, self.world_size, self.rank)
@@ -70,7 +70,7 @@ class NCCLCommunicator(Communicator):
         )
 
     def all_gather_(self, flat: Tensor, *, name: str = "") -> Work:
-        if not flat.is_cuda:
+        if not self._serves(flat):
             return self._host.all_gather_(flat, name=name)
         flat = flat.detach()
         rows = PaddedRows(flat, self.world_size)
@@ -84,7 +84,7 @@ class NCCLCommunicator(Communicator):
         )
 
     def all_to_all(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], *, name: str = "") -> Work:
-        if not any(tensor.is_cuda for tensor in (*inputs, *outputs)):
+        if not any(map(self._serves, (*inputs, *outputs))):
             return self._host.all_to_all(inputs, outputs, name=name)
         what = describe("all_to_all", name=name)
         check_all_to_all(inputs, outputs, self.world_size, what)
@@ -92,7 +92,7 @@ class NCCLCommunicator(Communicator):
         return self._start(what, lambda: dist.all_to_all(targets, sources, group=self._group, async_op=True))
 
     def broadcast_(self, tensor: Tensor, *, src: int = 0, name: str = "") -> Work:
-        if not tensor.is_cuda:
+        if not self._serves(tensor):
             return self._host.broadcast_(tensor, src=src, name=name)
         source = dist.get_global_rank(self._group, src)
         return self._start(
@@ -106,6 +106,9 @@ class NCCLCommunicator(Communicator):
             if dist.is_initialized():
                 dist.destroy_process_group(self._group)
             self._host.close()
+
+    def _serves(self, tensor: Tensor) -> bool:
+        return tensor.is_cuda
 
     def _start(self, what: str, launch: Callable[[], Any], finish: Callable[[], None] = lambda: None) -> Work:
         try:
