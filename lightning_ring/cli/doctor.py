@@ -18,13 +18,11 @@ from lightning_ring.errors import ConfigurationError, RankDiscoveryError
 from lightning_ring.job.launchers import launcher_variables
 from lightning_ring.job.rendezvous.interfaces import reachable_candidates
 from lightning_ring.launch.hosts import parse_hosts, read_hostfile
-from lightning_ring.tools.doctor.families import FAMILIES, examine
-from lightning_ring.tools.doctor.finding import Finding
-from lightning_ring.tools.doctor.hosts import PREFIX, examine_hosts
-from lightning_ring.tools.doctor.launcher import living_launcher
+from lightning_ring.tools.doctor.asking import Request
+from lightning_ring.tools.doctor.findings import Finding, HostReport, as_json, last_line, lines, overall, short
+from lightning_ring.tools.doctor.hosts import FAMILIES, PREFIX, examine, examine_hosts
+from lightning_ring.tools.doctor.launching import living_launcher
 from lightning_ring.tools.doctor.network import knock, open_door
-from lightning_ring.tools.doctor.report import HostReport, as_json, last_line, lines, overall, short
-from lightning_ring.tools.doctor.request import Request
 
 _PEERS_SECONDS = 300  # how long a host's doctor waits for the others' to be done
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from lightning_ring.comm.recording import CollectiveRecord
-from lightning_ring.monitor.breakdown import collective_times
 from lightning_ring.monitor.step_record import StepRecord
+from lightning_ring.monitor.step_window import collective_times
 
 READY, ON_THE_WIRE, WAITED_FOR = "ready", "on the wire", "waited for"
 _COMPUTED = {

@@ -29,9 +29,9 @@ from lightning_ring.monitor.gap_report import (
     LoaderCost,
     RankTimes,
     judge,
+    loader_cost,
     median,
 )
-from lightning_ring.monitor.loader_cost import loader_cost
 from lightning_ring.monitor.trainer_snapshot import borrowed
 
 

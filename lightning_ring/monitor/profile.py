@@ -20,10 +20,18 @@ from torch.utils.hooks import RemovableHandle
 from lightning_ring.comm.recording import CollectiveRecord
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.monitor.batch_size import first_dimension
-from lightning_ring.monitor.profiled_run import check_can_record, communicator, describe, is_sharded, measure_link
+from lightning_ring.monitor.profiled_run import (
+    Mark,
+    check_can_record,
+    communicator,
+    describe,
+    is_sharded,
+    measure_link,
+    now,
+    seconds_between,
+)
 from lightning_ring.monitor.step_record import StepRecord
 from lightning_ring.monitor.step_timer import StepTimer
-from lightning_ring.monitor.stopwatch import Mark, now, seconds_between
 from lightning_ring.tools.plan.profile import Gradient, Model, Phases, Profile, fingerprint, write_profile
 
 

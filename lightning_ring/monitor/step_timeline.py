@@ -196,6 +196,6 @@ def _device_clock(trainer: Trainer) -> Any:
     device = trainer.strategy.root_device
     if device.type != "cuda":
         return None
-    from lightning_ring.timeline.device_clock import DeviceClock
+    from lightning_ring.timeline.clocks import DeviceClock
 
     return DeviceClock(device)

@@ -1,12 +1,12 @@
-"""How far apart the ranks' clocks are.
+"""Differences between the ranks' clocks, and CUDA events on the host's clock.
 
-Nobody leaves a barrier before all have come to it. So if rank i came at ``T_i`` and rank j left at ``R_j``, each by its
-own clock, then ``offset_j - offset_i <= R_j - T_i``; and the other way round ``offset_j - offset_i >= T_j - R_i``. Each
-barrier bounds every pair of clocks from both sides, as a ping-pong does in Cristian's algorithm (1989) and in NTP; the
-tightest bounds of many barriers are kept, their middle is the estimate and half their distance its error.
+No rank leaves a barrier before all have arrived. If rank i arrives at ``T_i`` and rank j leaves at ``R_j``, each by its
+own clock, then ``T_j - R_i <= offset_j - offset_i <= R_j - T_i``: each barrier bounds every pair of clocks from both
+sides, as a ping-pong does in Cristian's algorithm (1989) and in NTP. The tightest bounds of many barriers are kept;
+their middle is the estimate and half their distance its error.
 
-Ranks that read one clock (the same boot of the same kernel, outside or inside the same time namespace) differ by
-exactly 0, and their bounds count for each other.
+Ranks that read one clock (the same boot of the same kernel and the same time namespace) differ by exactly 0, and their
+bounds count for each other.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_ring.comm.communicator import Communicator
+import torch
 
 ROUNDS = 40
 
@@ -106,3 +107,29 @@ def _bounded(
         for came, left in zip(other_came, zero_left, strict=True)
     )
     return (most + least) / 2, abs(most - least) / 2
+
+
+_RENEW_SECONDS = 10.0  # elapsed_time is a float32 of milliseconds: 1 µs of 10 s
+
+
+class DeviceClock:
+    """From events on ``device`` to seconds of `time.perf_counter`.
+
+    The device is waited for once, when this is made. Later events are measured from one that is some 10 s older.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._reference = torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize(device)
+        self._reference.record(torch.cuda.current_stream(device))
+        self._reference.synchronize()
+        self._seconds = time.perf_counter()
+
+    def __call__(self, event: torch.cuda.Event) -> float | None:
+        """`None` while the device has not come to ``event``."""
+        if not event.query():
+            return None
+        seconds = self._seconds + self._reference.elapsed_time(event) / 1e3
+        if seconds - self._seconds > _RENEW_SECONDS:
+            self._reference, self._seconds = event, seconds
+        return seconds

@@ -15,11 +15,10 @@ from typing import Any
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.timeline.clocks import ClockReading, read_clocks
-from lightning_ring.timeline.gather import gather_files
-from lightning_ring.timeline.merge import merge
-from lightning_ring.timeline.paths import GENERATOR, checked_path, numbered, rank_file, remove_earlier
+from lightning_ring.timeline.merge import gather_files, merge
 from lightning_ring.timeline.rank_file import TraceFile
 from lightning_ring.timeline.recorder import Recorder
+from lightning_ring.timeline.settings import GENERATOR, checked_path, numbered, rank_file, remove_earlier
 from lightning_ring.timeline.tracks import Tracks
 
 log = logging.getLogger(__name__)

@@ -13,12 +13,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from lightning_ring.data.loading.batch_maker import LoaderTimes, Samples
 from lightning_ring.data.loading.crops import Crop
 from lightning_ring.data.loading.device import DeviceTransform
 from lightning_ring.data.loading.memory import lend
 from lightning_ring.data.loading.pixels import choose_part, decode_part_into
-from lightning_ring.data.loading.samples import Samples
-from lightning_ring.data.loading.times import LoaderTimes
 from lightning_ring.data.sampling.counters import Stream, uniforms
 from lightning_ring.errors import SampleError
 

@@ -8,8 +8,7 @@ from typing import Any
 
 from torch.utils.data import default_collate
 
-from lightning_ring.data.loading.samples import Samples
-from lightning_ring.data.loading.times import LoaderTimes
+from lightning_ring.data.loading.batch_maker import LoaderTimes, Samples
 from lightning_ring.errors import SampleError
 
 

@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_ring.data.loading.samples import BatchMaker, Samples
-from lightning_ring.data.loading.times import LoaderTimes
+from lightning_ring.data.loading.batch_maker import BatchMaker, LoaderTimes, Samples
 from lightning_ring.data.sampling.sampler import OrderedSampler
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.host.cores import available_cores

@@ -12,11 +12,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lightning_ring.data.packing.journal import ShardRecord
-from lightning_ring.data.packing.report import HEADER, report_row
+from lightning_ring.data.packing.files import HEADER, report_row, whole_file, write_whole
 from lightning_ring.data.packing.settings import PackSettings
+from lightning_ring.data.packing.shard_writer import ShardRecord
 from lightning_ring.data.packing.sources import Sources
-from lightning_ring.data.packing.whole_file import whole_file, write_whole
 from lightning_ring.data.shards.index import DTYPES, FOLDER, NAMES
 from lightning_ring.data.shards.manifest import MANIFEST, REPORT, Manifest, file_sha256
 

@@ -1,8 +1,13 @@
-"""One image, ready for its shard: copied if it is small already, else shrunk, and always an 8-bit image."""
+"""Images as they go into a shard: copied if they are small, else shrunk; always 8 bits a channel."""
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from io import BytesIO
 from typing import Any
@@ -12,6 +17,9 @@ import simplejpeg
 from PIL import ExifTags, Image
 
 from lightning_ring.data.decoding import has_16_bits
+from lightning_ring.data.packing.settings import PackSettings
+from lightning_ring.data.packing.sources import Sources
+from lightning_ring.errors import ShardError
 
 _EXTENSIONS = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp"}  # what may be copied as it is
 _AS_IT_IS = {"jpg": {"L", "RGB"}, "png": {"1", "L", "P", "LA", "RGB", "RGBA"}, "webp": {"RGB", "RGBA"}}
@@ -157,3 +165,45 @@ def encode_jpeg(image: Any, quality: int) -> bytes:
         plain.save(file, "JPEG", quality=quality, subsampling="4:2:0", **restarts)
         file.seek(0)
         return file.read()
+
+
+def prepared_images(
+    sources: Sources, start: int, settings: PackSettings, pool: ThreadPoolExecutor, ahead: int
+) -> Iterator[tuple[int, PackedImage | str]]:
+    """From source number ``start`` on: its number, and the image or the reason why it is left out.
+
+    Decoding, resizing and encoding release the GIL. At most ``ahead`` images wait in memory.
+
+    Raises:
+        ShardError: A source is there but cannot be read (a failing disk, a network file system that is gone).
+    """
+    waiting: deque[tuple[int, Future[PackedImage | str]]] = deque()
+    for position in range(start, len(sources)):
+        waiting.append((position, pool.submit(_prepare_source, sources, position, settings)))
+        if len(waiting) >= ahead:
+            position, future = waiting.popleft()
+            yield position, future.result()
+    for position, future in waiting:
+        yield position, future.result()
+
+
+def _prepare_source(sources: Sources, position: int, settings: PackSettings) -> PackedImage | str:
+    path = sources.path(position)
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):  # reading a pipe would wait for ever
+            return "cannot be read: not a regular file"
+        data = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
+        if not sources.folder.exists():  # or every image would be left out, one by one
+            raise ShardError(f"{sources.folder} is gone. Bring it back and run the same command again.") from error
+        return f"cannot be read: {error.strerror}"
+    except ValueError as error:  # a zero byte in the path
+        return f"cannot be read: {error}"
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENAMETOOLONG):  # the name is at fault, not the disk
+            return f"cannot be read: {error.strerror}"
+        raise ShardError(f"{path} cannot be read: {error.strerror}. Then run the same command again.") from error
+    try:
+        return prepare_image(data, settings.size, settings.quality)
+    except UnusableImageError as error:
+        return str(error)

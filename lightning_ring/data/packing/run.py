@@ -20,15 +20,12 @@ from pathlib import Path
 
 from PIL import Image
 
+from lightning_ring.data.packing.files import report_row, whole_file, write_whole
 from lightning_ring.data.packing.finish import write_manifest
-from lightning_ring.data.packing.image import PackedImage
-from lightning_ring.data.packing.journal import ShardRecord, read_records, shard_name, write_record
-from lightning_ring.data.packing.prepare import prepared_images
-from lightning_ring.data.packing.report import report_row
+from lightning_ring.data.packing.image import PackedImage, prepared_images
 from lightning_ring.data.packing.settings import PackSettings
-from lightning_ring.data.packing.shard_writer import ShardWriter
+from lightning_ring.data.packing.shard_writer import ShardRecord, ShardWriter, read_records, shard_name, write_record
 from lightning_ring.data.packing.sources import Sources, list_sources, load_sources
-from lightning_ring.data.packing.whole_file import whole_file, write_whole
 from lightning_ring.data.shards.manifest import MANIFEST, Manifest, Shard, read_manifest
 from lightning_ring.errors import ConfigurationError, ShardError
 from lightning_ring.host.file_lock import claim, release

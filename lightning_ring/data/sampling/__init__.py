@@ -2,7 +2,6 @@
 
 from lightning_ring.data.sampling.balanced import BalancedSampler
 from lightning_ring.data.sampling.pk import PKSampler
-from lightning_ring.data.sampling.sampler import OrderedSampler, Remainder
-from lightning_ring.data.sampling.shuffled import ShuffledSampler
+from lightning_ring.data.sampling.sampler import OrderedSampler, Remainder, ShuffledSampler
 
 __all__ = ["BalancedSampler", "OrderedSampler", "PKSampler", "Remainder", "ShuffledSampler"]

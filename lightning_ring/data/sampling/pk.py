@@ -9,8 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_ring.data.sampling.classes import ClassMembers
-from lightning_ring.data.sampling.counters import Stream, subkey
-from lightning_ring.data.sampling.permutation import permute
+from lightning_ring.data.sampling.counters import Stream, permute, subkey
 from lightning_ring.data.sampling.sampler import Ints, OrderedSampler
 from lightning_ring.errors import ConfigurationError
 

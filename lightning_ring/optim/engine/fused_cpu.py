@@ -11,9 +11,8 @@ from torch import Tensor
 
 from lightning_ring.optim.engine import compiler
 from lightning_ring.optim.engine.cpp_kernel import CHUNK, source
-from lightning_ring.optim.engine.numbers import StepNumbers
 from lightning_ring.optim.engine.parameter_list import ParameterBatch, TensorKind
-from lightning_ring.optim.engine.rule import Rule
+from lightning_ring.optim.engine.rule import Rule, StepNumbers
 from lightning_ring.optim.engine.trace import measure_body, move_body
 
 

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_ring.optim.engine.numbers import StepNumbers
 from lightning_ring.optim.engine.parameter_list import ParameterBatch, TensorKind, send
-from lightning_ring.optim.engine.rule import Rule
+from lightning_ring.optim.engine.rule import Rule, StepNumbers
 from lightning_ring.optim.engine.trace import measure_body, move_body
 from lightning_ring.optim.engine.triton_kernel import BLOCK, CHUNK, compile_module
 

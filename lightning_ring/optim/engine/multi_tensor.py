@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_ring.optim.engine.numbers import StepNumbers
 from lightning_ring.optim.engine.parameter_list import ParameterBatch, flat, norm_dtype
-from lightning_ring.optim.engine.rule import Rule, Scalars
+from lightning_ring.optim.engine.rule import Rule, Scalars, StepNumbers
 from lightning_ring.optim.engine.tensor_list import TensorList, Tensors
 
 CPU_PIECE = 1 << 16  # elements: five float32 streams of this length fit a 2 MiB second-level cache

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_ring.optim.engine.numbers import StepNumbers
 from lightning_ring.optim.engine.parameter_list import ParameterBatch, norm_dtype
-from lightning_ring.optim.engine.rule import Rule
+from lightning_ring.optim.engine.rule import Rule, StepNumbers
 
 
 def square_sum(x: Tensor) -> Tensor:

@@ -1,11 +1,12 @@
-"""Which way to run a step."""
+"""The options of a step, the checks of them, and the choice of a runner."""
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -13,11 +14,34 @@ from lightning_ring.optim.engine.compiler import require_compiler
 from lightning_ring.optim.engine.fused_cpu import FusedCpuRunner
 from lightning_ring.optim.engine.fused_cuda import FusedCudaRunner, triton_is_here
 from lightning_ring.optim.engine.multi_tensor import MultiTensorRunner
-from lightning_ring.optim.engine.numbers import StepNumbers
 from lightning_ring.optim.engine.parameter_list import ParameterBatch, TensorKind
 from lightning_ring.optim.engine.plain import PlainRunner
-from lightning_ring.optim.engine.rule import Rule
-from lightning_ring.optim.engine.validation import require
+from lightning_ring.optim.engine.rule import Rule, StepNumbers
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise `ValueError` with ``message`` unless ``condition`` holds."""
+    if not condition:
+        raise ValueError(message)
+
+
+def require_number(
+    name: str, value: Any, *, low: float | None = None, above: float | None = None, below: float | None = None
+) -> None:
+    """Raise `ValueError` unless ``value`` is a finite number with ``low <= value``, ``above < value < below``.
+
+    A tensor must have one element; its value is read only where that needs no synchronization with a device.
+    """
+    bounds = [f">= {low}"] * (low is not None) + [f"> {above}"] * (above is not None)
+    expected = " and ".join([*bounds, *[f"< {below}"] * (below is not None)]) or "finite"
+    if isinstance(value, Tensor):
+        require(value.numel() == 1, f"{name} is a tensor of shape {tuple(value.shape)}, expected one element")
+        if value.device.type != "cpu":
+            return
+        value = value.item()
+    require(isinstance(value, (int, float)), f"{name}={value!r}, expected a number {expected}")
+    fits = (low is None or value >= low) and (above is None or value > above) and (below is None or value < below)
+    require(math.isfinite(value) and fits, f"{name}={value}, expected a finite number {expected}")
 
 
 class StepRunner(Protocol):

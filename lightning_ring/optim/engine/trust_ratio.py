@@ -21,10 +21,9 @@ from lightning_ring.optim.engine.parameter_list import (
     parameter_names,
 )
 from lightning_ring.optim.engine.rule import Rule, Scalars
-from lightning_ring.optim.engine.runners import RunOptions, StepRunner, check_options, make_runner, way_to_run
+from lightning_ring.optim.engine.runners import RunOptions, StepRunner, check_options, make_runner, require, way_to_run
 from lightning_ring.optim.engine.tensor_list import Tensors
 from lightning_ring.optim.engine.update import NormAllReduce, Run, update
-from lightning_ring.optim.engine.validation import require
 
 GROUP_KEYS = frozenset({"params", "param_names", "initial_lr", "name"})
 

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_ring.optim.engine.numbers import StepNumbers, known_on_host
 from lightning_ring.optim.engine.parameter_list import ParameterBatch, ParameterList, send
-from lightning_ring.optim.engine.rule import Rule, Scalars
+from lightning_ring.optim.engine.rule import Rule, Scalars, StepNumbers, known_on_host
 from lightning_ring.optim.engine.runners import RunOptions, StepRunner
 
 NormAllReduce = Callable[[Tensor], Tensor | None]

@@ -9,10 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning_ring.tools.doctor.asking import ask
-from lightning_ring.tools.doctor.finding import Finding, broken, ok, warning
-from lightning_ring.tools.doctor.imports import torch_facts
-from lightning_ring.tools.doctor.request import Request
+from lightning_ring.tools.doctor.asking import Request, ask
+from lightning_ring.tools.doctor.findings import Finding, broken, ok, warning
+from lightning_ring.tools.doctor.packages import torch_facts
 
 _SECONDS = 20.0
 _QUERY = ["nvidia-smi", "--query-gpu=driver_version,name", "--format=csv,noheader"]

@@ -1,7 +1,6 @@
-"""The doctor on several hosts: one on each, started as ringrun starts ranks, and what lies between them.
+"""The doctor on this host, and on several: one doctor on each, started as ringrun starts ranks.
 
-Each host's doctor writes lines of JSON: the port at which it listens, its report and, once it has been told where the
-others listen, whom it reached.
+Each host's doctor writes lines of JSON: the port at which it listens, its report, and the hosts that it reached.
 """
 
 from __future__ import annotations
@@ -13,16 +12,50 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from lightning_ring.launch.hosts import Host
-from lightning_ring.tools.doctor.asking import end, start
-from lightning_ring.tools.doctor.compare import compare
-from lightning_ring.tools.doctor.finding import Finding, broken, ok
+from lightning_ring.tools.doctor import gpus, launching, network, packages, reduction, resources
+from lightning_ring.tools.doctor.asking import Request, end, end_all, start
+from lightning_ring.tools.doctor.findings import Finding, HostReport, broken, compare, ok
 from lightning_ring.tools.doctor.reduction import check_across, what_was_said
-from lightning_ring.tools.doctor.report import HostReport
-from lightning_ring.tools.doctor.request import Request
+
+FAMILIES: dict[str, Callable[[Request], list[Finding]]] = {
+    "versions": packages.check_versions,
+    "launcher": launching.check_launcher,
+    "mpi": launching.check_mpi,
+    "threads": resources.check_threads,
+    "memory": resources.check_memory,
+    "network": network.check,
+    "gpus": gpus.check,
+    "imports": packages.check_imports,
+    "all-reduce": reduction.check,
+}
+
+
+def examine(request: Request, chosen: Sequence[str]) -> Iterator[tuple[str, list[Finding]]]:
+    """Each chosen family and what it found, as soon as it and those before it are done. They run side by side, for
+    most of them wait for other processes."""
+    families = [family for family in FAMILIES if family in chosen]
+    with ThreadPoolExecutor(max_workers=max(1, len(families))) as pool:
+        try:
+            futures = [pool.submit(_guarded, family, request) for family in families]
+            for family, future in zip(families, futures, strict=True):
+                yield family, future.result()
+        except BaseException:  # told to stop: the pool would otherwise wait for what its threads wait for
+            end_all()
+            raise
+
+
+def _guarded(family: str, request: Request) -> list[Finding]:
+    try:
+        return FAMILIES[family](request)
+    except Exception as error:  # of all programs this one has to survive what it did not foresee
+        found = f"this check failed: {type(error).__name__}: {error}"
+        return [broken(family, found, "The other lines hold. Please report this one to lightning_ring.")]
+
 
 PREFIX = "lightning_ring.tools.doctor.host "
 _START_SECONDS = 30.0  # mpirun, ssh and Python, besides the checks

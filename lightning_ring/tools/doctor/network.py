@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from lightning_ring.job.rendezvous.interfaces import ipv4_addresses, reachable_candidates
-from lightning_ring.tools.doctor.finding import Finding, broken, ok, warning
-from lightning_ring.tools.doctor.request import Request
+from lightning_ring.tools.doctor.asking import Request
+from lightning_ring.tools.doctor.findings import Finding, broken, ok, warning
 
 _SECONDS = 3.0
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")

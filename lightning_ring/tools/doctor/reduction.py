@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_ring.launch.hosts import Host
-from lightning_ring.tools.doctor.asking import Answer, ask
-from lightning_ring.tools.doctor.finding import Finding, broken, ok, warning
-from lightning_ring.tools.doctor.imports import torch_facts
-from lightning_ring.tools.doctor.mpi import chosen_mpirun
-from lightning_ring.tools.doctor.request import Request
+from lightning_ring.tools.doctor.asking import Answer, Request, ask
+from lightning_ring.tools.doctor.findings import Finding, broken, ok, warning
+from lightning_ring.tools.doctor.launching import chosen_mpirun
+from lightning_ring.tools.doctor.packages import torch_facts
 
 _PREFIX = "lightning_ring.tools.doctor "  # as in rank.py, which imports torch
 _MOST_SAID = 500  # letters

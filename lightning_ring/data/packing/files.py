@@ -1,12 +1,23 @@
-"""Files that are there whole, or not at all."""
+"""Writing files atomically, and the rows of ``report.csv``."""
 
 from __future__ import annotations
 
+import csv
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import StringIO
 from pathlib import Path
 from typing import BinaryIO
+
+HEADER = b"what,name,detail\n"
+
+
+def report_row(what: str, name: str, detail: str) -> bytes:
+    """A line of the report. ``what``: "left out", "converted" or "empty class"."""
+    line = StringIO()
+    csv.writer(line, lineterminator="\n").writerow([what, name, detail])
+    return line.getvalue().encode("utf-8", "surrogateescape")  # a name may hold bytes that are no UTF-8
 
 
 @contextmanager
