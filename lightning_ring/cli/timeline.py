@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from lightning_ring.cli.arguments import check_plot
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.timeline.merge import Merged, merge, timelines_in
 
@@ -18,10 +19,7 @@ def main(arguments: Sequence[str]) -> int:
         ConfigurationError: The command line is wrong, or there is nothing to merge.
     """
     options = _parser().parse_args(arguments)
-    if options.plot is not None:
-        from lightning_ring.timeline.plot import check_plot
-
-        check_plot(options.plot)
+    check_plot(options.plot)
     names = _timelines(options.where)
     if len(names) > 1 and (options.output is not None or options.plot is not None):
         raise ConfigurationError(

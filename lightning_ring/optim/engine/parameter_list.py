@@ -51,6 +51,11 @@ class ParameterBatch:
     mirrors: list[Tensor] = field(default_factory=list)
     room: int = 0  # of how many elements a runner may keep the directions from measuring to moving
 
+    def columns(self) -> list[list[Tensor]]:
+        """Weights, gradients, each of the states, and mirrors if there are any."""
+        states = [list(column) for column in zip(*self.states, strict=True)]
+        return [self.weights, self.grads, *states, *([self.mirrors] if self.mirrors else [])]
+
     def subset(self, rows: list[int], room: int) -> ParameterBatch:
         picked = [[column[row] for row in rows] for column in (self.positions, self.weights, self.grads, self.states)]
         mirrors = [self.mirrors[row] for row in rows] if self.mirrors else []

@@ -6,17 +6,16 @@ import math
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
 from lightning_ring.optim.engine.compiler import require_compiler
-from lightning_ring.optim.engine.fused_cpu import FusedCpuRunner
-from lightning_ring.optim.engine.fused_cuda import FusedCudaRunner, triton_is_here
+from lightning_ring.optim.engine.fused import FusedCpuRunner, FusedCudaRunner, triton_is_here
 from lightning_ring.optim.engine.multi_tensor import MultiTensorRunner
-from lightning_ring.optim.engine.parameter_list import ParameterBatch, TensorKind
+from lightning_ring.optim.engine.parameter_list import TensorKind
 from lightning_ring.optim.engine.plain import PlainRunner
-from lightning_ring.optim.engine.rule import Rule, StepNumbers
+from lightning_ring.optim.engine.rule import Rule
 
 
 def require(condition: bool, message: str) -> None:
@@ -44,33 +43,9 @@ def require_number(
     require(math.isfinite(value) and fits, f"{name}={value}, expected a finite number {expected}")
 
 
-class StepRunner(Protocol):
-    """One way to run a `Rule` over the parameters of a `ParameterBatch`."""
-
-    def waves(self, part: ParameterBatch) -> list[ParameterBatch]:
-        """``part``, cut up if it is better to measure and move a few parameters after another than all at once."""
-        ...
-
-    def grad_square_sum(self, part: ParameterBatch) -> Tensor:
-        """Sum of squares of all gradients, 0-d, on the part's device."""
-        ...
-
-    def measure(self, part: ParameterBatch, numbers: StepNumbers, deferred: bool) -> Tensor:
-        """Accumulate state, and return sums over each parameter, shape [3, parameters].
-
-        Rows: squares of the weights; squares of the direction; if ``deferred``, 0 where the gradient is finite and NaN
-        elsewhere. With ``deferred`` nothing is written: `move` accumulates again.
-        """
-        ...
-
-    def move(self, part: ParameterBatch, numbers: StepNumbers, deferred: bool, keep: Tensor | None) -> None:
-        """Write the new weights and state; where the 0-d bool tensor ``keep`` is given and False, write nothing."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """How to run the step; unlike hyper-parameters the same for all groups, and not part of a checkpoint."""
+    """How to run the step: the same for all groups, and no part of a checkpoint."""
 
     foreach: bool | None = None
     fused: bool | None = None
@@ -119,7 +94,7 @@ def way_to_run(options: RunOptions, kind: TensorKind) -> str:
     return "plain"
 
 
-def make_runner(way: str, device_type: str, rule: Rule) -> StepRunner:
+def make_runner(way: str, device_type: str, rule: type[Rule]) -> PlainRunner:
     if way == "foreach":
         return MultiTensorRunner(rule)
     if way == "fused":

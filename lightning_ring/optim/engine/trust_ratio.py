@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,16 +20,16 @@ from lightning_ring.optim.engine.parameter_list import (
     lie_alike,
     parameter_names,
 )
-from lightning_ring.optim.engine.rule import Rule, Scalars
-from lightning_ring.optim.engine.runners import RunOptions, StepRunner, check_options, make_runner, require, way_to_run
-from lightning_ring.optim.engine.tensor_list import Tensors
+from lightning_ring.optim.engine.plain import PlainRunner
+from lightning_ring.optim.engine.rule import Rule
+from lightning_ring.optim.engine.runners import RunOptions, check_options, make_runner, require, way_to_run
 from lightning_ring.optim.engine.update import NormAllReduce, Run, update
 
 GROUP_KEYS = frozenset({"params", "param_names", "initial_lr", "name"})
 
 
-class TrustRatioOptimizer(Optimizer):
-    """What LARS and LAMB have in common; a subclass adds a `Rule` (as static methods), defaults and their checks.
+class TrustRatioOptimizer(Optimizer, Rule):
+    """The base of LARS and LAMB; a subclass adds the methods of its `Rule`, defaults and their checks.
 
     Args:
         foreach: True updates many tensors a call, in pieces that fit the cache; False goes parameter by parameter.
@@ -53,16 +53,8 @@ class TrustRatioOptimizer(Optimizer):
     parameter's device, in float32 for bfloat16 and float16 parameters.
     """
 
-    state_names: tuple[str, ...]
-    counts_steps: bool
     _parameter_list: ParameterList | None
-    _runners: dict[tuple[str, str], StepRunner]
-    accumulate: Callable[..., Any]
-    direction: Callable[..., Any]
-    move: Callable[..., Any]
-    scalars: Callable[..., Scalars]
-    trust_ratio: Callable[..., Tensor]
-    rates: Callable[..., Scalars]
+    _runners: dict[tuple[str, str], PlainRunner]
 
     def __init__(
         self,
@@ -89,14 +81,6 @@ class TrustRatioOptimizer(Optimizer):
     def hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
         """The numbers of ``group`` that `Rule.scalars` needs, with ``lr``, ``maximize`` and ``adapt`` among them."""
         raise NotImplementedError
-
-    @staticmethod
-    def torch_directions(w: Tensors, g: Tensors, state: tuple[Tensors, ...], h: Scalars) -> Tensors | None:
-        return None
-
-    @staticmethod
-    def torch_move(w: Tensor, g: Tensor, x: Tensor | None, state: tuple[Tensor, ...], h: Scalars) -> bool:
-        return False
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         known = GROUP_KEYS | set(self.defaults)
@@ -157,7 +141,7 @@ class TrustRatioOptimizer(Optimizer):
                 loss = closure()
         listed, runs, hyperparameters = self._prepare(torch.compiler.is_compiling())
         if runs or self.norm_all_reduce is not None:
-            taken = update(cast(Rule, type(self)), hyperparameters, listed, runs, self.options, self.norm_all_reduce)
+            taken = update(type(self), hyperparameters, listed, runs, self.options, self.norm_all_reduce)
             if taken is not True:
                 self._count_skipped(taken)
         return loss
@@ -233,11 +217,11 @@ class TrustRatioOptimizer(Optimizer):
         advice = "pass real parameters" if grad.is_complex() else "make it dense: sparse=False in nn.Embedding"
         raise RuntimeError(f"{type(self).__name__}: the gradient of {name} is {found}, expected dense floats; {advice}")
 
-    def _runner(self, kind: TensorKind, compiling: bool) -> StepRunner:
+    def _runner(self, kind: TensorKind, compiling: bool) -> PlainRunner:
         way = "plain" if compiling else way_to_run(self.options, kind)
         key = (way, kind.device.type)
         if key not in self._runners:
-            self._runners[key] = make_runner(*key, rule=cast(Rule, type(self)))
+            self._runners[key] = make_runner(*key, rule=type(self))
         return self._runners[key]
 
     # -- saving and loading

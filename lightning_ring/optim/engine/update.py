@@ -9,15 +9,16 @@ import torch
 from torch import Tensor
 
 from lightning_ring.optim.engine.parameter_list import ParameterBatch, ParameterList, send
+from lightning_ring.optim.engine.plain import PlainRunner
 from lightning_ring.optim.engine.rule import Rule, Scalars, StepNumbers, known_on_host
-from lightning_ring.optim.engine.runners import RunOptions, StepRunner
+from lightning_ring.optim.engine.runners import RunOptions
 
 NormAllReduce = Callable[[Tensor], Tensor | None]
-Run = tuple[StepRunner, ParameterBatch]
+Run = tuple[PlainRunner, ParameterBatch]
 
 
 def update(
-    rule: Rule,
+    rule: type[Rule],
     hyperparameters: list[dict[str, Any]],
     listed: ParameterList,
     runs: list[Run],
@@ -57,7 +58,7 @@ def update(
 
 
 def _move(
-    rule: Rule,
+    rule: type[Rule],
     runs: list[Run],
     numbers: StepNumbers,
     sums: Tensor,
@@ -105,7 +106,9 @@ def _per_parameter(hyperparameters: list[dict[str, Any]], listed: ParameterList,
     return Scalars(**expanded)
 
 
-def _numbers(rule: Rule, h: Scalars, step: Tensor | None, clip: Tensor | None, device: torch.device) -> StepNumbers:
+def _numbers(
+    rule: type[Rule], h: Scalars, step: Tensor | None, clip: Tensor | None, device: torch.device
+) -> StepNumbers:
     grad_scale = 1 - 2 * h.maximize
     if clip is not None:
         grad_scale = grad_scale / clip
@@ -132,7 +135,7 @@ def _clip_divisor(
 
 
 def _measure(listed: ParameterList, runs: list[Run], numbers: StepNumbers, deferred: bool, sums: Tensor) -> None:
-    """Fill in ``sums`` over each parameter, shape [3, parameters]; see `StepRunner.measure`."""
+    """Fill in ``sums`` over each parameter, shape [3, parameters]; see `PlainRunner.measure`."""
     for runner, part in runs:
         part_sums = runner.measure(part, numbers, deferred)
         sums.index_copy_(1, listed.index(part.positions), part_sums.to(listed.device, sums.dtype))

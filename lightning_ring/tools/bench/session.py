@@ -26,7 +26,6 @@ from lightning_ring.job.ranks import RankInfo, discover_ranks, pick_gpu
 from lightning_ring.tools.bench.contenders import Collectives, open_contenders
 from lightning_ring.tools.bench.measure import Timing, measure
 from lightning_ring.tools.bench.names import COPY
-from lightning_ring.tools.bench.plot import plot
 
 GB = 1e9
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
@@ -212,3 +211,24 @@ def check_memory(num_bytes: int, device: torch.device) -> None:
             f"the largest size takes {num_bytes / 2**30:.1f} GiB on this node, of which {free / 2**30:.1f} GiB are "
             "free. Choose a smaller --max, or fewer --backends."
         )
+
+
+def plot(timings: Sequence[Timing], world_size: int, path: str) -> None:
+    """Write the bus bandwidth of each backend, and the copy's, to ``path``."""
+    from matplotlib.figure import Figure  # no pyplot: it would look for a display
+
+    collectives = list(dict.fromkeys(t.collective for t in timings))
+    figure = Figure(figsize=(5 * len(collectives), 4), layout="constrained")
+    for number, collective in enumerate(collectives, start=1):
+        axes = figure.add_subplot(1, len(collectives), number)
+        here = [timing for timing in timings if timing.collective == collective]
+        for backend in dict.fromkeys(timing.backend for timing in here):
+            points = [(t.num_bytes, t.bus_bandwidth(world_size) / 1e9) for t in here if t.backend == backend]
+            style = {"linestyle": "--", "color": "gray"} if backend == COPY else {"marker": "o", "markersize": 3}
+            axes.plot(*zip(*points, strict=True), label=backend, **style)
+        axes.set(title=f"{collective}, {world_size} ranks", xlabel="bytes", ylabel="bus bandwidth, GB/s")
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.grid(True, which="both", alpha=0.2)
+        axes.legend()
+    figure.savefig(path, dpi=120)
