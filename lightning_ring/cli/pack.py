@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 def main(arguments: Sequence[str]) -> int:
     """0; 1 where ``--verify`` found problems, or the disk failed; 130 after Ctrl-C.
 
-    Raises:
-        ConfigurationError: The command line is wrong, or what it names cannot be packed.
+    Raises `ConfigurationError`: the command line is wrong, or what it names cannot be packed.
     """
     parser = _parser()
     options = parser.parse_args(arguments)

@@ -15,8 +15,7 @@ from lightning_ring.timeline.merge import Merged, merge, timelines_in
 def main(arguments: Sequence[str]) -> int:
     """0; 1 where ranks are missing, or a file could not be read or written.
 
-    Raises:
-        ConfigurationError: The command line is wrong, or there is nothing to merge.
+    Raises `ConfigurationError`: the command line is wrong, or there is nothing to merge.
     """
     options = _parser().parse_args(arguments)
     check_plot(options.plot)

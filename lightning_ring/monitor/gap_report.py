@@ -18,17 +18,11 @@ SMALL_GAP = 0.05
 
 @dataclass(frozen=True, slots=True)
 class LoaderCost:
-    """Seconds of one rank to make one batch, as one worker after another would take them.
+    """Seconds of one rank to make one batch, as one worker after another would take them."""
 
-    Attributes:
-        reading: Waiting for storage.
-        decoding: Decoding and transforms: computing in the data set.
-        handing_over: Collating, and what lies between worker and training loop.
-    """
-
-    reading: float
-    decoding: float
-    handing_over: float
+    reading: float  # waiting for storage
+    decoding: float  # decoding and transforms: computing in the data set
+    handing_over: float  # collating, and what lies between worker and training loop
 
     def largest(self) -> str:
         costs = {"reading": self.reading, "decoding and transforms": self.decoding, "handing over": self.handing_over}
@@ -37,23 +31,14 @@ class LoaderCost:
 
 @dataclass(frozen=True, slots=True)
 class RankTimes:
-    """What one rank measured, in seconds.
+    """What one rank measured, in seconds."""
 
-    Attributes:
-        step: For each of `SOURCES` the median step, a batch's share of it where gradients accumulate.
-        waits: For each step on real data the share of it spent waiting for the batch.
-        own: Median time of forward and backward without any exchange of gradients.
-        batch_size: Images of a step on this rank.
-        loader: What its loader spends on a batch.
-        copies: Whether a batch has to be copied to the device: on the CPU the two synthetic sources are one.
-    """
-
-    step: Mapping[str, float]
-    waits: Sequence[float]
-    own: float
-    batch_size: int
-    loader: LoaderCost
-    copies: bool = True
+    step: Mapping[str, float]  # for each of `SOURCES` the median step, a batch's share of it where gradients accumulate
+    waits: Sequence[float]  # for each step on real data the share of it spent waiting for the batch
+    own: float  # median time of forward and backward without any exchange of gradients
+    batch_size: int  # images of a step on this rank
+    loader: LoaderCost  # what its loader spends on a batch
+    copies: bool = True  # whether a batch has to be copied to the device: on the CPU the two synthetic sources are one
 
 
 @dataclass(frozen=True, slots=True)

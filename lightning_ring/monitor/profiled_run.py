@@ -43,10 +43,7 @@ _COLLECTIVES: tuple[Collective, ...] = ("all_reduce", "reduce_scatter", "all_gat
 
 
 def check_can_record(path: Path, trainer: Trainer, module: LightningModule) -> None:
-    """
-    Raises:
-        ConfigurationError: Names what stands in the way.
-    """
+    """Raises `ConfigurationError`: names what stands in the way."""
     name = f"RingProfile({str(path)!r})"
     if trainer.is_global_zero and (path.is_dir() or not os.access(path.absolute().parent, os.W_OK)):
         raise ConfigurationError(f"{name} cannot be written. Name a file in a folder that is there.")

@@ -60,19 +60,13 @@ def _resident() -> float:
 
 @dataclass(frozen=True, slots=True)
 class RankRow:
-    """One rank's numbers since the last logged step.
-
-    Attributes:
-        times: Means over the steps, on CUDA over the steps that the device has finished.
-        skipped: Steps that a loss scaler left out since training began.
-        left_out: What the monitor failed to compute on this rank (`LeftOut.bits`).
-    """
+    """One rank's numbers since the last logged step."""
 
     rank: int
-    skipped: float
-    times: StepTimes
+    skipped: float  # steps that a loss scaler left out since training began
+    times: StepTimes  # means over the steps, on CUDA over the steps that the device has finished
     memory: Memory
-    left_out: float = 0.0
+    left_out: float = 0.0  # what the monitor failed to compute on this rank (`LeftOut.bits`)
 
     def as_list(self) -> list[float]:
         return [self.rank, self.skipped, self.left_out, *astuple(self.times), *astuple(self.memory)]
@@ -118,11 +112,7 @@ class RowExchange:
         return self._work is None and (self._copied is None or self._copied.query())
 
     def wait(self) -> None:
-        """Block until all ranks' rows are on the host.
-
-        Raises:
-            RingError: As `Work.wait`.
-        """
+        """Block until all ranks' rows are on the host. Raises `RingError`: as `Work.wait`."""
         self._start_copy()
         if self._copied is not None:
             self._copied.synchronize()

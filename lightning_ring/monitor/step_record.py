@@ -85,19 +85,14 @@ def mean_times(steps: Sequence[StepTimes]) -> StepTimes:
 
 
 class StepRecord:
-    """Marks of one step: for each phase the pairs of begin and end, clock readings or CUDA events.
-
-    Attributes:
-        began: When the step began, by the timer's clock.
-        total: Seconds until it ended.
-    """
+    """Marks of one step: for each phase the pairs of begin and end, clock readings or CUDA events."""
 
     __slots__ = ("_open", "began", "marks", "total")
 
     def __init__(self) -> None:
-        self.began = 0.0
+        self.began = 0.0  # when the step began, by the timer's clock
         self.marks: dict[str, list[tuple[Any, Any]]] = {}
-        self.total = 0.0
+        self.total = 0.0  # seconds until it ended
         self._open: dict[str, Any] = {}
 
     def begin(self, phase: str, mark: Any) -> None:

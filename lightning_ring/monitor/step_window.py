@@ -118,15 +118,11 @@ class StepWindow:
     """Listens to a Trainer's profiler and to its strategy's collectives, and keeps up to 200 steps until `take`.
 
     Costs what `StepTimer` and `RecordedCommunicator` cost; the rest happens in `take`.
-
-    Attributes:
-        timer: The Trainer's.
-        latest: The last step that was taken.
     """
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self.timer = StepTimer.attach(trainer)
+        self.timer = StepTimer.attach(trainer)  # the Trainer's
         self.timer.listeners.append(self._on_step)
         self._listeners: list[Callable[[CollectiveRecord], None]] = getattr(trainer.strategy, "listeners", [])
         self._listeners.append(self._on_collective)
@@ -134,7 +130,7 @@ class StepWindow:
         self._ended: tuple[StepRecord, list[CollectiveRecord]] | None = None
         self._steps: deque[RecordedStep] = deque(maxlen=_MOST_STEPS)
         self._count = 0
-        self.latest: RecordedStep | None = None
+        self.latest: RecordedStep | None = None  # the last step that was taken
 
     def restart(self) -> None:
         """What happened since the last step is no part of training."""
@@ -152,9 +148,7 @@ class StepWindow:
         """Means over the steps since the last call that the device has finished.
 
         The first step of all is left out, where there are others: it makes plans, connections and optimizer state.
-
-        Raises:
-            RuntimeError: Steps could not be timed.
+        Raises `RuntimeError`: steps could not be timed.
         """
         if self.timer.failure is not None:
             raise RuntimeError("steps could not be timed") from self.timer.failure

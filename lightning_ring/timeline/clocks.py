@@ -28,19 +28,12 @@ ROUNDS = 40
 
 @dataclass(frozen=True, slots=True)
 class ClockReading:
-    """A rank's clock beside rank 0's.
+    """A rank's clock beside rank 0's."""
 
-    Attributes:
-        offset: This clock minus rank 0's, in seconds.
-        error: The offset is wrong by at most this many seconds.
-        at: When it was measured, by this clock.
-        shared: It is rank 0's clock.
-    """
-
-    offset: float
-    error: float
-    at: float
-    shared: bool
+    offset: float  # this clock minus rank 0's, in seconds
+    error: float  # the offset is wrong by at most this many seconds
+    at: float  # when it was measured, by this clock
+    shared: bool  # it is rank 0's clock
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

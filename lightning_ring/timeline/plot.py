@@ -25,8 +25,7 @@ _CHARACTER = 0.0055  # width of one, as a part of the picture's
 def plot(trace: Path, path: Path, steps: tuple[int, int] | None = None) -> None:
     """Draw ``steps`` (first and last; default: the last two that every rank finished) of ``trace`` into ``path``.
 
-    Raises:
-        ConfigurationError: The trace has no such steps.
+    Raises `ConfigurationError`: the trace has no such steps.
     """
     from matplotlib.figure import Figure  # no pyplot: it would look for a display
 

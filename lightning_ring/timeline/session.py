@@ -27,16 +27,11 @@ _times_started: dict[Path, int] = {}  # in this process, by the path that was as
 
 
 class Session:
-    """What one rank records between `start_session` and `finish`.
-
-    Attributes:
-        path: Where rank 0 writes the merged trace.
-        recorder: Takes what happens.
-    """
+    """What one rank records between `start_session` and `finish`."""
 
     def __init__(self, path: Path, other: dict[str, Any], recorder: Recorder, comm: Communicator | None) -> None:
-        self.path = path
-        self.recorder = recorder
+        self.path = path  # where rank 0 writes the merged trace
+        self.recorder = recorder  # takes what happens
         self._other = other
         self._comm = comm
 
@@ -85,10 +80,8 @@ def start_session(
     """Open every rank's file. Collective; rank 0's ``path`` and ``max_bytes`` count. ``comm`` is `None` for one process
     alone.
 
-    A path that was used in this process before gets a number; files of an earlier run are replaced.
-
-    Raises:
-        ConfigurationError: Some rank cannot write its file, or another job is writing it; the same on every rank.
+    A path that was used in this process before gets a number; files of an earlier run are replaced. Raises
+    `ConfigurationError`: some rank cannot write its file, or another job is writing it; the same on every rank.
     """
     rank, world_size = (comm.rank, comm.world_size) if comm is not None else (0, 1)
     agreed = (str(path), max_bytes, "", "")

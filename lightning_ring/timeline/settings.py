@@ -41,11 +41,7 @@ def checked_path(value: Any, asked: str) -> Path:
 
 
 def expanded(value: str | os.PathLike[str], asked: str) -> Path:
-    """``value`` with the home folder for ``~``.
-
-    Raises:
-        ConfigurationError: There is no such home.
-    """
+    """``value`` with the home folder for ``~``. Raises `ConfigurationError`: there is no such home."""
     try:
         return Path(value).expanduser()
     except RuntimeError as error:
@@ -102,8 +98,7 @@ def rank_files(path: Path) -> dict[int, Path]:
 def remove_earlier(path: Path) -> None:
     """Remove what an earlier run left under this name (``trace-2.json`` too): it would pass for part of this one.
 
-    Raises:
-        ConfigurationError: That run goes on.
+    Raises `ConfigurationError`: that run goes on.
     """
     for file in _timelines_named(path, r"\.rank\d+\.jsonl"):
         if is_claimed(file):
@@ -138,23 +133,15 @@ DEFAULT_MAX_MB = 64.0
 
 @dataclass(frozen=True, slots=True)
 class TimelineSettings:
-    """
-    Attributes:
-        path: Where the merged trace goes; `None`: nothing is recorded, unless a script starts it.
-        switch: Record only while this file exists on rank 0's host.
-        max_mb: Largest size of a rank's file, in MiB.
-    """
-
-    path: Path | None
-    switch: Path | None
-    max_mb: float
+    path: Path | None  # where the merged trace goes; `None`: nothing is recorded, unless a script starts it
+    switch: Path | None  # record only while this file exists on rank 0's host
+    max_mb: float  # largest size of a rank's file, in MiB
 
 
 def timeline_settings(argument: str | Path | None, environ: Mapping[str, str]) -> TimelineSettings:
     """``argument`` is that of `RingStrategy`, which counts more than RING_TIMELINE.
 
-    Raises:
-        ConfigurationError: A value cannot work.
+    Raises `ConfigurationError`: A value cannot work.
     """
     path: Path | None = None
     if argument is not None:

@@ -61,15 +61,10 @@ class Samples:
 
 
 class BatchMaker(Protocol):
-    """Makes batches: `open` and `start` and `finish` are called by the thread that takes them, `fill` by the others.
+    """Makes batches: `open` and `start` and `finish` are called by the thread that takes them, `fill` by the others."""
 
-    Attributes:
-        chunk: Samples that one call of `fill` takes; `None`: the whole batch.
-        ahead: Whether to start batch n + 1, once it is filled, before handing over n.
-    """
-
-    chunk: int | None
-    ahead: bool
+    chunk: int | None  # samples that one call of `fill` takes; `None`: the whole batch
+    ahead: bool  # whether to start batch n + 1, once it is filled, before handing over n
 
     def open(self, samples: Samples) -> Any:
         """Room for a batch of ``samples``."""
@@ -77,8 +72,7 @@ class BatchMaker(Protocol):
     def fill(self, room: Any, offset: int, samples: Samples) -> LoaderTimes:
         """Put ``samples`` into ``room`` from place ``offset`` on; returns the seconds that this took.
 
-        Raises:
-            SampleError: One of them cannot be had.
+        Raises `SampleError`: one of them cannot be had.
         """
 
     def start(self, room: Any) -> Any:

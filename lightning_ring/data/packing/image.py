@@ -55,11 +55,9 @@ class PackedImage:
 def prepare_image(data: bytes, size: int, quality: int) -> PackedImage:
     """The image of the file ``data`` with its shorter side at most ``size`` pixels (0: any), upright, RGB or gray.
 
-    Every byte that is copied was decoded once, so what is packed can be read. Colour profiles are kept where a file
-    is copied and ignored where it is encoded anew, as torchvision's image folder ignores them.
-
-    Raises:
-        UnusableImageError: The file is no image, is cut short, or its pixels have no 8-bit meaning.
+    Every byte that is copied was decoded once, so what is packed can be read. Colour profiles are kept where a file is
+    copied and ignored where it is encoded anew, as torchvision's image folder ignores them. Raises
+    `UnusableImageError`: the file is no image, is cut short, or its pixels have no 8-bit meaning.
     """
     try:
         return _prepare(data, size, quality)
@@ -172,10 +170,8 @@ def prepared_images(
 ) -> Iterator[tuple[int, PackedImage | str]]:
     """From source number ``start`` on: its number, and the image or the reason why it is left out.
 
-    Decoding, resizing and encoding release the GIL. At most ``ahead`` images wait in memory.
-
-    Raises:
-        ShardError: A source is there but cannot be read (a failing disk, a network file system that is gone).
+    Decoding, resizing and encoding release the GIL. At most ``ahead`` images wait in memory. Raises `ShardError`: A
+    source is there but cannot be read (a failing disk, a network file system that is gone).
     """
     waiting: deque[tuple[int, Future[PackedImage | str]]] = deque()
     for position in range(start, len(sources)):

@@ -35,8 +35,7 @@ EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", 
 def scan_folder(folder: Path) -> Iterator[Found | LeftOut]:
     """Every image below a class folder, and everything else by name. Names are relative to ``folder``.
 
-    Raises:
-        OSError: A folder cannot be read.
+    Raises `OSError`: A folder cannot be read.
     """
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
         if not entry.is_dir():
@@ -84,10 +83,8 @@ class _Row(NamedTuple):
 def read_csv(file: Path) -> Iterator[Found | LeftOut]:
     """An image for each row; rows without path or label, and repeated ones, by line. Paths are relative to ``file``.
 
-    ``./a.jpg`` and ``a.jpg`` are one path, as are ``a//b.jpg`` and ``a/b.jpg``; links are not followed.
-
-    Raises:
-        ConfigurationError: The first line lacks the columns, the file is not CSV, or a path has two labels.
+    ``./a.jpg`` and ``a.jpg`` are one path, as are ``a//b.jpg`` and ``a/b.jpg``; links are not followed. Raises
+    `ConfigurationError`: the first line lacks the columns, the file is not CSV, or a path has two labels.
     """
     repeated = _repeated_paths(file)
     first: dict[str, _Row] = {}

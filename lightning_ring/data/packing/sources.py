@@ -25,11 +25,8 @@ from lightning_ring.errors import ConfigurationError
 def sorted_classes(names: Iterable[str], source: Path) -> list[str]:
     """Classes in the order of their numbers: sorted as ImageFolder sorts them, or by value if all are numbers.
 
-    So labels 0, 1, ..., 10 of a CSV stay what they are.
-
-    Raises:
-        ConfigurationError: Two names that people read as one: "cat" and "Cat", "1" and "01", or one accent written
-            in two ways.
+    So labels 0, 1, ..., 10 of a CSV stay what they are. Raises `ConfigurationError`: two names that people read as one:
+    "cat" and "Cat", "1" and "01", or one accent written in two ways.
     """
     names = list(names)
     numbers = all(name.isdecimal() and name.isascii() for name in names)
@@ -83,9 +80,8 @@ class Sources:
 def list_sources(source: Path, into: Path, group_by_class: bool) -> None:
     """Write the list of ``source`` to the folder ``into``, ``sources.json`` last.
 
-    Raises:
-        ConfigurationError: ``source`` is neither a folder of class folders nor a CSV, or has no image, or its classes
-            cannot be told apart.
+    Raises `ConfigurationError`: ``source`` is neither a folder of class folders nor a CSV, or has no image, or its
+    classes cannot be told apart.
     """
     found = scan_folder(source) if source.is_dir() else read_csv(source)
     with whole_file(into / _REPORT) as report, whole_file(into / "names") as names:

@@ -18,10 +18,6 @@ class ClassMembers:
 
     Args:
         labels: Class number of every sample, integers ≥ 0.
-
-    Attributes:
-        numbers: The classes that have samples, ascending.
-        counts: How many samples each of them has.
     """
 
     def __init__(self, labels: npt.ArrayLike) -> None:
@@ -34,8 +30,8 @@ class ClassMembers:
             raise ConfigurationError(f"label {given.min()} of sample {given.argmin()} is negative, expected ≥ 0.")
         self._members = _grouped(given)
         counts = np.bincount(given)
-        self.numbers: Ints = np.flatnonzero(counts)
-        self.counts: Ints = counts[self.numbers].astype(np.int64)
+        self.numbers: Ints = np.flatnonzero(counts)  # the classes that have samples, ascending
+        self.counts: Ints = counts[self.numbers].astype(np.int64)  # how many samples each of them has
         self.starts: Ints = np.cumsum(self.counts) - self.counts
         self.fingerprint = f"{len(given)} labels {_digest(given)}"
 

@@ -64,8 +64,7 @@ class ShardFiles:
     def read(self, place: ByteRange) -> bytes:
         """The bytes at ``place``, in one system call, without the GIL.
 
-        Raises:
-            ShardError: The file is gone, ends before, or the disk fails.
+        Raises `ShardError`: the file is gone, ends before, or the disk fails.
         """
         file = self._file(place.shard)  # held, or another thread could close it meanwhile
         try:

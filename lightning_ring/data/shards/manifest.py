@@ -65,8 +65,7 @@ class Manifest:
 def read_manifest(root: Path) -> Manifest:
     """The manifest of the shards in ``root``.
 
-    Raises:
-        ShardError: There is none, or it is not one that this version can read.
+    Raises `ShardError`: there is none, or it is not one that this version can read.
     """
     path = root / MANIFEST
     try:

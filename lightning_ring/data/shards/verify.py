@@ -30,9 +30,7 @@ def verify(root: Path, workers: int, progress: Callable[[int, int], None]) -> li
     """A line for every problem, with file and, for shards, offset; none if all is as it was packed.
 
     Lengths, checksums, and that index and tars agree on every image. ``progress`` gets bytes done and bytes in all.
-
-    Raises:
-        ShardError: There is no manifest to compare with.
+    Raises `ShardError`: there is no manifest to compare with.
     """
     manifest = read_manifest(root)
     problems = check_lengths(root, manifest.shards)

@@ -125,8 +125,7 @@ TIMEOUT = timedelta(minutes=2)
 def run(options: argparse.Namespace, sizes: Sequence[int]) -> int:
     """Measure what ``options`` (of ``cli/bench.py``) ask for at ``sizes`` in bytes. Collective; returns 0.
 
-    Raises:
-        RingError: A backend that was asked for is not there, memory does not suffice, or a result is wrong.
+    Raises `RingError`: A backend that was asked for is not there, memory does not suffice, or a result is wrong.
     """
     info = discover_ranks()
     device = choose_device(options.device, info)
@@ -180,8 +179,7 @@ def measure_and_print(
 def choose_device(asked: str, info: RankInfo) -> torch.device:
     """A GPU for each rank where there are as many, else the CPU.
 
-    Raises:
-        RankDiscoveryError: ``"cuda"`` was asked for, and there are fewer GPUs than ranks on this node.
+    Raises `RankDiscoveryError`: ``"cuda"`` was asked for, and there are fewer GPUs than ranks on this node.
     """
     there = torch.cuda.device_count()
     if asked == "cpu" or (asked == "auto" and there < info.local_size):
@@ -196,11 +194,7 @@ def device_name(device: torch.device) -> str:
 
 
 def check_memory(num_bytes: int, device: torch.device) -> None:
-    """Of the ranks of one node together.
-
-    Raises:
-        ConfigurationError: This host has less free memory.
-    """
+    """Of the ranks of one node together. Raises `ConfigurationError`: this host has less free memory."""
     meminfo = Path("/proc/meminfo")
     if device.type != "cpu" or not meminfo.exists():
         return

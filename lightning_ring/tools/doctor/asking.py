@@ -97,10 +97,7 @@ def start(
 ) -> subprocess.Popen[str]:
     """Start ``command`` in a session of its own; whoever starts it calls `end`, or lets `end_all` do it.
 
-    ``answering``: its standard input is a pipe.
-
-    Raises:
-        OSError: It cannot be run.
+    ``answering``: its standard input is a pipe. Raises `OSError`: it cannot be run.
     """
     process = subprocess.Popen(
         list(command),

@@ -54,8 +54,7 @@ def _own_addresses() -> list[str]:
 def open_door() -> Iterator[int]:
     """A port on all addresses that greets whoever connects, until the context ends.
 
-    Raises:
-        OSError: This process cannot listen.
+    Raises `OSError`: this process cannot listen.
     """
     with socket.create_server(("", 0), backlog=64) as door:
         threading.Thread(target=_greet, args=(door,), daemon=True).start()

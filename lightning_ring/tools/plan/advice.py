@@ -22,17 +22,13 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """For one number of ranks: the step now, changes in order, the step after them, and the rest of it.
-
-    Attributes:
-        faster_link: What twice the network's bandwidth, and nothing else, would save of the step now.
-    """
+    """For one number of ranks: the step now, changes in order, the step after them, and the rest of it."""
 
     now: PredictedStep
     changes: tuple[Change, ...]
     then: PredictedStep
     settings: Settings
-    faster_link: float
+    faster_link: float  # what twice the network's bandwidth, and nothing else, would save of the step now
     data: float
 
 

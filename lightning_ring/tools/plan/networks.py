@@ -57,8 +57,7 @@ NETWORKS = {
 def parse_link(text: str, option: str) -> Link:
     """``"ib-hdr"``, ``"8xib-hdr"`` (so many adapters a host), ``"30,10"`` (µs, Gbit/s), or a file of ``bench --json``.
 
-    Raises:
-        ConfigurationError: It is none of these; the message lists the names.
+    Raises `ConfigurationError`: it is none of these; the message lists the names.
     """
     if text.endswith(".json"):
         return read_bench(text)
@@ -86,8 +85,7 @@ def parse_link(text: str, option: str) -> Link:
 def read_bench(path: str, backend: str = "auto") -> Link:
     """What ``lightning-ring bench --json`` fitted for ``backend``, or for the first backend in the file without it.
 
-    Raises:
-        ConfigurationError: No such file, or nothing in it was fitted for all three collectives.
+    Raises `ConfigurationError`: no such file, or nothing in it was fitted for all three collectives.
     """
     content = read_json(path)
     models: list[dict[str, Any]] = content.get("models", []) if isinstance(content, dict) else []

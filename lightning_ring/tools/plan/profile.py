@@ -35,23 +35,16 @@ class Gradient:
 
 @dataclass(frozen=True, slots=True)
 class Phases:
-    """Seconds of one step, without communication, except for ``exposed`` and ``total``.
-
-    Attributes:
-        backward: From its begin to the last gradient.
-        optimizer: Of all parameters; of one rank's shard times the number of shards, where it was sharded.
-        exposed: What the step waited for communication.
-        total: The step as it was.
-    """
+    """Seconds of one step, without communication, except for ``exposed`` and ``total``."""
 
     data: float
     copy: float
     forward: float
-    backward: float
-    optimizer: float
+    backward: float  # from its begin to the last gradient
+    optimizer: float  # of all parameters; of one rank's shard times the number of shards, where it was sharded
     other: float
-    exposed: float
-    total: float
+    exposed: float  # what the step waited for communication
+    total: float  # the step as it was
 
     @property
     def alone(self) -> float:
@@ -170,10 +163,7 @@ def _finite(value: Any) -> Any:
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:
-    """
-    Raises:
-        ConfigurationError: ``path`` cannot be read, or does not hold JSON.
-    """
+    """Raises `ConfigurationError`: ``path`` cannot be read, or does not hold JSON."""
     try:
         return json.loads(Path(path).read_text())
     except OSError as error:
@@ -213,10 +203,7 @@ def _check_number(name: str, value: Any) -> None:
 
 
 def check_same_model(first: str, one: Profile, second: str, other: Profile) -> None:
-    """
-    Raises:
-        ConfigurationError: The two are of different models; the message names both.
-    """
+    """Raises `ConfigurationError`: the two are of different models; the message names both."""
     if one.model.digest != other.model.digest:
         raise ConfigurationError(
             f"{first} is a profile of {one.model}, and {second} one of {other.model}. Only runs of one model can be "
