@@ -69,7 +69,7 @@ class GapReport:
         return asdict(self)
 
     def verdict(self) -> str:
-        """The one line that says what to look at."""
+        """The bottleneck, in one line."""
         if self.bottleneck == "none":
             return f"no bottleneck: real data costs {100 * self.gap:.1f} % of the images per second"
         if self.slow_rank is not None:
@@ -159,32 +159,27 @@ def _quantile(values: Sequence[float], share: float) -> float:
 
 
 def loader_cost(loader: Any, batch_size: int, seconds_per_batch: float, num_batches: int = 2) -> LoaderCost:
-    """Make a few batches of ``loader``'s data set in this thread, and look at what each part takes.
+    """Make ``num_batches`` of the training loader's data set in this thread, and measure the parts.
 
     Time in the data set during which this thread ran, or was ready to and waited for a core, is decoding and
-    transforms; time that it slept is reading: storage is waited for, everything else computes. A loader that measures
-    itself (``loader.cost()``, as `lightning_ring.data`'s does) is believed.
-
-    Args:
-        loader: The training loader.
-        batch_size: Images of one batch.
-        seconds_per_batch: What the loader took for a batch when training waited for it: what its workers' share of
-            reading, decoding and collating does not explain of it is handing over.
-        num_batches: Batches made.
+    transforms; time that it slept is reading, which waits for storage. ``seconds_per_batch`` is the loader's time for a
+    batch that training waits for: the part of it that the workers' share of reading, decoding and collating does not
+    explain is handing over. A loader that measures itself (``loader.cost()``, as `lightning_ring.data`'s) is believed.
     """
     if hasattr(loader, "cost"):
         reading, decoding, handing_over = loader.cost()
         return LoaderCost(reading, decoding, handing_over)
-    dataset = getattr(loader, "dataset", None)
-    by_index = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and not _is_iterable(dataset)
-    if (
-        dataset is None or not by_index or getattr(loader, "batch_sampler", True) is None
-    ):  # or its indices are the sampler's alone to know
+    dataset: Any = getattr(loader, "dataset", None)
+    # an IterableDataset has a __getitem__, which raises; without a batch sampler only the sampler knows the indices
+    by_index = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    if not by_index or isinstance(dataset, IterableDataset) or getattr(loader, "batch_sampler", True) is None:
         return LoaderCost(0.0, 0.0, seconds_per_batch)
     wall = worked = collated = 0.0
     for number in range(num_batches):
         begin, begin_worked = time.perf_counter(), _seconds_ready()
-        items = _items(dataset, [(number * batch_size + index) % len(dataset) for index in range(batch_size)])
+        indices = [(number * batch_size + index) % len(dataset) for index in range(batch_size)]
+        at_once = hasattr(dataset, "__getitems__")
+        items = dataset.__getitems__(indices) if at_once else [dataset[index] for index in indices]
         wall, worked = wall + time.perf_counter() - begin, worked + _seconds_ready() - begin_worked
         begin = time.perf_counter()
         if isinstance(loader, DataLoader) and loader.collate_fn is not None:
@@ -196,10 +191,6 @@ def loader_cost(loader: Any, batch_size: int, seconds_per_batch: float, num_batc
     return LoaderCost(max(0.0, wall - worked), worked, collated + max(0.0, seconds_per_batch - explained))
 
 
-def _is_iterable(dataset: Any) -> bool:
-    return isinstance(dataset, IterableDataset)  # it has a __getitem__, which raises, and may have a length
-
-
 def _seconds_ready() -> float:
     """Seconds that this thread has run so far, with those that it could have run had a core been free (on Linux)."""
     try:
@@ -207,9 +198,3 @@ def _seconds_ready() -> float:
     except (OSError, ValueError):
         return time.thread_time()
     return (int(ran) + int(waited)) / 1e9
-
-
-def _items(dataset: Any, indices: Sequence[int]) -> list[Any]:
-    if hasattr(dataset, "__getitems__"):
-        return dataset.__getitems__(list(indices))
-    return [dataset[index] for index in indices]

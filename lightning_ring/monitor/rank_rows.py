@@ -19,20 +19,12 @@ from lightning_ring.monitor.step_record import StepTimes
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes. The CUDA allocator's are zero on other devices.
+    """Bytes that a rank holds. The CUDA allocator's are zero on other devices."""
 
-    Attributes:
-        resident: Of this process in memory (its data-loading workers not counted); where the system does not tell,
-            its peak so far.
-        allocated: In tensors on the device.
-        reserved: Held by the allocator.
-        peak: Most that was in tensors at once, since the process started or somebody reset it.
-    """
-
-    resident: float = 0.0
-    allocated: float = 0.0
-    reserved: float = 0.0
-    peak: float = 0.0
+    resident: float = 0.0  # this process's, without its data-loading workers; its peak if the system tells no more
+    allocated: float = 0.0  # tensors on the device
+    reserved: float = 0.0  # held by the allocator
+    peak: float = 0.0  # largest ``allocated`` since the process started, or since a reset
 
     @classmethod
     def unknown(cls) -> Memory:
@@ -42,12 +34,9 @@ class Memory:
     def now(cls, device: torch.device) -> Memory:
         if device.type != "cuda":
             return cls(_resident())
-        return cls(
-            _resident(),
-            torch.cuda.memory_allocated(device),
-            torch.cuda.memory_reserved(device),
-            torch.cuda.max_memory_allocated(device),
-        )
+        cuda = torch.cuda
+        sizes = cuda.memory_allocated(device), cuda.memory_reserved(device), cuda.max_memory_allocated(device)
+        return cls(_resident(), *sizes)
 
 
 def _resident() -> float:

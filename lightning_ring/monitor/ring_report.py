@@ -14,7 +14,8 @@ from lightning_ring.monitor.rank_rows import RankRow, RowExchange
 
 _MS = 1e3
 _MB = 1e6
-_TIMES = ("data", "copy", "forward", "backward", "exposed", "optimizer", "other")
+_TIMES = {part: part for part in ("data", "copy", "forward", "backward", "optimizer", "other")}
+_TIMES["exposed"] = "exposed_communication"
 PERCENTILES = (5, 50, 95)
 
 
@@ -56,7 +57,7 @@ class RingReport:
     @property
     def communication_share(self) -> float:
         """Of a step, lost to collectives; the mean over ranks."""
-        return self._mean("exposed") / self._step_seconds
+        return self._mean("exposed") / (self._mean("total") or math.nan)
 
     @property
     def slowest(self) -> tuple[int, float]:
@@ -118,10 +119,6 @@ class RingReport:
     def _communicates(self) -> bool:
         return any(row.times.busy > 0 for row in self.rows)
 
-    @property
-    def _step_seconds(self) -> float:
-        return self._mean("total") or math.nan
-
     def _mean(self, part: str) -> float:
         return sum(getattr(row.times, part) for row in self.rows) / len(self.rows)
 
@@ -132,7 +129,7 @@ class RingReport:
             "images_per_second": self.images_per_second,
             "images_per_second_per_rank": self.images_per_second / len(self.rows),
             "step_ms": self._mean("total") * _MS,
-            **{f"{_name(part)}_ms": self._mean(part) * _MS for part in _TIMES},
+            **{f"{name}_ms": self._mean(part) * _MS for part, name in _TIMES.items()},
             "data_ms_slowest": max(row.times.data for row in self.rows) * _MS,
             "data_share": self.data_share,
         }
@@ -171,10 +168,6 @@ def _most(numbers: Iterable[float]) -> float:
     """The greatest; NaN where one of them is, which `max` may overlook."""
     found = list(numbers)
     return math.nan if any(math.isnan(number) for number in found) else max(found)
-
-
-def _name(part: str) -> str:
-    return "exposed_communication" if part == "exposed" else part
 
 
 UNKNOWN = -math.inf  # in the place of a squared norm; in a sum with what other ranks have it stays negative

@@ -15,9 +15,9 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lightning_ring.comm.communicator import Communicator
@@ -34,9 +34,6 @@ class ClockReading:
     error: float  # the offset is wrong by at most this many seconds
     at: float  # when it was measured, by this clock
     shared: bool  # it is rank 0's clock
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def clock_identity() -> str:
@@ -87,19 +84,15 @@ def _bounded(
     zeros: list[tuple[list[float], list[float]]], others: list[tuple[list[float], list[float]]]
 ) -> tuple[float, float]:
     """Offset and error of the clock that ``others`` read, beside that of ``zeros`` (when each came, and left)."""
-    most = min(
-        left - came
-        for zero_came, _ in zeros
-        for _, other_left in others
-        for came, left in zip(zero_came, other_left, strict=True)
-    )
-    least = max(
-        came - left
-        for _, zero_left in zeros
-        for other_came, _ in others
-        for came, left in zip(other_came, zero_left, strict=True)
-    )
+    most, least = _largest_offset(zeros, others), -_largest_offset(others, zeros)
     return (most + least) / 2, abs(most - least) / 2
+
+
+def _largest_offset(
+    arriving: list[tuple[list[float], list[float]]], leaving: list[tuple[list[float], list[float]]]
+) -> float:
+    pairs = ((came, left) for came, _ in arriving for _, left in leaving)
+    return min(left - came for all_came, all_left in pairs for came, left in zip(all_came, all_left, strict=True))
 
 
 _RENEW_SECONDS = 10.0  # elapsed_time is a float32 of milliseconds: 1 µs of 10 s

@@ -64,7 +64,9 @@ def _send(file: Path, rank: int, comm: Communicator) -> str | None:
         piece = b""
         if comm.rank == rank and problem is None:
             try:
-                piece = _read(file, offset)
+                with open(file, "rb") as source:
+                    source.seek(offset)
+                    piece = source.read(_PIECE)
             except OSError as error:
                 problem = str(error)
         piece = comm.broadcast_object(piece, src=rank)
@@ -84,31 +86,18 @@ def _send(file: Path, rank: int, comm: Communicator) -> str | None:
     return next((found for found in problems if found), None)
 
 
-def _read(file: Path, offset: int) -> bytes:
-    with open(file, "rb") as source:
-        source.seek(offset)
-        return source.read(_PIECE)
-
-
 @dataclass(slots=True)
 class Merged:
-    """What a merged trace holds.
-
-    Attributes:
-        world_size: Ranks that the run had.
-        ranks: Ranks whose files were there.
-        unfinished: Ranks whose files were not closed: the run was killed or still goes on, or a copy was cut short.
-        clocks: What is known of each rank's clock (`ClockReading`), by rank.
-        left_out: Files that were not taken, and why.
-    """
+    """The contents of a merged trace."""
 
     path: Path
-    world_size: int
+    world_size: int  # of the run
     num_events: int = 0
-    ranks: list[int] = field(default_factory=list)
+    ranks: list[int] = field(default_factory=list)  # with a file
+    # files that were not closed: the run was killed or still goes on, or a copy was cut short
     unfinished: list[int] = field(default_factory=list)
-    clocks: dict[int, dict[str, Any]] = field(default_factory=dict)
-    left_out: list[str] = field(default_factory=list)
+    clocks: dict[int, dict[str, Any]] = field(default_factory=dict)  # `ClockReading` by rank
+    left_out: list[str] = field(default_factory=list)  # files that were not taken, and why
 
     @property
     def missing(self) -> list[int]:

@@ -9,6 +9,7 @@ import socket
 import time
 import uuid
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ class Session:
         """Close the ranks' files, and merge them on rank 0. Collective. What goes wrong with files is a warning."""
         comm = self._comm
         if comm is not None:
-            self._other["rank"]["clock_at_end"] = read_clocks(comm)[comm.rank].as_dict()
+            self._other["rank"]["clock_at_end"] = asdict(read_clocks(comm)[comm.rank])
         self.close()
         problems: list[str] = []
         if comm is not None:
@@ -110,7 +111,7 @@ def start_session(
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "zero": zero,
-            "clock": clocks[rank].as_dict(),
+            "clock": asdict(clocks[rank]),
         },
     }
     tracks = Tracks(rank)

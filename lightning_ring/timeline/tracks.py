@@ -106,6 +106,3 @@ def microseconds(nanoseconds: int) -> str:
 @lru_cache(maxsize=4096)
 def _quoted(name: str) -> str:
     return json.dumps(name if len(name) <= _LONGEST_NAME else name[: _LONGEST_NAME - 1] + "…")
-
-
-quoted = _quoted

@@ -36,16 +36,11 @@ def whole_file(path: Path, through: Path | None = None) -> Iterator[BinaryIO]:
     except BaseException:
         part.unlink(missing_ok=True)
         raise
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Put the names in ``folder`` on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
+    folder = os.open(path.parent, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        os.fsync(folder)  # the name, too, is on the disk
     finally:
-        os.close(descriptor)
+        os.close(folder)
 
 
 def write_whole(path: Path, data: bytes) -> None:

@@ -77,8 +77,8 @@ class Sources:
         return int(self.labels[self.order[position]])
 
 
-def list_sources(source: Path, into: Path, group_by_class: bool) -> None:
-    """Write the list of ``source`` to the folder ``into``, ``sources.json`` last.
+def list_sources(source: Path, into: Path, group_by_class: bool) -> Sources:
+    """Write the list of ``source`` to the folder ``into``, ``sources.json`` last, and load it.
 
     Raises `ConfigurationError`: ``source`` is neither a folder of class folders nor a CSV, or has no image, or its
     classes cannot be told apart.
@@ -102,6 +102,9 @@ def list_sources(source: Path, into: Path, group_by_class: bool) -> None:
             np.save(file, values)
     head = {"folder": str(source if source.is_dir() else source.parent), "classes": classes}
     write_whole(into / "sources.json", json.dumps(head | {"left_out": listed.left_out}).encode())
+    sources = load_sources(into)
+    assert sources is not None
+    return sources
 
 
 class _Listed(NamedTuple):

@@ -72,12 +72,9 @@ def send(tensor: Tensor, device: torch.device) -> Tensor:
 class ParameterList:
     """The parameters of all groups, in order.
 
-    Attributes:
-        device: Where the step's sums and ratios live: the first parameter's device.
-        group_of: Each parameter's group (int64, on the CPU).
-        ratios: Last trust ratio of each parameter; NaN before its first step.
-        steps: Steps taken by each parameter (float32), or None where the optimizer counts none.
-        step_views: ``steps`` cut into 0-d views: what ``state[param]["step"]`` holds.
+    The step's sums and ``ratios`` (the last trust ratio of each parameter, NaN before its first step) live on the first
+    parameter's ``device``. ``steps`` (float32) are the steps taken by each parameter, None where the optimizer counts
+    none; ``step_views`` are their 0-d views, the values of ``state[param]["step"]``.
     """
 
     def __init__(self, groups: list[dict[str, Any]], counts_steps: bool, steps_on_device: bool) -> None:

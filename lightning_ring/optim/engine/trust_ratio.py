@@ -87,19 +87,20 @@ class TrustRatioOptimizer(Optimizer, Rule):
         unknown = sorted(set(param_group) - known)
         require(not unknown, f"a parameter group has the unknown keys {unknown}; known are {sorted(known)}")
         super().add_param_group(dict(param_group))  # torch fills in defaults: not in the caller's dict
+        group = self.param_groups[-1]
+        lr = group["lr"]
         try:
-            self._check_added(self.param_groups[-1])
+            self.check_group(group)
+            on_host = not isinstance(lr, Tensor) or lr.device.type == "cpu"
+            require(
+                on_host or self.options.capturable,
+                f"lr is a tensor on {getattr(lr, 'device', 'cpu')}: pass capturable=True, or lr as a float",
+            )
+            for name, param in zip(parameter_names([group]), group["params"], strict=True):
+                require(param.is_floating_point(), f"{name} is {param.dtype}; {type(self).__name__} needs real floats")
         except ValueError:
             del self.param_groups[-1]
             raise
-
-    def _check_added(self, group: dict[str, Any]) -> None:
-        self.check_group(group)
-        lr = group["lr"]
-        if isinstance(lr, Tensor) and lr.device.type != "cpu":
-            require(self.options.capturable, f"lr is a tensor on {lr.device}: pass capturable=True, or lr as a float")
-        for name, param in zip(parameter_names([group]), group["params"], strict=True):
-            require(param.is_floating_point(), f"{name} is {param.dtype}; {type(self).__name__} needs real floats")
 
     # -- what can be read between steps
 
@@ -167,9 +168,8 @@ class TrustRatioOptimizer(Optimizer, Rule):
 
     def _collect(self, listed: ParameterList) -> list[ParameterBatch]:
         """The parameters that have a gradient, by what one launch can update."""
-        parts: dict[
-            tuple[Any, ...], ParameterBatch
-        ] = {}  # by what makes a `TensorKind`: cheaper to hash, once for every parameter
+        # The key has the fields of a `TensorKind`, and is cheaper to hash: once for every parameter.
+        parts: dict[tuple[Any, ...], ParameterBatch] = {}
         for position, param in enumerate(listed.params):
             grad = param.grad
             if grad is None:
