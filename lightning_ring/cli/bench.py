@@ -16,7 +16,7 @@ from lightning_ring.job.launchers import LaunchVariables, launcher_variables
 from lightning_ring.launch.hosts import check_slots
 from lightning_ring.launch.mpirun import find_mpirun, require_mpirun
 from lightning_ring.launch.start import mpirun_job, plain_job
-from lightning_ring.tools.bench.names import BACKENDS, COLLECTIVES
+from lightning_ring.tools.bench import BACKENDS, COLLECTIVES
 
 _FACTORS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 _STEP = 4  # each size to the next

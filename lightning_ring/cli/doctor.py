@@ -1,4 +1,4 @@
-"""``lightning-ring doctor``: is everything set up; what is not, and what to do."""
+"""``lightning-ring doctor``: checks of the setup, with advice."""
 
 from __future__ import annotations
 

@@ -5,12 +5,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_ring.data.loading.batch_maker import LoaderTimes
-    from lightning_ring.data.loading.crops import CenterCrop, RandomResizedCrop
-    from lightning_ring.data.loading.device import DeviceTransform
     from lightning_ring.data.loading.folder import ImageFolder
     from lightning_ring.data.loading.images import image_loader
     from lightning_ring.data.loading.items import item_loader
     from lightning_ring.data.loading.loader import Loader
+    from lightning_ring.data.loading.transforms import CenterCrop, DeviceTransform, RandomResizedCrop
     from lightning_ring.data.sampling.balanced import BalancedSampler
     from lightning_ring.data.sampling.pk import PKSampler
     from lightning_ring.data.sampling.sampler import ShuffledSampler
@@ -33,8 +32,7 @@ __all__ = [
 
 _HOMES = {
     "loading.batch_maker": ("LoaderTimes",),
-    "loading.crops": ("CenterCrop", "RandomResizedCrop"),
-    "loading.device": ("DeviceTransform",),
+    "loading.transforms": ("CenterCrop", "DeviceTransform", "RandomResizedCrop"),
     "loading.folder": ("ImageFolder",),
     "loading.images": ("image_loader",),
     "loading.items": ("item_loader",),

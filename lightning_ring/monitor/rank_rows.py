@@ -72,12 +72,9 @@ _NUM_NUMBERS = 3 + _NUM_TIMES + len(fields(Memory))
 
 
 class RowExchange:
-    """An all-gather of every rank's row, under way. Nobody waits for it, nor for the device, before `wait`.
+    """An all-gather of every rank's row, under way; before `wait` nothing waits for it, nor for the device.
 
-    Args:
-        comm: `None` in a single process.
-        row: This rank's.
-        on_device: Further numbers (1-D, float64) that may lie on the device; of one length on all ranks.
+    ``on_device`` are further numbers (1-D, float64) that may lie on the device, of one length on all ranks.
     """
 
     def __init__(self, comm: Communicator | None, row: RankRow, on_device: Tensor, device: torch.device) -> None:

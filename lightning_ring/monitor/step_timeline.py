@@ -28,10 +28,7 @@ _PAUSES = {"validation_step": "validation batch", "test_step": "test batch", "sa
 class StepTimeline:
     """Records a fit in a trace, from its start, while a switch is on, or from `start` to `stop`.
 
-    A fit, and each time it is switched on, makes a trace of its own: ``trace.json``, ``trace-2.json`` and so on.
-
-    Args:
-        listeners: Those of the strategy's collectives.
+    Each recording makes a trace of its own: ``trace.json``, ``trace-2.json`` and so on.
     """
 
     def __init__(self, settings: TimelineSettings, listeners: list[Listener]) -> None:

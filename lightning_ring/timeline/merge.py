@@ -27,10 +27,7 @@ _PIECE = 4 << 20  # bytes in memory, and on the wire at a time
 def gather_files(path: Path, run: str, comm: Communicator) -> list[str]:
     """Bring the files of ``run`` that rank 0 cannot see to rank 0's folder. Collective; all ranks have closed theirs.
 
-    A file that cannot be read or written is left out, on every rank alike.
-
-    Returns:
-        On every rank, what went wrong.
+    A file that cannot be read or written is left out. Every rank gets the list of problems.
     """
     unseen: list[int] = []
     if comm.rank == 0:
@@ -114,12 +111,8 @@ def timelines_in(folder: Path) -> list[Path]:
 def merge(path: Path, output: Path | None = None) -> Merged:
     """Write the ranks' files of the timeline ``path`` (``trace.json``) to ``output``, by default to ``path`` itself.
 
-    Clocks that drifted apart between start and end are put right between the two. Files of the newest run are taken,
-    those of earlier ones under the same name are left out. Memory stays small, whatever the size.
-
-    Raises:
-        ConfigurationError: There is no rank's file.
-        OSError: ``output`` cannot be written.
+    The drift of the clocks between start and end is corrected. Only files of the newest run are taken. Memory stays
+    small, whatever the size. Raises `ConfigurationError` without a file of a rank, `OSError` if writing fails.
     """
     others, left_out = _readable(rank_files(path))
     if not others:

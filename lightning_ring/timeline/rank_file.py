@@ -27,15 +27,10 @@ _LONGEST_OTHER = 1 << 16  # bytes of a line of otherData
 
 
 class TraceFile:
-    """Appends events to a trace of at most ``max_bytes``.
+    """Appends events to a trace of at most ``max_bytes``, which replaces the file ``path``.
 
-    Args:
-        path: Replaced if it exists.
-        other: Facts about the whole trace, its ``otherData``.
-        max_bytes: Largest size of the file.
-
-    Raises:
-        OSError: The file cannot be written, or another job is writing it.
+    ``other`` are facts about the whole trace, its ``otherData``. Raises `OSError` if the file cannot be written, or if
+    another job is writing it.
     """
 
     def __init__(self, path: Path, other: dict[str, Any], *, max_bytes: int) -> None:

@@ -18,14 +18,10 @@ GENERATOR = "lightning_ring"
 
 
 def checked_path(value: Any, asked: str) -> Path:
-    """``value`` as a path that a timeline may be written to, as far as can be seen without writing; ``~`` is a home.
+    """``value`` as a path that a timeline may be written to, checked without writing; ``~`` is a home.
 
-    Args:
-        asked: Who asked for it, for the message, such as ``"RingStrategy got timeline='trace.json'"``.
-
-    Raises:
-        ConfigurationError: It is no name of a JSON file, its folder cannot be written, or a file of that name is there
-            that no timeline is.
+    ``asked`` begins the error message: ``"RingStrategy got timeline='trace.json'"``. Raises `ConfigurationError` if it
+    is no name of a JSON file, its folder cannot be written, or the file exists and is no timeline.
     """
     expected = "expected the name of a file that ends in .json, such as 'logs/trace.json'"
     if not isinstance(value, (str, os.PathLike)) or isinstance(value, bytes):

@@ -57,9 +57,7 @@ class Tracks:
     ) -> Iterator[str]:
         """Events of one slice in ``track``; before the first of a thread comes its name.
 
-        Args:
-            args: A JSON object.
-            inside: Name and end of a slice that begins with this one and lies within it.
+        ``args`` is a JSON object, ``inside`` name and end of a slice that begins with this one and lies within it.
         """
         begin, end = max(0, begin), max(0, begin, end)
         tid = track * _ABREAST

@@ -12,9 +12,9 @@ import torch
 from PIL import Image
 
 from lightning_ring.data import RandomResizedCrop
-from lightning_ring.data.loading.crops import Box
 from lightning_ring.data.loading.pixels import choose_part, decode_part_into
 from lightning_ring.data.loading.regions import cut, read_layout
+from lightning_ring.data.loading.transforms import Box
 from lightning_ring.data.packing.image import encode_jpeg
 from lightning_ring.data.sampling.counters import Stream, uniforms
 from tests.images import picture

@@ -17,9 +17,8 @@ from lightning_ring.cli import bench
 from lightning_ring.comm.backends.thread import run_ranks
 from lightning_ring.comm.communicator import Communicator, shard
 from lightning_ring.errors import CollectiveError, ConfigurationError
-from lightning_ring.tools.bench import session
+from lightning_ring.tools.bench import BACKENDS, COLLECTIVES, COPY, session
 from lightning_ring.tools.bench.measure import Timing, measure
-from lightning_ring.tools.bench.names import BACKENDS, COLLECTIVES, COPY
 from tests.processes import clean_env, mpirun_command, run
 
 CPU = torch.device("cpu")

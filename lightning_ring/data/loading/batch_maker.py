@@ -46,7 +46,7 @@ class LoaderTimes:
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Some samples of an epoch: where they stand in the global order, and which they are."""
+    """Samples of an epoch: their positions in the global order, and their indices in the data set."""
 
     seed: int
     epoch: int

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from lightning_ring.data.loading.batch_maker import LoaderTimes, Samples
-from lightning_ring.data.loading.crops import Crop
-from lightning_ring.data.loading.device import DeviceTransform
 from lightning_ring.data.loading.loader import Loader
 from lightning_ring.data.loading.pixels import choose_part, decode_part_into
+from lightning_ring.data.loading.transforms import Crop, DeviceTransform
 from lightning_ring.data.sampling.counters import Stream, uniforms
 from lightning_ring.data.sampling.sampler import OrderedSampler
 from lightning_ring.errors import SampleError
@@ -176,9 +175,9 @@ class ImageBatches:
 
 
 def lend(memory: Tensor, release: Callable[[], object]) -> Tensor:
-    """A tensor over ``memory`` (contiguous, on the CPU); ``release`` is called when all that shares it is gone.
+    """A tensor over ``memory`` (contiguous, on the CPU), which is filled again: to the kernel, fresh pages cost more.
 
-    That is the tensor, views of it, and arrays made of them, wherever they are held; in the thread that lets go last.
+    ``release`` is called when the tensor, its views and arrays made of them are gone, in the thread of the last one.
     """
     with torch.inference_mode(False):
         array = memory.view(torch.uint8).numpy()  # numpy knows no bfloat16

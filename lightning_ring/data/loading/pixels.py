@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from lightning_ring.data.decoding import decode_rgb
-from lightning_ring.data.loading.crops import Box, Crop
 from lightning_ring.data.loading.regions import cut, read_layout
+from lightning_ring.data.loading.transforms import Box, Crop
 
 _MAX_REDUCTION = 8
 _ALIGNMENT = 64  # bytes: no vector is longer
@@ -38,10 +38,7 @@ _scratch = _Scratch()
 
 
 class EncodedRegion(NamedTuple):
-    """What is to be decoded of the image ``data``: ``box`` of ``jpeg``, which has height x width pixels.
-
-    Without ``jpeg`` it is not known yet: Pillow will read the image.
-    """
+    """The part of the image ``data`` to decode: ``box`` of ``jpeg`` (height x width pixels); all if there is none."""
 
     data: bytes
     jpeg: bytes | bytearray | None = None

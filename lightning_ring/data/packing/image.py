@@ -40,16 +40,10 @@ class UnusableImageError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class PackedImage:
-    """``data`` is a whole file of type ``extension``.
-
-    ``how``: "copied", byte for byte; "shrunk"; "turned" (encoded anew for its EXIF orientation); or "converted".
-    ``note``: what was changed beyond shrinking and turning, for the report; empty if nothing was.
-    """
-
-    data: bytes
+    data: bytes  # a whole file
     extension: str
-    how: str
-    note: str = ""
+    how: str  # "copied" byte for byte, "shrunk", "turned" (encoded anew for its EXIF orientation), or "converted"
+    note: str = ""  # the changes beyond shrinking and turning, for the report
 
 
 def prepare_image(data: bytes, size: int, quality: int) -> PackedImage:

@@ -1,4 +1,4 @@
-"""What decides the bytes of a packing; the number of workers is not among it."""
+"""The settings that decide the bytes of a packing; the number of workers is not one of them."""
 
 from __future__ import annotations
 

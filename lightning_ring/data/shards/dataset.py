@@ -37,7 +37,7 @@ class _OpenFile:
 class ShardFiles:
     """Reads bytes of shards. Files open when they are first needed and share no position, so threads need no lock.
 
-    At most a quarter of the files that the process may have open are kept; ``max_open`` says it otherwise.
+    ``max_open`` files are kept open, by default a quarter of the process's limit.
     """
 
     def __init__(self, root: Path, shards: Sequence[Shard], max_open: int | None = None) -> None:

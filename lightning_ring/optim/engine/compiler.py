@@ -1,4 +1,4 @@
-"""Finds this machine's C++ compiler, and keeps what it made."""
+"""The C++ compiler of this machine, and a cache of the libraries it made."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _compile(command: list[str], source: str, source_path: Path, library_path: P
 
 @functools.cache
 def _cpu() -> str:
-    """What the compiled code depends on: architecture and instruction sets of this processor."""
+    """Architecture and instruction sets of this processor, on which the compiled code depends."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")

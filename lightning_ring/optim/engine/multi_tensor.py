@@ -1,4 +1,4 @@
-"""The multi-tensor way: many tensors a call, in pieces small enough that temporaries stay in the cache."""
+"""The multi-tensor runner: many tensors a call, in pieces so small that temporaries stay in the cache."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ class MultiTensorRunner(PlainRunner):
     """Runs a rule on `TensorList`s of pieces: large tensors are cut, small ones put together.
 
     Temporaries stay under 5 % of the parameters (or 256 KiB): on the CPU the directions of one wave are kept from
-    `measure` to `move`; on a device a call works on a hundredth of the parameters. Where torch has a fused CPU kernel
-    that computes what the rule asks for, that is called instead.
+    `measure` to `move`; on a device a call works on a hundredth of the parameters. A fused CPU kernel of torch that
+    computes the rule is called instead.
     """
 
     def __init__(self, rule: type[Rule]) -> None:
@@ -188,8 +188,7 @@ def _split(part: ParameterBatch, room: int) -> Iterator[ParameterBatch]:
 
 
 def cut(part: ParameterBatch, piece_size: int, together: int) -> list[Batch]:
-    """All of ``part`` in batches: pieces of at most ``piece_size`` elements of a tensor longer than ``together``, or
-    several tensors of not more than ``together`` elements in all."""
+    """Batches of one piece of a tensor longer than ``together``, or of several tensors of at most so many elements."""
     columns, num_states = part.columns(), len(part.states[0])
     batches: list[Batch] = []
     small: list[int] = []

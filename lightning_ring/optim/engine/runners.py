@@ -29,7 +29,7 @@ def require_number(
 ) -> None:
     """Raise `ValueError` unless ``value`` is a finite number with ``low <= value``, ``above < value < below``.
 
-    A tensor must have one element; its value is read only where that needs no synchronization with a device.
+    A tensor must have one element; its value is read on the CPU only, which needs no synchronization.
     """
     bounds = [f">= {low}"] * (low is not None) + [f"> {above}"] * (above is not None)
     expected = " and ".join([*bounds, *[f"< {below}"] * (below is not None)]) or "finite"
@@ -56,12 +56,8 @@ class RunOptions:
 
 
 def check_options(options: RunOptions, params: Iterable[Tensor]) -> None:
-    """Refuse what cannot work before the first step does.
-
-    Raises:
-        ValueError: Both ``foreach`` and ``fused``, or ``fused=True`` on a device that has no kernel.
-        RuntimeError: ``fused=True`` on the CPU without a C++ compiler, or on CUDA without Triton.
-    """
+    """Raises `ValueError` for options that exclude each other or have no kernel on a parameter's device, and
+    `RuntimeError` for ``fused=True`` without a C++ compiler (CPU) or Triton (CUDA)."""
     require(not (options.foreach and options.fused), "foreach=True and fused=True: choose one of them")
     if options.fused:
         for device in {param.device for param in params}:

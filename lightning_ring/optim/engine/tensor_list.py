@@ -33,12 +33,12 @@ class _Memory:
 
 
 class TensorList:
-    """``scale * a``, or ``scale * a * b``, elementwise over lists of tensors, computed when it must be.
+    """``scale * a``, or ``scale * a * b``, elementwise over lists of tensors, computed lazily.
 
     An operator overwrites its left operand if that is a temporary; ``+`` and ``-`` also if it is an argument that the
     caller gave away. Using it again is an assertion error. The right operand is never overwritten. Scaling and products
-    wait for the addition that uses them, so that ``0.9 * v + 0.1 * g * g`` is two sweeps (``mul_``, ``addcmul_``), and
-    terms with scale 0 cost nothing.
+    wait for the addition that uses them: ``0.9 * v + 0.1 * g * g`` is two sweeps (``mul_``, ``addcmul_``), and terms
+    with scale 0 cost nothing.
     """
 
     __slots__ = ("_a", "_b", "_scale")

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from lightning_ring.optim.engine.loading import load_precisely
 from lightning_ring.optim.engine.parameter_list import (
     LOW_PRECISION,
     ParameterBatch,
@@ -18,6 +17,7 @@ from lightning_ring.optim.engine.parameter_list import (
     TensorKind,
     compute_dtype,
     lie_alike,
+    load_precisely,
     parameter_names,
 )
 from lightning_ring.optim.engine.plain import PlainRunner

@@ -121,7 +121,7 @@ def _numbers(
 def _clip_divisor(
     listed: ParameterList, runs: list[Run], max_grad_norm: float | None, norm_all_reduce: NormAllReduce | None
 ) -> Tensor | None:
-    """What all gradients are divided by, 0-d: ``max(norm / max_grad_norm, 1)``."""
+    """The divisor of all gradients, 0-d: ``max(norm / max_grad_norm, 1)``."""
     if max_grad_norm is None:
         return None
     squares = torch.zeros(1, dtype=listed.ratios.dtype, device=listed.device)

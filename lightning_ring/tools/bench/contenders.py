@@ -17,7 +17,7 @@ from lightning_ring.comm.waiting import WaitPolicy
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.job.communicators import open_communicator
 from lightning_ring.job.job import Job
-from lightning_ring.tools.bench.names import BACKENDS
+from lightning_ring.tools.bench import BACKENDS
 
 
 class Collectives(Protocol):

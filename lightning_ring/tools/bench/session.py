@@ -23,9 +23,9 @@ from lightning_ring.comm.waiting import WaitPolicy
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.job.job import connect
 from lightning_ring.job.ranks import RankInfo, discover_ranks, pick_gpu
+from lightning_ring.tools.bench import COPY
 from lightning_ring.tools.bench.contenders import Collectives, open_contenders
 from lightning_ring.tools.bench.measure import Timing, measure
-from lightning_ring.tools.bench.names import COPY
 
 GB = 1e9
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from lightning_ring.job.exit import remove_segments
 from lightning_ring.launch.supervisor import processes_of_sessions
 
-# What a launcher tells its ranks. The ranks that the doctor starts are not those, and get variables of their own.
+# A launcher's variables for its ranks. The ranks that the doctor starts get variables of their own.
 _PREFIXES = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "MV2_COMM_WORLD_", "TORCHELASTIC_")
 _NAMES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"),
@@ -26,17 +26,11 @@ _OPEN_MPI = ("mpirun", "mpiexec", "prterun", "prted", "orted")
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """``ranks`` are those meant to run on this host, ``seconds`` the limit of each run of ranks and of every question.
-
-    ``launcher`` is what started this process as a rank, by name, or empty; ``part``: one of several
-    hosts that another doctor asks about.
-    """
-
-    ranks: int
+    ranks: int  # to run on this host
     num_hosts: int
-    seconds: float
-    launcher: str = ""
-    part: bool = False
+    seconds: float  # limit of each run of ranks and of every question
+    launcher: str = ""  # name of the program that started this process as a rank, or empty
+    part: bool = False  # this is one of several hosts that another doctor asks about
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
 
     def at_most(self, seconds: float) -> float:
@@ -44,7 +38,7 @@ class Request:
 
     @property
     def child_environ(self) -> dict[str, str]:
-        """The environment for processes that the doctor starts: without what a launcher told this one."""
+        """The environment for processes that the doctor starts: without the variables of a launcher."""
         return {name: value for name, value in self.environ.items() if not self._is_launchers(name)}
 
     def _is_launchers(self, name: str) -> bool:
@@ -59,11 +53,9 @@ _running: set[subprocess.Popen[str]] = set()
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """``problem`` says in words why there is no good answer, and is empty after exit code 0."""
-
     stdout: str
     stderr: str
-    problem: str
+    problem: str  # the reason why there is no good answer; empty after exit code 0
 
     @property
     def last_error(self) -> str:

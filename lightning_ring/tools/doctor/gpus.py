@@ -31,7 +31,7 @@ def check(request: Request) -> list[Finding]:
 
 
 def _driver(request: Request) -> tuple[int, list[Finding]]:
-    """How many GPUs nvidia-smi lists, and what it says of the driver."""
+    """The number of GPUs that nvidia-smi lists, and findings on the driver."""
     if shutil.which("nvidia-smi") is None:
         on_bus = _on_bus()
         if not on_bus:
@@ -101,7 +101,7 @@ def _links(request: Request, gpus: list[dict[str, Any]]) -> list[Finding]:
 
 
 def pairs_by_link(table: str) -> Counter[str]:
-    """How many pairs are linked how, from `nvidia-smi topo -m`: NV18 (NVLink), PIX, PXB, PHB, NODE, SYS."""
+    """The number of pairs by kind of link, from `nvidia-smi topo -m`: NV18 (NVLink), PIX, PXB, PHB, NODE, SYS."""
     rows = [line.split() for line in re.sub(r"\x1b\[\d*m", "", table).splitlines()]
     rows = [row for row in rows if row and re.fullmatch(r"GPU\d+", row[0]) and len(row) > 1 and row[1][:3] != "GPU"]
     return Counter(row[column + 1] for number, row in enumerate(rows) for column in range(number + 1, len(rows)))

@@ -54,8 +54,7 @@ class Phases:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """How it was recorded. ``compression`` is the compressor's name; ``bucket_cap_mb`` is MiB, ``"auto"``, or `None`:
-    the default."""
+    """The run that was recorded."""
 
     world_size: int
     num_nodes: int
@@ -64,16 +63,14 @@ class Run:
     steps: int
     topology: str = "flat"
     sharded: bool = False
-    compression: str | None = None
-    bucket_cap_mb: float | str | None = None
+    compression: str | None = None  # name of the compressor
+    bucket_cap_mb: float | str | None = None  # MiB, "auto", or `None`: the default
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """``digest`` is that of all parameters' names, shapes and dtypes."""
-
     name: str
-    digest: str
+    digest: str  # of all parameters' names, shapes and dtypes
     num_parameters: int
 
     def __str__(self) -> str:
@@ -82,19 +79,12 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """
-    Attributes:
-        gradients: In the order in which backward produced them.
-        link_level: Whether ``link`` was measured inside a ``"node"``, or over the ``"network"``; `None`: not at all.
-        link: Cost of a message, by collective.
-    """
-
     model: Model
     run: Run
     phases: Phases
-    gradients: tuple[Gradient, ...]
-    link_level: str | None = None
-    link: Mapping[str, CostModel] | None = None
+    gradients: tuple[Gradient, ...]  # in the order in which backward produced them
+    link_level: str | None = None  # ``link`` was measured inside a "node", or over the "network"; `None`: not at all
+    link: Mapping[str, CostModel] | None = None  # cost of a message, by collective
 
 
 def fingerprint(parameters: Iterable[tuple[str, Sequence[int], str]]) -> str:
