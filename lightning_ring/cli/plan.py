@@ -11,7 +11,7 @@ from typing import Any
 from lightning_ring.cli.arguments import check_outputs
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.tools.plan import report
-from lightning_ring.tools.plan.advice import advise
+from lightning_ring.tools.plan.advice import advise, in_words
 from lightning_ring.tools.plan.model import PREDICTABLE, Cluster, Link, Settings, predict, world_sizes
 from lightning_ring.tools.plan.networks import parse_link
 from lightning_ring.tools.plan.profile import Profile, check_same_model, json_text, read_profile
@@ -37,9 +37,8 @@ def main(arguments: Sequence[str]) -> int:
     checks = [check(path, other, profile, options, network, node) for path, other in others]
     print(*report.heading(profile, network, node, per_node, settings), sep="\n")
     print("", *report.table_lines(table, profile.run.batch_size), sep="\n")
-    print("", report.advice_line(advice), report.ASSUMED, report.ERROR_RANGE, sep="\n")
-    for found in checks:
-        print(report.check_line(found["profile"], found, found["predicted_seconds"], found["measured_seconds"]))
+    print("", f"what to change first: {in_words(advice)}", report.ASSUMED, report.ERROR_RANGE, sep="\n")
+    print(*map(report.check_line, checks), sep="\n", end="\n" if checks else "")
     if options.json is not None:
         content = report.as_json(profile, network, node, per_node, settings, table, advice, checks)
         Path(options.json).write_text(json_text(content))

@@ -76,10 +76,6 @@ class Recorder:
         except OSError as error:
             self._give_up(error)
 
-    @property
-    def num_events(self) -> int:
-        return self._file.num_events
-
     def _write_now_and_then(self) -> None:
         while not self._closing.wait(FLUSH_SECONDS):
             try:

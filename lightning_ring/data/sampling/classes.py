@@ -33,7 +33,10 @@ class ClassMembers:
         self.numbers: Ints = np.flatnonzero(counts)  # the classes that have samples, ascending
         self.counts: Ints = counts[self.numbers].astype(np.int64)  # how many samples each of them has
         self.starts: Ints = np.cumsum(self.counts) - self.counts
-        self.fingerprint = f"{len(given)} labels {_digest(given)}"
+        digest = hashlib.blake2b(digest_size=8)
+        for start in range(0, len(given), 1 << 20):
+            digest.update(given[start : start + (1 << 20)].astype("<i8").tobytes())
+        self.fingerprint = f"{len(given)} labels {digest.hexdigest()}"
 
     def draw(self, seed: int, classes: Ints, cycle: Ints, ordinal: Ints) -> Ints:
         """Samples number ``ordinal`` of ``classes`` (places in `numbers`), shuffled anew in every ``cycle``."""
@@ -51,10 +54,3 @@ def _grouped(labels: npt.NDArray[Any]) -> npt.NDArray[Any]:
         order = order[np.argsort(digit, kind="stable")]
         high, shift = high >> 16, shift + 16
     return order
-
-
-def _digest(labels: npt.NDArray[Any]) -> str:
-    digest = hashlib.blake2b(digest_size=8)
-    for start in range(0, len(labels), 1 << 20):
-        digest.update(labels[start : start + (1 << 20)].astype("<i8").tobytes())
-    return digest.hexdigest()

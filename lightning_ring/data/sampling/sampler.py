@@ -169,10 +169,6 @@ class StridedSampler(OrderedSampler):
             return max(0, -(-(left - self.rank) // ranks))
         return left // ranks if self.remainder == "drop" else -(-left // ranks)
 
-    def my_positions(self, start: int, stop: int) -> Ints:
-        """This rank's positions from `position` on: those with numbers ``start`` to ``stop``."""
-        return self.position + self.rank + np.arange(start, stop, dtype=np.int64) * self.num_replicas
-
 
 def _distributed() -> bool:
     return dist.is_available() and dist.is_initialized()
@@ -213,6 +209,7 @@ class ShuffledSampler(StridedSampler):
     def blocks(self) -> Iterator[tuple[Ints, Ints]]:
         num, key = self.num_left(self.position), subkey(self.seed, Stream.ORDER, self.epoch)
         for start in range(0, num, _BLOCK):
-            positions = self.my_positions(start, min(start + _BLOCK, num))
+            mine = np.arange(start, min(start + _BLOCK, num), dtype=np.int64)  # numbers of this rank's positions
+            positions = self.position + self.rank + mine * self.num_replicas
             wrapped = positions % self.length
             yield positions, permute(wrapped, np.int64(self.length), key) if self.shuffle else wrapped

@@ -81,22 +81,13 @@ def read_manifest(root: Path) -> Manifest:
             f"{path} has version {fields['version']}, expected {VERSION}: pack the images again with this version."
         )
     try:
-        return _manifest(fields)
+        shards = [Shard(**shard) for shard in fields["shards"]]
+        others = {name: fields[name] for name in ("classes", "files", "source", "settings", "counts")}
+        manifest = Manifest(shards=shards, **others)
+        if manifest.fingerprint != fields["fingerprint"]:
+            raise KeyError("fingerprint (it does not fit the rest: the file was edited or damaged)")
     except (KeyError, TypeError) as error:
         raise ShardError(f"{path}: {error} is missing or wrong. Restore the file, or pack the images again.") from None
-
-
-def _manifest(fields: dict[str, Any]) -> Manifest:
-    manifest = Manifest(
-        classes=fields["classes"],
-        shards=[Shard(**shard) for shard in fields["shards"]],
-        files=fields["files"],
-        source=fields["source"],
-        settings=fields["settings"],
-        counts=fields["counts"],
-    )
-    if manifest.fingerprint != fields["fingerprint"]:
-        raise KeyError("fingerprint (it does not fit the rest: the file was edited or damaged)")
     return manifest
 
 

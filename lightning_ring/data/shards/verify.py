@@ -34,7 +34,9 @@ def verify(root: Path, workers: int, progress: Callable[[int, int], None]) -> li
     """
     manifest = read_manifest(root)
     problems = check_lengths(root, manifest.shards)
-    problems += _strangers(root, manifest)
+    known = {shard.name for shard in manifest.shards}
+    strangers = sorted(path for path in root.glob("*.tar") if path.name not in known)
+    problems += [f"{path} is not in the manifest; a reader of *.tar reads it too" for path in strangers]
     files = _check_files(root, manifest)
     problems += files.values()
     index_is_whole = not any(name.startswith(FOLDER) for name in files)  # else it would blame shards that are whole
@@ -48,12 +50,6 @@ def verify(root: Path, workers: int, progress: Callable[[int, int], None]) -> li
             done += shard.bytes
             progress(done, total)
     return problems
-
-
-def _strangers(root: Path, manifest: Manifest) -> list[str]:
-    known = {shard.name for shard in manifest.shards}
-    found = sorted(path for path in root.glob("*.tar") if path.name not in known)
-    return [f"{path} is not in the manifest; whoever reads *.tar reads it too" for path in found]
 
 
 def _check_files(root: Path, manifest: Manifest) -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,29 +12,12 @@ from torch import Tensor
 
 from lightning_ring.comm.backends.gloo import open_torch_communicator
 from lightning_ring.comm.backends.mpi import MPICommunicator
-from lightning_ring.comm.communicator import shard
+from lightning_ring.comm.communicator import Communicator, shard
 from lightning_ring.comm.waiting import WaitPolicy
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.job.communicators import open_communicator
 from lightning_ring.job.job import Job
 from lightning_ring.tools.bench import BACKENDS
-
-
-class Collectives(Protocol):
-    """The part of a `Communicator` that is measured."""
-
-    @property
-    def shard_index(self) -> int: ...
-
-    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor: ...
-
-    def all_reduce_(self, tensor: Tensor) -> Any: ...
-
-    def reduce_scatter_(self, flat: Tensor) -> Any: ...
-
-    def all_gather_(self, flat: Tensor) -> Any: ...
-
-    def close(self) -> None: ...
 
 
 class PlainTorch:
@@ -59,6 +42,9 @@ class PlainTorch:
 
     def _own(self, flat: Tensor) -> Tensor:
         return shard(flat, dist.get_world_size(), dist.get_rank())
+
+
+Collectives = Communicator | PlainTorch
 
 
 def _open(name: str, job: Job, timeout: timedelta) -> Collectives:

@@ -135,7 +135,8 @@ def run(options: argparse.Namespace, sizes: Sequence[int]) -> int:
         raise ConfigurationError(f"--compare {options.compare}: {missing[options.compare]}.")
     check_memory(max(sizes) * (len(contenders) + 2) * info.local_size, device)
     control = open_torch_communicator("gloo", WaitPolicy(TIMEOUT, job.check))
-    world = {"world_size": info.world_size, "num_nodes": info.num_nodes, "device": device_name(device)}
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    world = {"world_size": info.world_size, "num_nodes": info.num_nodes, "device": name}
     if info.rank == 0:
         print(f"{info.world_size} ranks on {info.num_nodes} node(s), {world['device']}, float32, sum", flush=True)
         if "auto" in contenders:
@@ -187,10 +188,6 @@ def choose_device(asked: str, info: RankInfo) -> torch.device:
     index = pick_gpu(info.local_rank, info.local_size, there, os.environ.get("CUDA_VISIBLE_DEVICES"))
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
-
-
-def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
 def check_memory(num_bytes: int, device: torch.device) -> None:

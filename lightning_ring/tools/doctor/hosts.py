@@ -180,9 +180,8 @@ def _knock(doctors: Sequence[HostDoctor]) -> list[Finding]:
     findings, reached = [], []
     for doctor in doctors:
         if not doctor.wait_for("reached", deadline):
-            findings.append(
-                broken("ports", f"{doctor.host} did not say whom it reaches", "Run the doctor there alone.")
-            )
+            found = f"{doctor.host} did not report the hosts that it reaches"
+            findings.append(broken("ports", found, "Run the doctor there alone."))
             continue
         for host, attempts in doctor.messages["reached"].items():
             way = next((address for address, error in attempts.items() if not error), None)

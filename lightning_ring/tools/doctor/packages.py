@@ -31,15 +31,13 @@ _COMPROMISED = ("2.6.2", "2.6.3")
 
 
 def check_versions(request: Request) -> list[Finding]:
-    findings = [ok("python", f"{platform.python_version()}, {sys.executable}"), ok("system", _system())]
+    glibc = platform.libc_ver()[1] or "none"
+    system = f"{platform.system()} {platform.release()}, {platform.machine()}, glibc {glibc}"
+    findings = [ok("python", f"{platform.python_version()}, {sys.executable}"), ok("system", system)]
     findings.append(_own())
     for package in (*_NEEDED, *_OPTIONAL):
         findings += _package(package)
     return [*findings, *_shadowed()]
-
-
-def _system() -> str:
-    return f"{platform.system()} {platform.release()}, {platform.machine()}, glibc {platform.libc_ver()[1] or 'none'}"
 
 
 def _own() -> Finding:
@@ -69,14 +67,8 @@ def _package(package: str) -> list[Finding]:
     if found is None:
         return [broken(package, "not installed", f"pip install {package}, or lightning-ring[all] for everything.")]
     if package == "lightning" and found in _COMPROMISED:
-        return [
-            broken(
-                package,
-                f"{found}, a compromised release",
-                "pip install 'lightning!=2.6.2,!=2.6.3', and treat what this account could read (keys, tokens) as "
-                "known to others: replace it.",
-            )
-        ]
+        advice = "pip install 'lightning!=2.6.2,!=2.6.3', and replace all keys and tokens that this account could read."
+        return [broken(package, f"{found}, a compromised release", advice)]
     unmet = list(_unmet(package))
     if unmet:
         # libraries of CUDA are exchanged on purpose, too; a package built for another torch does not even load
@@ -110,13 +102,8 @@ def _shadowed() -> list[Finding]:
     for package in (*_NEEDED, "torchvision", "lightning_ring"):
         file = here / f"{package}.py"
         if file.exists():
-            return [
-                broken(
-                    "current folder",
-                    f"{file} is imported in the place of the package {package}",
-                    f"Rename it, and remove {here / '__pycache__'}." if os.access(here, os.W_OK) else "Rename it.",
-                )
-            ]
+            advice = f"Rename it, and remove {here / '__pycache__'}." if os.access(here, os.W_OK) else "Rename it."
+            return [broken("current folder", f"{file} is imported in the place of the package {package}", advice)]
     return []
 
 
@@ -137,7 +124,10 @@ def check_imports(request: Request) -> list[Finding]:
         return [
             broken("import torch", _why(answer), "pip install --force-reinstall torch torchvision (in one command).")
         ]
-    return [ok("import torch", f"{facts['version']}, {_build(facts)}"), *_backends(facts), *_rest(request)]
+    build = next(
+        (f"{kind} {facts[key]}" for kind, key in (("CUDA", "cuda"), ("ROCm", "rocm")) if facts.get(key)), "the CPU"
+    )
+    return [ok("import torch", f"{facts['version']}, built for {build}"), *_backends(facts), *_rest(request)]
 
 
 def torch_facts(request: Request) -> tuple[dict[str, Any], Answer]:
@@ -153,18 +143,11 @@ def torch_facts(request: Request) -> tuple[dict[str, Any], Answer]:
         return facts
 
 
-def _build(facts: dict[str, Any]) -> str:
-    cuda, rocm = facts.get("cuda"), facts.get("rocm")
-    return f"built for CUDA {cuda}" if cuda else f"built for ROCm {rocm}" if rocm else "built for the CPU"
-
-
 def _backends(facts: dict[str, Any]) -> list[Finding]:
     gloo, nccl = facts.get("gloo"), facts.get("nccl")
-    findings = [
-        ok("gloo", "built")
-        if gloo
-        else broken("gloo", "not built into this torch", "Ranks meet over it: install torch's own wheel.")
-    ]
+    findings = [ok("gloo", "built")]
+    if not gloo:
+        findings = [broken("gloo", "not built into this torch", "Ranks meet over it: install torch's own wheel.")]
     if nccl:
         findings.append(ok("nccl", nccl))
     elif facts.get("gpus"):
