@@ -34,8 +34,7 @@ def check_outputs(options: argparse.Namespace) -> None:
 def check_plot(path: str | Path | None, alternative: str = "") -> None:
     """Raises `ConfigurationError` if matplotlib is not installed, or does not write files of that name."""
     if path is not None and importlib.util.find_spec("matplotlib") is None:
-        raise ConfigurationError(
-            f"--plot needs matplotlib, which is not installed: `pip install matplotlib`.{alternative}"
-        )
+        message = "--plot needs matplotlib, which is not installed: `pip install matplotlib`."
+        raise ConfigurationError(message + alternative)
     if path is not None and Path(path).suffix not in (".png", ".svg", ".pdf"):
         raise ConfigurationError(f"--plot {path}: the name of the file must end in .png, .svg or .pdf.")

@@ -93,9 +93,8 @@ def _check(options: argparse.Namespace) -> None:
 
 def _check_launched(options: argparse.Namespace, launched: LaunchVariables) -> None:
     if options.ranks not in (None, launched.world_size):
-        raise ConfigurationError(
-            f"-n {options.ranks}, but {launched.launcher} started {launched.world_size} ranks. Leave -n out here."
-        )
+        started = f"{launched.launcher} started {launched.world_size} ranks"
+        raise ConfigurationError(f"-n {options.ranks}, but {started}. Leave -n out here.")
     if (options.hosts or options.hostfile) and "RING_LAUNCHER_PID" not in os.environ:
         raise ConfigurationError(f"-H and --hostfile choose hosts, but {launched.launcher} has. Leave them out here.")
     _check_number(launched.world_size)

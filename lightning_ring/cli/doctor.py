@@ -50,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Exit code: 0, also with warnings; 1 if something is broken; 2 if this command line is wrong.",
     )
     parser.add_argument(
-        "-n", dest="ranks", type=int, metavar="N", help="ranks to run on this host (default: one a GPU, 2 at least)"
+        "-n", dest="ranks", type=int, metavar="N", help="ranks on this host (default: one a GPU, min. 2)"
     )
     add_hosts(parser, "check these hosts, and compare them")
     parser.add_argument("--only", nargs="+", choices=FAMILIES, default=list(FAMILIES), help="default: all of them")

@@ -64,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--compression", choices=("none", *PREDICTABLE), help="default: as recorded")
     parser.add_argument("--bucket-cap-mb", type=float, metavar="MIB", help="default: as recorded")
     parser.add_argument(
-        "--check", nargs="+", default=[], metavar="OTHER.json", help="profiles of runs to compare the prediction with"
+        "--check", nargs="+", default=[], metavar="OTHER.json", help="profiles to check predictions with"
     )
     parser.add_argument("--json", metavar="FILE", help="write all numbers, in bytes and seconds (null: without limit)")
     parser.add_argument("--plot", metavar="FILE.png", help="draw efficiency and step time (needs matplotlib)")

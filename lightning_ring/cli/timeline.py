@@ -51,9 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("where", type=Path, metavar="DIR", help="the folder, or the name trace.json in it")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="default: trace.json in DIR")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw some steps (.png, .svg or .pdf)")
-    parser.add_argument(
-        "--steps", type=_steps, metavar="A-B", help="which steps to draw (default: the last two that are whole)"
-    )
+    parser.add_argument("--steps", type=_steps, metavar="A-B", help="steps to draw (default: the last two whole ones)")
     return parser
 
 

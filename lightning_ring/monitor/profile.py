@@ -175,9 +175,7 @@ class RingProfile(Callback):
             model = Model(type(module).__name__, digest, sum(param.numel() for _, param in parameters))
             run = describe(trainer, comm, self._batch_size, self.steps)
             write_profile(Profile(model, run, phases, tuple(gradients), level, link), self.path)
-            rank_zero_info(
-                f"lightning_ring: RingProfile wrote {self.path}; `lightning-ring plan {self.path}` reads it."
-            )
+            rank_zero_info(f"lightning_ring: RingProfile wrote {self.path}: `lightning-ring plan {self.path}` reads it")
 
     def _gradients(self, module: LightningModule) -> list[Gradient]:
         """A parameter that got none still travels, and holds its bucket back until backward ends."""

@@ -160,9 +160,8 @@ class StepWindow:
         self.latest = steps[-1]
         if steps[0].number == 0 and len(steps) > 1:
             del steps[0]
-        return mean_times(
-            [replace(break_down(step.record, step.collectives, world_size), images=step.images) for step in steps]
-        )
+        times = (replace(break_down(step.record, step.collectives, world_size), images=step.images) for step in steps)
+        return mean_times(list(times))
 
     def close(self) -> None:
         """Stop listening; once."""

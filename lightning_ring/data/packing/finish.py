@@ -77,7 +77,6 @@ def _write_report(target: Path, sources: Sources, records: Sequence[ShardRecord]
         for record in records:
             present[record.columns["labels"]] = True
         for number in np.flatnonzero(~present):
-            file.write(
-                report_row("empty class", sources.classes[number], f"has no image; label {number} does not occur")
-            )
+            detail = f"has no image; label {number} does not occur"
+            file.write(report_row("empty class", sources.classes[number], detail))
     return int((~present).sum())

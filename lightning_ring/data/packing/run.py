@@ -43,9 +43,8 @@ def pack(source: Path, target: Path, settings: PackSettings, workers: int, progr
     """
     source, target = source.absolute(), target.absolute()
     if not source.exists():
-        raise ConfigurationError(
-            f"{source} is not there. Expected a folder with a folder for each class, or a CSV file."
-        )
+        expected = "a folder with a folder for each class, or a CSV file"
+        raise ConfigurationError(f"{source} is not there. Expected {expected}.")
     if target.resolve().is_relative_to(source.resolve()):
         raise ConfigurationError(f"{target} is inside {source}: its shards would be taken for images. Choose another.")
     if workers < 1:
@@ -143,7 +142,7 @@ def _only_one(state: Path) -> Iterator[None]:
             if error.errno != errno.EBUSY:
                 raise
             raise ConfigurationError(
-                f"another process is packing into {state.parent}. Wait for it, or end it first."
+                f"another process is packing into {state.parent}. Wait for it, or end it."
             ) from None
         yield
     finally:

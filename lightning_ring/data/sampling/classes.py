@@ -23,9 +23,8 @@ class ClassMembers:
     def __init__(self, labels: npt.ArrayLike) -> None:
         given = np.asarray(labels)
         if given.ndim != 1 or not np.issubdtype(given.dtype, np.integer) or len(given) == 0:
-            raise ConfigurationError(
-                f"labels of {given.dtype}, shape {given.shape}, were given, expected an integer for each sample."
-            )
+            found = f"labels of {given.dtype}, shape {given.shape}"
+            raise ConfigurationError(f"{found}, were given, expected an integer for each sample.")
         if given.min() < 0:
             raise ConfigurationError(f"label {given.min()} of sample {given.argmin()} is negative, expected ≥ 0.")
         self._members = _grouped(given)

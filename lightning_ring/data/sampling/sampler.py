@@ -132,9 +132,8 @@ class OrderedSampler(DistributedSampler[int]):
                     "position means nothing here. Use the data set and settings of the saved run, or start a new one."
                 )
         if state["seed"] != self.seed:
-            log.warning(
-                "lightning_ring: the sampler goes on with seed %s of the saved run, not %s.", state["seed"], self.seed
-            )
+            found = state["seed"]
+            log.warning("lightning_ring: the sampler goes on with seed %s of the saved run, not %s.", found, self.seed)
         self.seed, self.epoch = state["seed"], state["epoch"]
         self.position, self._taken = state["position"], state["taken"]
 
@@ -200,9 +199,8 @@ class ShuffledSampler(StridedSampler):
         world_size: int | None = None,
         fingerprint: str | None = None,
     ) -> None:
-        super().__init__(
-            size, remainder, seed=seed, rank=rank, world_size=world_size, fingerprint=fingerprint or f"{size} samples"
-        )
+        fingerprint = fingerprint or f"{size} samples"
+        super().__init__(size, remainder, seed=seed, rank=rank, world_size=world_size, fingerprint=fingerprint)
         self.shuffle = shuffle
         self.kind = "shuffled" if shuffle else "in order"
 

@@ -77,9 +77,8 @@ def read_manifest(root: Path) -> Manifest:
     if not isinstance(fields, dict) or fields.get("format") != FORMAT:
         raise ShardError(f'{path} does not say "format": "{FORMAT}": it was written by another program.')
     if fields["version"] != VERSION:
-        raise ShardError(
-            f"{path} has version {fields['version']}, expected {VERSION}: pack the images again with this version."
-        )
+        found = fields["version"]
+        raise ShardError(f"{path} has version {found}, expected {VERSION}: pack the images again with this version.")
     try:
         shards = [Shard(**shard) for shard in fields["shards"]]
         others = {name: fields[name] for name in ("classes", "files", "source", "settings", "counts")}

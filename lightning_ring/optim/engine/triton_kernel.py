@@ -86,15 +86,12 @@ def _function(name: str, body: Body, types: dict[str, str], compute: str, deferr
             setup.append(f"p_{element} = {address}.to(tl.pointer_type({kind})) + start")
             setup.append(f"if ALIGNED:\n        p_{element} = tl.multiple_of(p_{element}, 16)")
     width = max(len(body.scalars), 1)
-    setup += [
-        f"h_{scalar} = tl.load(scalars + row * {width} + {i}).to({compute})" for i, scalar in enumerate(body.scalars)
-    ]
+    loads = [f"tl.load(scalars + row * {width} + {i}).to({compute})" for i in range(len(body.scalars))]
+    setup += [f"h_{scalar} = {load}" for scalar, load in zip(body.scalars, loads, strict=True)]
     sums = ("w_squares", "x_squares", *(["probe"] if deferred else [])) if name == "measure" else ()
     setup += [f"{sum_} = tl.zeros([BLOCK], tl.float64)" for sum_ in sums]
     if name == "move":
-        setup.append(
-            "if CONDITIONAL:\n        size = size * tl.load(keep).to(tl.int32)  # 0 elements: nothing is written"
-        )
+        setup.append("if CONDITIONAL:\n        size = size * tl.load(keep).to(tl.int32)  # 0: nothing is written")
     after = [f"tl.store(sums + 3 * chunk + {i}, tl.sum({sum_}))" for i, sum_ in enumerate(sums)]
     return FUNCTION.format(
         name=name,

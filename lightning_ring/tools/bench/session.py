@@ -148,9 +148,8 @@ def run(options: argparse.Namespace, sizes: Sequence[int]) -> int:
     if info.rank == 0:
         print(*model_lines(models), sep="\n", flush=True)
         if options.json is not None:
-            Path(options.json).write_text(
-                json.dumps(bench_json(timings, models, world, missing), indent=1, allow_nan=False) + "\n"
-            )
+            content = bench_json(timings, models, world, missing)
+            Path(options.json).write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
         if options.plot is not None:
             plot(timings, info.world_size, options.plot)
     control.barrier()  # a rank that ended now would be taken for one that failed

@@ -126,9 +126,8 @@ def compare(reports: Sequence[HostReport]) -> list[Finding]:
         elif hosts_with:
             found = "; ".join(f"{value} on {', '.join(hosts)}" for value, hosts in hosts_with.items())
             say = broken if name in _ESSENTIAL else warning
-            findings.append(
-                say(f"{name} differs", found, "Install the same on every host, from one lock file or image.")
-            )
+            advice = "Install the same on every host, from one lock file or image."
+            findings.append(say(f"{name} differs", found, advice))
     if same:
         findings.append(ok("same on all hosts", ", ".join(same)))
     return findings

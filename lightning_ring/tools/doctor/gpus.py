@@ -66,14 +66,10 @@ def _none(facts: Mapping[str, Any], listed: int, environ: Mapping[str, str]) -> 
     if hidden:
         return warning("GPUs", f"{listed} there, none visible: {', '.join(hidden)}", "Unset it, or list GPUs: 0,1.")
     if not (facts.get("cuda") or facts.get("rocm")):
-        advice = (
-            "This torch is built for the CPU. Install the one for CUDA: pip install --force-reinstall torch torchvision"
-        )
+        advice = "This torch is built for the CPU. Install CUDA's: pip install --force-reinstall torch torchvision"
         return broken("GPUs", f"{listed} there, torch uses none", advice)
     why = facts.get("gpus error") or "it gives no reason"
-    advice = (
-        f"This torch is built for CUDA {facts.get('cuda')}: the driver must be new enough for it, and be visible here."
-    )
+    advice = f"This torch is built for CUDA {facts.get('cuda')}: the driver must be new enough, and visible here."
     return broken("GPUs", f"{listed} there, torch uses none: {why}", advice)
 
 
@@ -93,9 +89,7 @@ def _links(request: Request, gpus: list[dict[str, Any]]) -> list[Finding]:
     kinds = pairs_by_link(ask(["nvidia-smi", "topo", "-m"], request.at_most(_SECONDS), request.child_environ).stdout)
     found = ", ".join(f"{count} x {kind}" for kind, count in kinds.items()) or "nvidia-smi does not tell"
     if without:
-        advice = (
-            "Gradients go through the host's memory. In containers and virtual machines peer access may be off (ACS)."
-        )
+        advice = "Gradients go through the host's memory. Containers and virtual machines may lack peer access (ACS)."
         return [warning("GPU links", f"{found}; {without} of the pairs have no peer access", advice)]
     return [ok("GPU links", f"{found}; all with peer access")]
 

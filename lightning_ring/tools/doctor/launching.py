@@ -26,9 +26,7 @@ def check_launcher(request: Request) -> list[Finding]:
     if request.part and request.launcher:
         return []  # its variables are those by which the doctor of another host started this one
     name = "launcher"
-    advice = (
-        "Variables of a launcher are left in this shell: `python train.py` would wait for ranks that nobody starts. "
-    )
+    advice = "Variables of a launcher are left here: `python train.py` would wait for ranks that nobody starts. "
     try:
         found = launcher_variables(request.environ)
     except RankDiscoveryError as error:

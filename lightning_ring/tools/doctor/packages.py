@@ -121,12 +121,10 @@ _asked: dict[str, Any] = {}
 def check_imports(request: Request) -> list[Finding]:
     facts, answer = torch_facts(request)
     if not facts:
-        return [
-            broken("import torch", _why(answer), "pip install --force-reinstall torch torchvision (in one command).")
-        ]
-    build = next(
-        (f"{kind} {facts[key]}" for kind, key in (("CUDA", "cuda"), ("ROCm", "rocm")) if facts.get(key)), "the CPU"
-    )
+        advice = "pip install --force-reinstall torch torchvision (in one command)."
+        return [broken("import torch", _why(answer), advice)]
+    builds = [f"{name} {facts[key]}" for name, key in (("CUDA", "cuda"), ("ROCm", "rocm")) if facts.get(key)]
+    build = builds[0] if builds else "the CPU"
     return [ok("import torch", f"{facts['version']}, built for {build}"), *_backends(facts), *_rest(request)]
 
 

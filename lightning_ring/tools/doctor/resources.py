@@ -66,9 +66,8 @@ def _threads(environ: Mapping[str, str], usable: int, ranks: int) -> Finding:
 
 def _placing(environ: Mapping[str, str], ranks: int) -> Finding:
     """OpenMP places each process's threads by itself, knowing nothing of other ranks: all from the first core on."""
-    placed = [
-        f"{name}={environ[name]}" for name in _PLACING if environ.get(name, "false").lower() not in ("false", "none")
-    ]
+    unset = ("false", "none")
+    placed = [f"{name}={environ[name]}" for name in _PLACING if environ.get(name, "false").lower() not in unset]
     if placed and ranks > 1:
         advice = "Every rank puts its threads on the same first cores. Unset it, or bind each rank to cores of its own."
         return warning("binding", ", ".join(placed), advice)
@@ -86,9 +85,8 @@ _SHM_LEAST = 16 * _MIB  # two ranks' segments of Open MPI
 _SHM_GOOD = 512 * _MIB  # batches in flight of a few data-loader workers
 _TMP_LEAST = 64 * _MIB
 _FILES_LEAST, _FILES_GOOD = 256, 1024
-_SOCKET_PATH = (
-    107  # bytes, Linux; Python's data-loader workers put "/pymp-xxxxxxxx/listener-xxxxxxxx" behind the folder
-)
+# bytes, Linux; Python's data-loader workers put "/pymp-xxxxxxxx/listener-xxxxxxxx" behind the folder
+_SOCKET_PATH = 107
 _SOCKET_NAME = 36
 _MAP = """
 import mmap, os, sys
@@ -132,9 +130,7 @@ def _memfd(request: Request) -> Finding:
         path = f"/proc/{os.getpid()}/fd/{file}"
         answer = ask([sys.executable, "-c", _MAP, path], request.at_most(10), request.child_environ)
         if answer.problem or os.pread(file, 5, 0) != b"there":
-            advice = (
-                f"{otherwise} Ranks must see each other in /proc: one container, one user (in containers --pid=host)."
-            )
+            advice = f"{otherwise} Ranks must see each other in /proc: one container (or --pid=host), one user."
             return warning(name, f"another process could not map it: {answer.last_error}", advice)
     except OSError as error:
         return warning(name, f"cannot be made: {error}", otherwise)
@@ -168,9 +164,8 @@ def _open_files() -> Finding:
     if soft == resource.RLIM_INFINITY or soft >= _FILES_GOOD:
         return ok("open files", found)
     most = "65536" if hard == resource.RLIM_INFINITY else str(min(hard, 65536))
-    more = (
-        f"`ulimit -n {most}` before the job" if int(most) >= _FILES_GOOD else "ask for more (limits.conf: nofile 65536)"
-    )
+    ask_for = "ask for more (limits.conf: nofile 65536)"
+    more = f"`ulimit -n {most}` before the job" if int(most) >= _FILES_GOOD else ask_for
     advice = f"A rank has a connection to every other one, files for its data and pipes to its workers: {more}."
     return (broken if soft < _FILES_LEAST else warning)("open files", f"limit {found}", advice)
 

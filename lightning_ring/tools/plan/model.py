@@ -125,9 +125,8 @@ def predict(profile: Profile, cluster: Cluster, settings: Settings) -> Predicted
     delay = _delay_of_forward(profile, buckets, gathered, between)
     shorter = phases.optimizer * (1 - 1 / cluster.world_size)
     busy = scattered.busy + flags_seconds + gathered.busy
-    return PredictedStep(
-        cluster.world_size, phases.alone - shorter + exposed + delay, exposed + delay, busy, phases.alone
-    )
+    waits = exposed + delay
+    return PredictedStep(cluster.world_size, phases.alone - shorter + waits, waits, busy, phases.alone)
 
 
 def cut_buckets(
