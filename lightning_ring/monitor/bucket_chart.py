@@ -12,13 +12,7 @@ from lightning_ring.monitor.step_record import StepRecord
 from lightning_ring.monitor.step_window import collective_times
 
 READY, ON_THE_WIRE, WAITED_FOR = "ready", "on the wire", "waited for"
-_COMPUTED = {
-    "data": "#8c8c8c",
-    "copy": "#b0a08c",
-    "forward": "#59a14f",
-    "backward": "#4e79a7",
-    "optimizer": "#b07aa1",
-}
+_COMPUTED = {"data": "#8c8c8c", "copy": "#b0a08c", "forward": "#59a14f", "backward": "#4e79a7", "optimizer": "#b07aa1"}
 _STATES = {READY: "#d9d9d9", ON_THE_WIRE: "#f28e2b", WAITED_FOR: "#e15759"}
 _MOST_COLLECTIVES = 48
 

@@ -58,11 +58,7 @@ class GapMeter(Callback):
     """
 
     def __init__(
-        self,
-        steps: int = 20,
-        rounds: int = 3,
-        only: bool = False,
-        batch_size: Callable[[Any], int] = first_dimension,
+        self, steps: int = 20, rounds: int = 3, only: bool = False, batch_size: Callable[[Any], int] = first_dimension
     ) -> None:
         if steps < 4 or rounds < 1:
             raise ValueError(f"GapMeter needs steps >= 4 and rounds >= 1, got {steps} and {rounds}.")

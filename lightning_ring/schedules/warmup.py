@@ -65,12 +65,7 @@ def warmup_multistep(
 
 
 def warmup_cosine(
-    total: float,
-    warmup: float = 0,
-    *,
-    start_factor: float = 0.0,
-    end_factor: float = 0.0,
-    steps_per_epoch: float = 1,
+    total: float, warmup: float = 0, *, start_factor: float = 0.0, end_factor: float = 0.0, steps_per_epoch: float = 1
 ) -> Schedule:
     """Gradual warm-up, then half a cosine from 1 down to ``end_factor`` at step ``total``, and that from there on.
 

@@ -50,10 +50,7 @@ def clock_identity() -> str:
 
 
 def read_clocks(
-    comm: Communicator,
-    *,
-    clock: Callable[[], float] = time.perf_counter,
-    identity: Callable[[], str] = clock_identity,
+    comm: Communicator, *, clock: Callable[[], float] = time.perf_counter, identity: Callable[[], str] = clock_identity
 ) -> list[ClockReading]:
     """Every rank's clock beside rank 0's, the same on every rank. Collective: 40 barriers, 1 if there is one clock."""
     names: list[str] = comm.all_gather_object(identity())

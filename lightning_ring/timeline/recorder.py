@@ -28,11 +28,7 @@ class Recorder:
     """
 
     def __init__(
-        self,
-        file: TraceFile,
-        tracks: Tracks,
-        zero: float,
-        seconds_of: Callable[[Any], float | None] | None = None,
+        self, file: TraceFile, tracks: Tracks, zero: float, seconds_of: Callable[[Any], float | None] | None = None
     ) -> None:
         self.step = 0
         self._file = file

@@ -119,11 +119,7 @@ class ShardDataset(Dataset[tuple[Any, int]]):
     fingerprint: str
 
     def __init__(
-        self,
-        root: str | PathLike[str],
-        transform: Callable[[Any], Any] | None = None,
-        *,
-        decode: bool = True,
+        self, root: str | PathLike[str], transform: Callable[[Any], Any] | None = None, *, decode: bool = True
     ) -> None:
         self.root = Path(root).absolute()
         self.transform = transform
