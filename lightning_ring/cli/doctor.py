@@ -84,7 +84,7 @@ def _run(options: argparse.Namespace) -> int:
                 print(*lines(findings), sep="\n", flush=True)
         return _conclude(options, [here], [])
     reports, between = examine_hosts(hosts, options.only, request)
-    # what starts the other hosts is here
+    # this host starts the others
     if not any(host.is_local for host in hosts):
         chosen = [family for family in ("launcher", "mpi") if family in options.only]
         reports.insert(0, HostReport(socket.gethostname(), dict(examine(request, chosen))))
@@ -119,7 +119,7 @@ def _run_as_part(chosen: Sequence[str], request: Request) -> int:
 
 
 def _attempts(door: Mapping[str, Any]) -> dict[str, str]:
-    """Each address of a door and what went wrong there; none after the first that greeted."""
+    """Each address of a door and its error; none after the first that greeted."""
     attempts: dict[str, str] = {}
     for address in door["addresses"]:
         attempts[address] = knock(address, door["port"])

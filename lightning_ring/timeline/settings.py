@@ -137,7 +137,7 @@ class TimelineSettings:
 def timeline_settings(argument: str | Path | None, environ: Mapping[str, str]) -> TimelineSettings:
     """``argument`` is that of `RingStrategy`, which counts more than RING_TIMELINE.
 
-    Raises `ConfigurationError`: A value cannot work.
+    Raises `ConfigurationError`: a value cannot work.
     """
     path: Path | None = None
     if argument is not None:

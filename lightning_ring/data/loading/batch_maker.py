@@ -20,7 +20,7 @@ class LoaderTimes:
         reading: Getting encoded images from files.
         transforming: Decoding, cropping and resizing; of a torch data set all of ``__getitem__``.
         collating: Making a batch out of the samples of a torch data set, in its thread.
-        waiting: What the consumer waited for a batch that was not ready.
+        waiting: Time that the consumer waited for a batch that was not ready.
         copying: Handing the batch to the device and starting the work there (which CUDA may do later).
     """
 

@@ -23,7 +23,7 @@ from lightning_ring.data.shards.manifest import MANIFEST, REPORT, Manifest, file
 def write_manifest(
     target: Path, source: Path, settings: PackSettings, sources: Sources, records: Sequence[ShardRecord]
 ) -> Manifest:
-    """Write the index, the report and, last, the manifest; then remove what only an unfinished packing needs."""
+    """Write the index, the report and, last, the manifest; then remove the files of the unfinished packing."""
     (target / FOLDER).mkdir(exist_ok=True)
     files = [f"{FOLDER}/{NAMES}"]
     for name in ("labels", "blocks", "sizes", "crc32"):

@@ -21,7 +21,7 @@ from lightning_ring.data.packing.settings import PackSettings
 from lightning_ring.data.packing.sources import Sources
 from lightning_ring.errors import ShardError
 
-_EXTENSIONS = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp"}  # what may be copied as it is
+_EXTENSIONS = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp"}  # formats that may be copied
 _AS_IT_IS = {"jpg": {"L", "RGB"}, "png": {"1", "L", "P", "LA", "RGB", "RGBA"}, "webp": {"RGB", "RGBA"}}
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -119,7 +119,7 @@ def _decode_jpeg(data: bytes, mode: str, small: bool, size: int) -> Any:
 
 
 def _eight_bits(image: Any, notes: list[str]) -> Any:
-    """``image`` as RGB or gray (L); appends to ``notes`` what that took."""
+    """``image`` as RGB or gray (L); appends the changes to ``notes``."""
     if image.mode in ("L", "RGB"):
         return image
     if has_16_bits(image):
@@ -143,8 +143,8 @@ def _shrunk_size(size: tuple[int, int], shorter: int) -> tuple[int, int]:
 def encode_jpeg(image: Any, quality: int) -> bytes:
     """``image`` (RGB or gray) as a baseline JPEG with restart markers, so that a loader may decode a part of it.
 
-    After one or two blocks of 16 x 16 pixels: what divides the blocks of a row. That makes files 2 to 5 % longer. Gray
-    images have blocks of 8 x 8, and a marker a row, as they would grow by a quarter.
+    A marker comes after one or two blocks of 16 x 16 pixels, which divides the blocks of a row. Files are 2 to 5 %
+    longer. Gray images have blocks of 8 x 8, and a marker a row, as they would grow by a quarter.
     """
     gray = image.mode == "L"
     blocks = 1 if -(-image.width // 16) % 2 else 2

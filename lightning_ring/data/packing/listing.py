@@ -35,7 +35,7 @@ EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", 
 def scan_folder(folder: Path) -> Iterator[Found | LeftOut]:
     """Every image below a class folder, and everything else by name. Names are relative to ``folder``.
 
-    Raises `OSError`: A folder cannot be read.
+    Raises `OSError`: a folder cannot be read.
     """
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
         if not entry.is_dir():

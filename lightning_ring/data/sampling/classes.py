@@ -44,7 +44,7 @@ class ClassMembers:
 
 
 def _grouped(labels: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Indices sorted by label, stable: what ``argsort(kind="stable")`` gives, by radix: 16 bits at a time."""
+    """Indices sorted by label, as by ``argsort(kind="stable")``, but by radix: 16 bits at a time."""
     dtype = np.int32 if len(labels) < 2**31 else np.int64
     order = np.argsort((labels & 0xFFFF).astype(np.uint16), kind="stable").astype(dtype)
     high, shift = int(labels.max()) >> 16, 16

@@ -15,7 +15,7 @@ _WEYL = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
 
 
 class Stream(IntEnum):
-    """What numbers are drawn for: streams of one seed are independent of each other."""
+    """The purpose of random numbers; streams of one seed are independent of each other."""
 
     ORDER = 1  # which sample stands at a position
     ROUND = 2  # the order of the draws in a round, and of the rounds in an epoch, of balanced sampling

@@ -182,7 +182,7 @@ class ShuffledSampler(StridedSampler):
     Args:
         size: Samples in the data set.
         shuffle: False: in order, for evaluation.
-        remainder: What happens where ``size`` does not divide by the ranks. ``"repeat"`` gives the last step samples of
+        remainder: If ``size`` does not divide by the ranks: ``"repeat"`` gives the last step samples of
             the epoch's start again, as torch's sampler does; ``"drop"`` leaves the last ones out of this epoch;
             ``"keep"`` gives some ranks one sample more, so that each is seen exactly once.
         seed, rank, world_size, fingerprint: See `OrderedSampler`.

@@ -171,7 +171,7 @@ class ShardDataset(Dataset[tuple[Any, int]]):
         return self._read([self._index.place(i) for i in indices])
 
     def key(self, i: SupportsIndex) -> str:
-        """What image ``i`` is called in its tar, and by webdataset (``__key__``)."""
+        """The name of image ``i`` in its tar, and in webdataset (``__key__``)."""
         return key(self._index.position(i))
 
     def name(self, i: SupportsIndex) -> str:

@@ -1,10 +1,10 @@
-"""What a folder of shards is: its classes, its files with their lengths and checksums.
+"""The manifest of a folder of shards: its classes, its files with their lengths and checksums.
 
 manifest.json          written last, so a folder without it is not a data set yet
 shard-000000.tar ...   WebDataset's layout: 000000012.jpg, then 000000012.cls (the label, as text)
 index/*.npy            one value an image, see `lightning_ring.data.shards.index`
 index/names.txt        where each image came from, one a line
-report.csv             what was left out, and what was changed beyond shrinking
+report.csv             images that were left out, and changes beyond shrinking
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Manifest:
-    """``files``: SHA-256 of everything beside the shards. ``counts``: what packing did, for people to read."""
+    """``files``: SHA-256 of everything beside the shards. ``counts``: numbers of images by treatment, for people."""
 
     classes: list[str]
     shards: list[Shard]

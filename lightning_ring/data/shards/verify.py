@@ -1,4 +1,4 @@
-"""Are packed shards still what was packed? Every byte of every file is read."""
+"""Checks that packed shards are unchanged: every byte of every file is read."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def verify(root: Path, workers: int, progress: Callable[[int, int], None]) -> li
 
 
 def _check_files(root: Path, manifest: Manifest) -> dict[str, str]:
-    """What is wrong with the files beside the shards, by their name."""
+    """Problems of the files beside the shards, by name."""
     problems = {}
     for name, sha256 in manifest.files.items():
         try:
@@ -111,7 +111,7 @@ def _sample_bytes(size: int) -> int:
 
 
 def _check_sample(chunk: bytes, name: str, size: int, crc32: int, label: int) -> str:
-    """What is wrong with one image and its label, whose tar members ``chunk`` should be; empty if nothing is."""
+    """The problem of one image and its label, whose tar members ``chunk`` should be; empty without one."""
     if len(chunk) != _sample_bytes(size):
         return f"cut short, {len(chunk)} of {_sample_bytes(size)} bytes (with its label) are there"
     try:

@@ -26,7 +26,7 @@ def norm_dtype(device: torch.device) -> torch.dtype:
 
 @dataclass(frozen=True, slots=True)
 class TensorKind:
-    """What the parameters of one `ParameterBatch` have in common."""
+    """The properties that the parameters of one `ParameterBatch` share."""
 
     device: torch.device
     compute: torch.dtype
@@ -40,7 +40,7 @@ class TensorKind:
 class ParameterBatch:
     """The parameters of one step that one launch can update.
 
-    ``weights`` are what is updated: the parameters, or their master copies in float32, which are then rounded into
+    ``weights`` are updated: the parameters, or their master copies in float32, which are then rounded into
     ``mirrors`` (the parameters). ``positions`` are the parameters' places in the `ParameterList`.
     """
 
@@ -123,7 +123,7 @@ class ParameterList:
 
 
 def parameter_names(groups: list[dict[str, Any]]) -> Iterator[str]:
-    """What to call each parameter: its name if the optimizer was given named parameters, else its place and shape."""
+    """The name of each parameter for messages: its own if the optimizer got named ones, else place and shape."""
     for g, group in enumerate(groups):
         for i, param in enumerate(group["params"]):
             names = group.get("param_names")
@@ -157,7 +157,7 @@ def load_precisely(optimizer: Optimizer, state_dict: dict[str, Any], load: Any) 
     """Run ``load(state_dict)`` (`Optimizer.load_state_dict`), then put the values back that it rounded.
 
     torch casts floating-point state to the parameter's dtype, which would round the float32 state of a bfloat16
-    parameter. What hooks of the optimizer make of ``state_dict`` is what counts; hooks that run after loading see the
+    parameter. Hooks of the optimizer may change ``state_dict`` before; hooks that run after loading see the
     final state. Tensors are copied, so that the optimizer and ``state_dict`` share no memory.
     """
     seen: dict[str, Any] = {}

@@ -23,7 +23,7 @@ class _Memory:
         self.live = True
 
     def taken(self) -> tuple[Tensor, ...]:
-        """The tensors, to be overwritten; nobody may use the old values again."""
+        """The tensors, to be overwritten: the old values are gone."""
         tensors, self.live = self.read(), False
         return tensors
 

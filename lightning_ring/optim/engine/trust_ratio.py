@@ -102,7 +102,7 @@ class TrustRatioOptimizer(Optimizer, Rule):
             del self.param_groups[-1]
             raise
 
-    # -- what can be read between steps
+    # -- numbers to read between steps
 
     @property
     def skipped_steps(self) -> int:
@@ -167,7 +167,7 @@ class TrustRatioOptimizer(Optimizer, Rule):
         return self._parameter_list
 
     def _collect(self, listed: ParameterList) -> list[ParameterBatch]:
-        """The parameters that have a gradient, by what one launch can update."""
+        """The parameters that have a gradient, grouped so that one launch can update each group."""
         # The key has the fields of a `TensorKind`, and is cheaper to hash: once for every parameter.
         parts: dict[tuple[Any, ...], ParameterBatch] = {}
         for position, param in enumerate(listed.params):

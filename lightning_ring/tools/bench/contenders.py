@@ -61,7 +61,7 @@ def open_contenders(
 ) -> tuple[dict[str, Collectives], dict[str, str]]:
     """The backends ``asked`` for (none: all for this ``device`` that work here), and why others do not. Collective.
 
-    Raises `ConfigurationError`: A backend was asked for that does not work here.
+    Raises `ConfigurationError`: a backend was asked for that does not work here.
     """
     missing = {}
     for name in BACKENDS:

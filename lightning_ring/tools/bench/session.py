@@ -125,7 +125,7 @@ TIMEOUT = timedelta(minutes=2)
 def run(options: argparse.Namespace, sizes: Sequence[int]) -> int:
     """Measure what ``options`` (of ``cli/bench.py``) ask for at ``sizes`` in bytes. Collective; returns 0.
 
-    Raises `RingError`: A backend that was asked for is not there, memory does not suffice, or a result is wrong.
+    Raises `RingError`: a backend that was asked for is not there, memory does not suffice, or a result is wrong.
     """
     info = discover_ranks()
     device = choose_device(options.device, info)

@@ -47,7 +47,7 @@ class Request:
         return name in _NAMES or name.startswith(_PREFIXES)
 
 
-_END_SECONDS = 8.0  # what ringrun takes at most to end its ranks
+_END_SECONDS = 8.0  # the longest time that ringrun takes to end its ranks
 _running: set[subprocess.Popen[str]] = set()
 
 
@@ -59,7 +59,7 @@ class Answer:
 
     @property
     def last_error(self) -> str:
-        """The last line on standard error, where Python puts what was raised; else the problem."""
+        """The last line on standard error, where Python puts the exception; else the problem."""
         lines = [line.strip() for line in self.stderr.splitlines() if line.strip()]
         return lines[-1] if lines else self.problem
 
@@ -87,7 +87,7 @@ def ask(command: Sequence[str], seconds: float, environ: Mapping[str, str] | Non
 def start(
     command: Sequence[str], environ: Mapping[str, str] | None, *, answering: bool = False
 ) -> subprocess.Popen[str]:
-    """Start ``command`` in a session of its own; whoever starts it calls `end`, or lets `end_all` do it.
+    """Start ``command`` in a session of its own; the caller ends it by `end`, or by `end_all`.
 
     ``answering``: its standard input is a pipe. Raises `OSError`: it cannot be run.
     """
@@ -106,7 +106,7 @@ def start(
 
 
 def end(process: subprocess.Popen[str]) -> None:
-    """End ``process``, in order if it can, and what it started."""
+    """End ``process`` and its children, in order if it can."""
     for signum, patience in ((signal.SIGTERM, _END_SECONDS), (signal.SIGKILL, 2.0)):
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.send_signal(signum)
@@ -126,6 +126,6 @@ def _what_it_wrote(process: subprocess.Popen[str]) -> tuple[str, str]:
 
 
 def end_all() -> None:
-    """End what still runs: the doctor was told to stop."""
+    """End all processes: the doctor was told to stop."""
     for process in list(_running):
         end(process)

@@ -82,7 +82,7 @@ def overall(hosts: Sequence[HostReport], between: Sequence[Finding]) -> State:
 
 
 def lines(findings: Sequence[Finding]) -> list[str]:
-    """A line for each finding, and below it what to do."""
+    """A line for each finding, and below it the advice."""
     width = max(60, min(shutil.get_terminal_size((120, 24)).columns, 160))
     shown = []
     for finding in findings:

@@ -36,15 +36,15 @@ FAMILIES: dict[str, Callable[[Request], list[Finding]]] = {
 
 
 def examine(request: Request, chosen: Sequence[str]) -> Iterator[tuple[str, list[Finding]]]:
-    """Each chosen family and what it found, as soon as it and those before it are done. They run side by side, for
-    most of them wait for other processes."""
+    """Each chosen family and its findings, in order, as soon as it is done. Families run side by side: most of them
+    wait for other processes."""
     families = [family for family in FAMILIES if family in chosen]
     with ThreadPoolExecutor(max_workers=max(1, len(families))) as pool:
         try:
             futures = [pool.submit(_guarded, family, request) for family in families]
             for family, future in zip(families, futures, strict=True):
                 yield family, future.result()
-        except BaseException:  # told to stop: the pool would otherwise wait for what its threads wait for
+        except BaseException:  # told to stop: else the pool would wait for its threads' processes
             end_all()
             raise
 
@@ -52,7 +52,7 @@ def examine(request: Request, chosen: Sequence[str]) -> Iterator[tuple[str, list
 def _guarded(family: str, request: Request) -> list[Finding]:
     try:
         return FAMILIES[family](request)
-    except Exception as error:  # of all programs this one has to survive what it did not foresee
+    except Exception as error:  # the doctor has to survive errors that it did not foresee
         found = f"this check failed: {type(error).__name__}: {error}"
         return [broken(family, found, "The other lines hold. Please report this one to lightning_ring.")]
 
@@ -95,7 +95,7 @@ class HostDoctor:
             self._process.stdin.flush()
 
     def let_go(self) -> None:
-        """Nobody needs it any more. An empty line says so: that a pipe is closed does not reach it through mpirun."""
+        """Tell the doctor to end, by an empty line: the end of a pipe does not reach it through mpirun."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.write("\n")
@@ -131,7 +131,7 @@ class HostDoctor:
 def examine_hosts(
     hosts: Sequence[Host], chosen: Sequence[str], request: Request
 ) -> tuple[list[HostReport], list[Finding]]:
-    """Every host's report, and what was found between them."""
+    """Every host's report, and findings on the links between them."""
     doctors = []
     for host in hosts:  # this one keeps what its shell has, for that may be what is wrong
         environ = dict(request.environ) if host.is_local else request.child_environ

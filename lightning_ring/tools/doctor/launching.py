@@ -89,7 +89,7 @@ def chosen_mpirun(request: Request) -> Mpirun | None:
 
 
 def _identify(path: str, request: Request) -> tuple[Mpirun | None, str]:
-    """What is at ``path``, and why that is unknown."""
+    """The mpirun at ``path``, or the reason why it is unknown."""
     environ = version_environment(path, request.child_environ)
     answer = ask([path, "--version"], request.at_most(_SECONDS), environ)
     if answer.problem and not answer.stdout.strip():

@@ -52,7 +52,7 @@ def _own_addresses() -> list[str]:
 
 @contextlib.contextmanager
 def open_door() -> Iterator[int]:
-    """A port on all addresses that greets whoever connects, until the context ends.
+    """A port on all addresses that greets every connection, until the context ends.
 
     Raises `OSError`: this process cannot listen.
     """
@@ -71,7 +71,7 @@ def _greet(door: socket.socket) -> None:
 
 
 def knock(address: str, port: int) -> str:
-    """Connect to a door on ``address``; what went wrong, empty if it greeted."""
+    """Connect to a door on ``address``; returns the error, empty if it greeted."""
     try:
         with socket.create_connection((address, port), timeout=_SECONDS) as connection:
             connection.settimeout(_SECONDS)
@@ -117,7 +117,7 @@ def _named_interfaces(environ: Mapping[str, str]) -> list[Finding]:
 
 
 def _master(environ: Mapping[str, str]) -> list[Finding]:
-    """Where torch.distributed would meet, if somebody fixed that."""
+    """The rendezvous of torch.distributed, if the environment sets it."""
     address, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT")
     if address is None and port is None:
         return []

@@ -20,7 +20,7 @@ from lightning_ring.tools.doctor.asking import Answer, Request, ask
 from lightning_ring.tools.doctor.findings import Finding, broken, ok, warning
 
 _NEEDED = ("torch", "lightning", "mpi4py")
-_OPTIONAL = {  # package: what it is for
+_OPTIONAL = {  # package: its purpose
     "torchvision": "recipes",
     "torchmetrics": "lightning",
     "numpy": "data, recipes",
@@ -129,7 +129,7 @@ def check_imports(request: Request) -> list[Finding]:
 
 
 def torch_facts(request: Request) -> tuple[dict[str, Any], Answer]:
-    """What `torch_facts.py` says, empty where torch cannot be imported. Asked once, whoever comes first."""
+    """The answer of `torch_facts.py`, empty if torch cannot be imported. Asked once, by the first caller."""
     with _lock:
         if not _asked:
             command = [sys.executable, "-m", "lightning_ring.tools.doctor.torch_facts"]

@@ -1,4 +1,4 @@
-"""Run as a program by every rank of a trial: an all-reduce through each backend, checked; rank 0 prints what came out.
+"""Run as a program by every rank of a trial: an all-reduce through each backend, checked; rank 0 prints the results.
 
     python -m lightning_ring.tools.doctor.rank cpu auto gloo mpi
 

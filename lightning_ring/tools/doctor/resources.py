@@ -119,7 +119,7 @@ def _dev_shm() -> list[Finding]:
 
 
 def _memfd(request: Request) -> Finding:
-    """What ranks of one node do: one makes a file without a name, another maps it by its number and writes."""
+    """One process makes a file without a name, another maps it by its number and writes, as ranks of a node do."""
     name = "shared memory"
     otherwise = "Ranks of one node will use MPI or Gloo, which is slower."
     if not hasattr(os, "memfd_create"):
