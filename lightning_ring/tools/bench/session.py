@@ -82,6 +82,9 @@ def model_lines(models: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         yield f"{model['collective']:14} {model['backend']:12} {alpha:9.1f} {bandwidth:9.3f}"
 
 
+_JSON_NAMES = {"num_bytes": "bytes", "median": "median_seconds", "least": "least_seconds", "p95": "p95_seconds"}
+
+
 def bench_json(
     timings: Sequence[Timing], models: Sequence[Mapping[str, Any]], world: Mapping[str, Any], missing: Mapping[str, str]
 ) -> dict[str, Any]:
@@ -99,17 +102,8 @@ def bench_json(
         },
         "missing": dict(missing),
         "timings": [
-            {
-                "collective": timing.collective,
-                "backend": timing.backend,
-                "bytes": timing.num_bytes,
-                "median_seconds": timing.median,
-                "least_seconds": timing.least,
-                "p95_seconds": timing.p95,
-                "num_calls": timing.num_calls,
-                "algorithm_bandwidth": timing.algorithm_bandwidth,
-                "bus_bandwidth": timing.bus_bandwidth(size),
-            }
+            {_JSON_NAMES.get(name, name): value for name, value in asdict(timing).items()}
+            | {"algorithm_bandwidth": timing.algorithm_bandwidth, "bus_bandwidth": timing.bus_bandwidth(size)}
             for timing in timings
         ],
         "models": [
