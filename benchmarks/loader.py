@@ -34,7 +34,7 @@ from lightning_ring.data import (
     ShuffledSampler,
     image_loader,
 )
-from lightning_ring.data.loading.pixels import decode_into
+from lightning_ring.data.loading.pixels import choose_part, decode_part_into
 from lightning_ring.data.packing.image import encode_jpeg
 from lightning_ring.data.packing.run import pack
 from lightning_ring.data.packing.settings import PackSettings
@@ -114,7 +114,8 @@ def webdataset_tar(root: Path, workers: int) -> Iterable[Any]:
 
     def decode(sample: dict[str, Any]) -> tuple[torch.Tensor, int]:
         out = torch.empty(1, 224, 224, 3, dtype=torch.uint8).permute(0, 3, 1, 2)
-        decode_into(out, sample["jpg"], crop, np.random.random(crop.num_uniforms).tolist())
+        numbers = np.random.random(crop.num_uniforms).tolist()
+        decode_part_into(out, choose_part(sample["jpg"], crop, numbers), crop, numbers)
         return out[0], int(sample["cls"])
 
     data = webdataset.WebDataset(

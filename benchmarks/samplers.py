@@ -18,8 +18,7 @@ from collections.abc import Callable
 import numpy as np
 
 from lightning_ring.data import BalancedSampler, PKSampler, ShuffledSampler
-from lightning_ring.data.sampling import OrderedSampler
-from lightning_ring.data.sampling.sampler import Ints
+from lightning_ring.data.sampling.sampler import Ints, OrderedSampler
 
 DRAWN = 100_000
 

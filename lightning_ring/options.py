@@ -17,7 +17,7 @@ from lightning_ring.algorithms import ALGORITHMS, algorithm_class
 from lightning_ring.algorithms.algorithm import Algorithm
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.gradients.compression import COMPRESSORS, Compressor
-from lightning_ring.timeline.paths import checked_path
+from lightning_ring.timeline.settings import checked_path
 
 Backend = Literal["auto", "nccl", "gloo", "mpi"]
 Topology = Literal["auto", "flat", "hierarchical"]

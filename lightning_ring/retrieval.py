@@ -19,7 +19,7 @@ class NothingToFindError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class RetrievalMetrics:
-    """What `retrieval_metrics` found; rates are means over ``num_queries``.
+    """The results of `retrieval_metrics`; rates are means over ``num_queries``.
 
     Attributes:
         hit_rate: R@K for each K asked for: the share of queries with an item of their class among the K nearest.

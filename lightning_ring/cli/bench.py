@@ -8,25 +8,21 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
+from lightning_ring.cli.arguments import add_hosts, check_outputs, chosen_hosts
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.host.cores import available_cores
 from lightning_ring.job.launchers import LaunchVariables, launcher_variables
-from lightning_ring.launch.hosts import check_slots, parse_hosts, read_hostfile
+from lightning_ring.launch.hosts import check_slots
 from lightning_ring.launch.mpirun import find_mpirun, require_mpirun
 from lightning_ring.launch.start import mpirun_job, plain_job
-from lightning_ring.tools.bench.names import BACKENDS, COLLECTIVES
+from lightning_ring.tools.bench import BACKENDS, COLLECTIVES
 
 _FACTORS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 _STEP = 4  # each size to the next
 
 
 def main(arguments: Sequence[str]) -> int:
-    """
-    Raises:
-        RingError: The command line is wrong, a backend is not there, or a result was wrong.
-    """
     options = _parser().parse_args(arguments)
     sizes = chosen_sizes(options.sizes, options.min, options.max)
     _check(options)
@@ -34,9 +30,7 @@ def main(arguments: Sequence[str]) -> int:
     if launched is None:
         return _start_ranks(options, list(arguments))
     _check_launched(options, launched)
-    from lightning_ring.tools.bench.session import (
-        run,  # deferred: what is wrong so far is said without waiting for torch
-    )
+    from lightning_ring.tools.bench.session import run  # after the checks, which need no torch
 
     return run(options, sizes)
 
@@ -50,32 +44,22 @@ def _parser() -> argparse.ArgumentParser:
         "mpirun, srun or torchrun it runs with the ranks that they started.",
     )
     parser.add_argument("-n", "-np", dest="ranks", type=int, metavar="N", help="ranks (default: one a GPU, or a core)")
-    where = parser.add_mutually_exclusive_group()
-    where.add_argument("-H", "--host", dest="hosts", metavar="HOST:SLOTS,...", help="hosts, and ranks on each")
-    where.add_argument("--hostfile", metavar="FILE", help="the same, one host a line: `gpu01 slots=4`")
+    add_hosts(parser)
     parser.add_argument("--min", metavar="SIZE", help="smallest tensor on each rank (default: 1K)")
     parser.add_argument("--max", metavar="SIZE", help="largest (default: 256M); each is 4 times the one before")
     parser.add_argument("--sizes", metavar="SIZE,...", help="these sizes instead")
     parser.add_argument("--backends", nargs="+", choices=BACKENDS, help="default: all that work here")
     parser.add_argument("--collectives", nargs="+", choices=COLLECTIVES, default=COLLECTIVES, help="default: all")
-    parser.add_argument(
-        "--compare", choices=BACKENDS, metavar="BACKEND", help="show each time as a ratio to this one's"
-    )
+    parser.add_argument("--compare", choices=BACKENDS, metavar="BACKEND", help="show times as ratios to this one's")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument(
-        "--seconds", type=float, default=0.2, help="for each backend, collective and size (default: 0.2)"
-    )
+    parser.add_argument("--seconds", type=float, default=0.2, help="for each backend, collective, size (default: 0.2)")
     parser.add_argument("--json", metavar="FILE", help="write all numbers, in bytes and seconds (rank 0's host)")
     parser.add_argument("--plot", metavar="FILE.png", help="draw bus bandwidth over size (needs matplotlib)")
     return parser
 
 
 def parse_size(text: str, option: str) -> int:
-    """``"4K"``: 4096.
-
-    Raises:
-        ConfigurationError: ``text`` is no size, or less than one float32.
-    """
+    """``"4K"``: 4096. Raises `ConfigurationError` if ``text`` is no size, or less than one float32."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?)(i?B)?", text.strip(), re.IGNORECASE)
     if match is None:
         raise ConfigurationError(f"{option}: {text!r} is not a size. Write bytes, or a number with K, M, G: 64K, 25M.")
@@ -87,11 +71,7 @@ def parse_size(text: str, option: str) -> int:
 
 
 def chosen_sizes(sizes: str | None, least: str | None, most: str | None) -> list[int]:
-    """Sizes to measure, in bytes.
-
-    Raises:
-        ConfigurationError: One is no size, ``least`` is above ``most``, or ``sizes`` is given beside them.
-    """
+    """Sizes to measure, in bytes. Raises `ConfigurationError` for options that exclude each other, or no sizes."""
     if sizes is not None:
         if least is not None or most is not None:
             raise ConfigurationError("--sizes says what to measure, and so do --min and --max. Use one or the other.")
@@ -103,33 +83,18 @@ def chosen_sizes(sizes: str | None, least: str | None, most: str | None) -> list
 
 
 def _check(options: argparse.Namespace) -> None:
-    """What would otherwise be found out after minutes of measuring.
-
-    Raises:
-        ConfigurationError: Says which option cannot work.
-    """
+    """Raises `ConfigurationError` for an option that cannot work, before minutes of measuring."""
     if not 0 < options.seconds < math.inf:
         raise ConfigurationError(f"--seconds {options.seconds}: must be more than 0, such as 0.2.")
     if options.compare and options.backends and options.compare not in options.backends:
         raise ConfigurationError(f"--compare {options.compare} is not among --backends {' '.join(options.backends)}.")
-    if options.plot is not None:
-        from lightning_ring.tools.bench.plot import check_plot
-
-        check_plot(options.plot)
-    for option, path in (("--json", options.json), ("--plot", options.plot)):
-        if path is not None and (Path(path).is_dir() or not os.access(Path(path).absolute().parent, os.W_OK)):
-            raise ConfigurationError(f"{option} {path}: cannot be written. Name a file in a folder that is there.")
+    check_outputs(options)
 
 
 def _check_launched(options: argparse.Namespace, launched: LaunchVariables) -> None:
-    """
-    Raises:
-        ConfigurationError: ``-n`` or ``-H`` says something else than the launcher did, or there is one rank.
-    """
     if options.ranks not in (None, launched.world_size):
-        raise ConfigurationError(
-            f"-n {options.ranks}, but {launched.launcher} started {launched.world_size} ranks. Leave -n out here."
-        )
+        started = f"{launched.launcher} started {launched.world_size} ranks"
+        raise ConfigurationError(f"-n {options.ranks}, but {started}. Leave -n out here.")
     if (options.hosts or options.hostfile) and "RING_LAUNCHER_PID" not in os.environ:
         raise ConfigurationError(f"-H and --hostfile choose hosts, but {launched.launcher} has. Leave them out here.")
     _check_number(launched.world_size)
@@ -142,7 +107,7 @@ def _check_number(ranks: int) -> None:
 
 def _start_ranks(options: argparse.Namespace, arguments: list[str]) -> int:
     """Run this command again in every rank, through mpirun or, without one, as plain processes of this host."""
-    hosts = parse_hosts(options.hosts) if options.hosts else read_hostfile(options.hostfile) if options.hostfile else []
+    hosts = chosen_hosts(options)
     ranks = options.ranks if options.ranks is not None else sum(host.slots for host in hosts)
     if not ranks and options.ranks is None:
         ranks = _default_ranks(options.device)
@@ -158,7 +123,7 @@ def _start_ranks(options: argparse.Namespace, arguments: list[str]) -> int:
 
 def _default_ranks(device: str) -> int:
     if device != "cpu":
-        import torch  # deferred: see main
+        import torch
 
         if torch.cuda.device_count() > 1:
             return torch.cuda.device_count()

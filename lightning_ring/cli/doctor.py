@@ -1,4 +1,4 @@
-"""``lightning-ring doctor``: is everything set up; what is not, and what to do."""
+"""``lightning-ring doctor``: checks of the setup, with advice."""
 
 from __future__ import annotations
 
@@ -14,26 +14,20 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from lightning_ring.cli.arguments import add_hosts, chosen_hosts
 from lightning_ring.errors import ConfigurationError, RankDiscoveryError
 from lightning_ring.job.launchers import launcher_variables
 from lightning_ring.job.rendezvous.interfaces import reachable_candidates
-from lightning_ring.launch.hosts import parse_hosts, read_hostfile
-from lightning_ring.tools.doctor.families import FAMILIES, examine
-from lightning_ring.tools.doctor.finding import Finding
-from lightning_ring.tools.doctor.hosts import PREFIX, examine_hosts
-from lightning_ring.tools.doctor.launcher import living_launcher
+from lightning_ring.tools.doctor.asking import Request
+from lightning_ring.tools.doctor.findings import Finding, HostReport, as_json, last_line, lines, overall, short
+from lightning_ring.tools.doctor.hosts import FAMILIES, PREFIX, examine, examine_hosts
+from lightning_ring.tools.doctor.launching import living_launcher
 from lightning_ring.tools.doctor.network import knock, open_door
-from lightning_ring.tools.doctor.report import HostReport, as_json, last_line, lines, overall, short
-from lightning_ring.tools.doctor.request import Request
 
 _PEERS_SECONDS = 300  # how long a host's doctor waits for the others' to be done
 
 
 def main(arguments: Sequence[str]) -> int:
-    """
-    Raises:
-        ConfigurationError: The command line is wrong.
-    """
     options = _parser().parse_args(arguments)
     if not options.timeout > 0:
         raise ConfigurationError(f"--timeout {options.timeout:g}: must be more than 0 seconds, such as 60.")
@@ -56,13 +50,9 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Exit code: 0, also with warnings; 1 if something is broken; 2 if this command line is wrong.",
     )
     parser.add_argument(
-        "-n", dest="ranks", type=int, metavar="N", help="ranks to run on this host (default: one a GPU, 2 at least)"
+        "-n", dest="ranks", type=int, metavar="N", help="ranks on this host (default: one a GPU, min. 2)"
     )
-    where = parser.add_mutually_exclusive_group()
-    where.add_argument(
-        "-H", "--host", dest="hosts", metavar="HOST:SLOTS,...", help="check these hosts, and compare them"
-    )
-    where.add_argument("--hostfile", metavar="FILE", help="the same, one host a line: `gpu01 slots=4`")
+    add_hosts(parser, "check these hosts, and compare them")
     parser.add_argument("--only", nargs="+", choices=FAMILIES, default=list(FAMILIES), help="default: all of them")
     parser.add_argument("--timeout", type=float, default=60, metavar="SECONDS", help="of each all-reduce (default: 60)")
     parser.add_argument("--json", action="store_true", help="write the report as JSON")
@@ -72,46 +62,37 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(options: argparse.Namespace) -> int:
-    hosts = parse_hosts(options.hosts) if options.hosts else read_hostfile(options.hostfile) if options.hostfile else []
-    part = options.part_of > 0
+    hosts = chosen_hosts(options)
+    num_gpus = len(list(Path("/proc/driver/nvidia/gpus").glob("*")))  # the driver itself may hang
     request = Request(
-        ranks=options.ranks or _default_ranks(),
+        ranks=options.ranks or max(2, num_gpus),
         num_hosts=options.part_of or len(hosts) or 1,
         seconds=options.timeout,
         launcher=living_launcher(),
-        part=part,
+        part=options.part_of > 0,
         environ=dict(os.environ),
     )
-    if part:
+    if request.part:
         return _run_as_part(options.only, request)
     if request.launcher and _is_another_rank(request.environ):
         return 0  # rank 0 of this job reports
     if not hosts:
-        return _run_here(options, request)
+        here = HostReport(socket.gethostname())
+        for family, findings in examine(request, options.only):
+            here.families[family] = findings
+            if not options.json and findings:
+                print(*lines(findings), sep="\n", flush=True)
+        return _conclude(options, [here], [])
     reports, between = examine_hosts(hosts, options.only, request)
-    # what starts the other hosts is here
+    # this host starts the others
     if not any(host.is_local for host in hosts):
-        here = [family for family in ("launcher", "mpi") if family in options.only]
-        reports.insert(0, HostReport(socket.gethostname(), dict(examine(request, here))))
+        chosen = [family for family in ("launcher", "mpi") if family in options.only]
+        reports.insert(0, HostReport(socket.gethostname(), dict(examine(request, chosen))))
     if not options.json:
         for report in reports:
             print(f"{report.host}:", *lines(short(report.findings)), "", sep="\n")
         print("between hosts:", *lines(between), "", sep="\n")
     return _conclude(options, reports, between)
-
-
-def _default_ranks() -> int:
-    """Without asking the driver, which may hang."""
-    return max(2, len(list(Path("/proc/driver/nvidia/gpus").glob("*"))))
-
-
-def _run_here(options: argparse.Namespace, request: Request) -> int:
-    report = HostReport(socket.gethostname())
-    for family, findings in examine(request, options.only):
-        report.families[family] = findings
-        if not options.json and findings:
-            print(*lines(findings), sep="\n", flush=True)
-    return _conclude(options, [report], [])
 
 
 def _conclude(options: argparse.Namespace, reports: Sequence[HostReport], between: Sequence[Finding]) -> int:
@@ -138,7 +119,7 @@ def _run_as_part(chosen: Sequence[str], request: Request) -> int:
 
 
 def _attempts(door: Mapping[str, Any]) -> dict[str, str]:
-    """Each address of a door and what went wrong there; none after the first that greeted."""
+    """Each address of a door and its error; none after the first that greeted."""
     attempts: dict[str, str] = {}
     for address in door["addresses"]:
         attempts[address] = knock(address, door["port"])

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 from lightning_ring.errors import RingError
 
-# name: (module with `main(arguments) -> int`, what it answers)
+# name: (module with `main(arguments) -> int`, its purpose)
 COMMANDS = {
-    "doctor": ("lightning_ring.cli.doctor", "is everything set up: what is not, and what to do"),
+    "doctor": ("lightning_ring.cli.doctor", "check the setup: mistakes, and advice"),
     "pack": ("lightning_ring.cli.pack", "pack images into shards that train fast, and check them"),
     "bench": ("lightning_ring.cli.bench", "how fast the ring is: bandwidth of every backend, over sizes"),
     "timeline": ("lightning_ring.cli.timeline", "merge the ranks' timelines into one trace, also after a crash"),
@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="lightning-ring",
         usage="%(prog)s [-h] COMMAND ...",
-        description="Tools beside training. `lightning-ring COMMAND --help` shows what each of them takes.",
+        description="Tools beside training. `lightning-ring COMMAND --help` shows the options of a command.",
         epilog="commands:\n" + "\n".join(f"  {name:{width}}  {what}" for name, (_, what) in COMMANDS.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 def main(arguments: Sequence[str]) -> int:
     """0; 1 where ``--verify`` found problems, or the disk failed; 130 after Ctrl-C.
 
-    Raises:
-        ConfigurationError: The command line is wrong, or what it names cannot be packed.
+    Raises `ConfigurationError`: the command line is wrong, or what it names cannot be packed.
     """
     parser = _parser()
     options = parser.parse_args(arguments)
@@ -61,9 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--size", type=int, default=256, help="shrink to this shorter side, 0: never (default: 256)")
     parser.add_argument("--shard-mb", type=float, default=256, metavar="MIB", help="largest shard (default: 256)")
     parser.add_argument("--quality", type=int, default=90, help="of JPEGs that are encoded anew (default: 90)")
-    parser.add_argument(
-        "--group-by-class", action="store_true", help="keep a class together (default: mixed, always the same way)"
-    )
+    parser.add_argument("--group-by-class", action="store_true", help="keep classes together (default: mixed, seeded)")
     parser.add_argument("--workers", type=int, metavar="N", help="threads (default: one a core); changes no byte")
     return parser
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from lightning_ring.cli.arguments import check_outputs
 from lightning_ring.errors import ConfigurationError
-from lightning_ring.tools.bench.plot import check_plot
 from lightning_ring.tools.plan import report
-from lightning_ring.tools.plan.advice import advise
+from lightning_ring.tools.plan.advice import advise, in_words
 from lightning_ring.tools.plan.model import PREDICTABLE, Cluster, Link, Settings, predict, world_sizes
 from lightning_ring.tools.plan.networks import parse_link
 from lightning_ring.tools.plan.profile import Profile, check_same_model, json_text, read_profile
@@ -21,12 +20,8 @@ MOST_RANKS = 10_000
 
 
 def main(arguments: Sequence[str]) -> int:
-    """
-    Raises:
-        ConfigurationError: The command line is wrong, or a file is no profile, damaged, or one of another model.
-    """
     options = _parser().parse_args(arguments)
-    _check_files(options)
+    check_outputs(options)
     profile = read_profile(options.profile)
     others = [(path, read_profile(path)) for path in options.check]
     for path, other in others:
@@ -42,9 +37,8 @@ def main(arguments: Sequence[str]) -> int:
     checks = [check(path, other, profile, options, network, node) for path, other in others]
     print(*report.heading(profile, network, node, per_node, settings), sep="\n")
     print("", *report.table_lines(table, profile.run.batch_size), sep="\n")
-    print("", report.advice_line(advice), report.ASSUMED, report.ERROR_RANGE, sep="\n")
-    for found in checks:
-        print(report.check_line(found["profile"], found, found["predicted_seconds"], found["measured_seconds"]))
+    print("", f"what to change first: {in_words(advice)}", report.ASSUMED, report.ERROR_RANGE, sep="\n")
+    print(*map(report.check_line, checks), sep="\n", end="\n" if checks else "")
     if options.json is not None:
         content = report.as_json(profile, network, node, per_node, settings, table, advice, checks)
         Path(options.json).write_text(json_text(content))
@@ -70,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--compression", choices=("none", *PREDICTABLE), help="default: as recorded")
     parser.add_argument("--bucket-cap-mb", type=float, metavar="MIB", help="default: as recorded")
     parser.add_argument(
-        "--check", nargs="+", default=[], metavar="OTHER.json", help="profiles of runs to compare the prediction with"
+        "--check", nargs="+", default=[], metavar="OTHER.json", help="profiles to check predictions with"
     )
     parser.add_argument("--json", metavar="FILE", help="write all numbers, in bytes and seconds (null: without limit)")
     parser.add_argument("--plot", metavar="FILE.png", help="draw efficiency and step time (needs matplotlib)")
@@ -78,10 +72,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def chosen_ranks_per_node(asked: int | None, profile: Profile) -> int:
-    """
-    Raises:
-        ConfigurationError: It is less than 1.
-    """
     if asked is None:
         return profile.run.world_size // profile.run.num_nodes
     if not 1 <= asked <= MOST_RANKS:
@@ -90,10 +80,7 @@ def chosen_ranks_per_node(asked: int | None, profile: Profile) -> int:
 
 
 def chosen_links(options: argparse.Namespace, profile: Profile, per_node: int) -> tuple[Link, Link | None]:
-    """
-    Raises:
-        ConfigurationError: A link is neither given nor recorded.
-    """
+    """Between nodes and inside one; raises `ConfigurationError` if a link is neither given nor recorded."""
     measured = None if profile.link is None else Link(f"measured by {Path(options.profile).name}", profile.link)
     level = profile.link_level
     network = parse_link(options.network, "--network") if options.network else measured if level == "network" else None
@@ -112,11 +99,7 @@ def chosen_links(options: argparse.Namespace, profile: Profile, per_node: int) -
 
 
 def chosen_settings(options: argparse.Namespace, profile: Profile) -> Settings:
-    """Those of the run, where the command line does not say others.
-
-    Raises:
-        ConfigurationError: A bucket size that cannot be, or a compression whose messages cannot be predicted.
-    """
+    """The settings of the run, except for those that the command line sets."""
     run = profile.run
     cap = options.bucket_cap_mb
     if cap is not None and not 0 < cap < float("inf"):
@@ -133,10 +116,6 @@ def chosen_settings(options: argparse.Namespace, profile: Profile) -> Settings:
 
 
 def chosen_sizes(asked: str | None, per_node: int) -> list[int]:
-    """
-    Raises:
-        ConfigurationError: ``asked`` holds something else than numbers of ranks that fill nodes.
-    """
     if asked is None:
         return world_sizes(per_node, MOST_RANKS)
     sizes = []
@@ -201,11 +180,3 @@ def check(
         "measured_seconds": other.phases.total,
         "error": step.seconds / other.phases.total - 1,
     }
-
-
-def _check_files(options: argparse.Namespace) -> None:
-    if options.plot is not None:
-        check_plot(options.plot)
-    for option, path in (("--json", options.json), ("--plot", options.plot)):
-        if path is not None and (Path(path).is_dir() or not os.access(Path(path).absolute().parent, os.W_OK)):
-            raise ConfigurationError(f"{option} {path}: cannot be written. Name a file in a folder that is there.")

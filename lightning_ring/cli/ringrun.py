@@ -9,8 +9,9 @@ import shutil
 import sys
 from collections.abc import Sequence
 
+from lightning_ring.cli.arguments import add_hosts, chosen_hosts
 from lightning_ring.errors import ConfigurationError, RingError
-from lightning_ring.launch.hosts import Host, check_slots, parse_hosts, read_hostfile
+from lightning_ring.launch.hosts import check_slots
 from lightning_ring.launch.mpirun import mpirun_line, rank_environment, require_mpirun
 from lightning_ring.launch.start import mpirun_job, plain_job
 from lightning_ring.launch.supervisor import STOP_SIGNAL
@@ -18,8 +19,7 @@ from lightning_ring.launch.supervisor import STOP_SIGNAL
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``ringrun``; the exit code is the job's, or 2 where the command line was wrong."""
-    parser = _parser()
-    options = parser.parse_args(arguments)
+    options = _parser().parse_args(arguments)
     try:
         return _run(options)
     except RingError as error:
@@ -34,9 +34,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Ctrl-C and SIGTERM ask the ranks to stop and save; RING_STOP_GRACE (30 s) later they are ended.",
     )
     parser.add_argument("-n", "-np", dest="ranks", type=int, metavar="N", help="number of ranks (default: all slots)")
-    where = parser.add_mutually_exclusive_group()
-    where.add_argument("-H", "--host", dest="hosts", metavar="HOST:SLOTS,...", help="hosts, and ranks on each")
-    where.add_argument("--hostfile", metavar="FILE", help="the same, one host a line: `gpu01 slots=4`")
+    add_hosts(parser)
     parser.add_argument("--dry-run", action="store_true", help="show the line and run nothing")
     parser.add_argument("--no-mpi", action="store_true", help="plain processes on this host (Gloo or NCCL), no mpirun")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND", help="a .py file runs in this Python")
@@ -44,7 +42,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(options: argparse.Namespace) -> int:
-    hosts = _hosts(options)
+    hosts = chosen_hosts(options)
     ranks = options.ranks if options.ranks is not None else sum(host.slots for host in hosts)
     if ranks < 1:
         raise ConfigurationError(f"-n {ranks}: the number of ranks must be 1 or more. Say -n N, or give hosts with -H.")
@@ -67,18 +65,8 @@ def _run(options: argparse.Namespace) -> int:
     return mpirun_job(mpirun, ranks, command, hosts, os.environ).run()
 
 
-def _hosts(options: argparse.Namespace) -> list[Host]:
-    if options.hosts is not None:
-        return parse_hosts(options.hosts)
-    return read_hostfile(options.hostfile) if options.hostfile is not None else []
-
-
 def resolve_command(command: Sequence[str]) -> list[str]:
-    """``command`` with the running Python in front of a ``.py`` file, and in the place of ``python``.
-
-    Raises:
-        ConfigurationError: No command, or its program or file is not there.
-    """
+    """``command`` with the running Python in front of a ``.py`` file, and in the place of ``python``."""
     words = list(command[1:] if command[:1] == ["--"] else command)
     if not words:
         raise ConfigurationError("No command to run. For example: ringrun -n 2 train.py")

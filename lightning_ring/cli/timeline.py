@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from lightning_ring.cli.arguments import check_plot
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.timeline.merge import Merged, merge, timelines_in
 
@@ -14,14 +15,10 @@ from lightning_ring.timeline.merge import Merged, merge, timelines_in
 def main(arguments: Sequence[str]) -> int:
     """0; 1 where ranks are missing, or a file could not be read or written.
 
-    Raises:
-        ConfigurationError: The command line is wrong, or there is nothing to merge.
+    Raises `ConfigurationError`: the command line is wrong, or there is nothing to merge.
     """
     options = _parser().parse_args(arguments)
-    if options.plot is not None:
-        from lightning_ring.timeline.plot import check_plot
-
-        check_plot(options.plot)
+    check_plot(options.plot)
     names = _timelines(options.where)
     if len(names) > 1 and (options.output is not None or options.plot is not None):
         raise ConfigurationError(
@@ -54,9 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("where", type=Path, metavar="DIR", help="the folder, or the name trace.json in it")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="default: trace.json in DIR")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw some steps (.png, .svg or .pdf)")
-    parser.add_argument(
-        "--steps", type=_steps, metavar="A-B", help="which steps to draw (default: the last two that are whole)"
-    )
+    parser.add_argument("--steps", type=_steps, metavar="A-B", help="steps to draw (default: the last two whole ones)")
     return parser
 
 

@@ -4,17 +4,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightning_ring.data.loading import (
-        CenterCrop,
-        DeviceTransform,
-        ImageFolder,
-        Loader,
-        LoaderTimes,
-        RandomResizedCrop,
-        image_loader,
-        item_loader,
-    )
-    from lightning_ring.data.sampling import BalancedSampler, PKSampler, ShuffledSampler
+    from lightning_ring.data.loading.batch_maker import LoaderTimes
+    from lightning_ring.data.loading.folder import ImageFolder
+    from lightning_ring.data.loading.images import image_loader
+    from lightning_ring.data.loading.items import item_loader
+    from lightning_ring.data.loading.loader import Loader
+    from lightning_ring.data.loading.transforms import CenterCrop, DeviceTransform, RandomResizedCrop
+    from lightning_ring.data.sampling.balanced import BalancedSampler
+    from lightning_ring.data.sampling.pk import PKSampler
+    from lightning_ring.data.sampling.sampler import ShuffledSampler
     from lightning_ring.data.shards.dataset import ShardDataset
 
 __all__ = [
@@ -33,17 +31,25 @@ __all__ = [
 ]
 
 _HOMES = {
-    "lightning_ring.data.sampling": ("BalancedSampler", "PKSampler", "ShuffledSampler"),
-    "lightning_ring.data.shards.dataset": ("ShardDataset",),
+    "loading.batch_maker": ("LoaderTimes",),
+    "loading.transforms": ("CenterCrop", "DeviceTransform", "RandomResizedCrop"),
+    "loading.folder": ("ImageFolder",),
+    "loading.images": ("image_loader",),
+    "loading.items": ("item_loader",),
+    "loading.loader": ("Loader",),
+    "sampling.balanced": ("BalancedSampler",),
+    "sampling.pk": ("PKSampler",),
+    "sampling.sampler": ("ShuffledSampler",),
+    "shards.dataset": ("ShardDataset",),
 }
 
 
 def __getattr__(name: str) -> Any:
-    """Imported when it is asked for: packing needs no torch."""
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = next((module for module, names in _HOMES.items() if name in names), "lightning_ring.data.loading")
-    return getattr(import_module(home), name)
+    """Imported at first use: packing needs no torch."""
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(f"lightning_ring.data.{home}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -15,7 +15,7 @@ def decode_rgb(data: bytes | bytearray | memoryview) -> npt.NDArray[np.uint8]:
     """Pixels of an encoded image, height x width x 3, uint8. JPEGs release the GIL while they are decoded.
 
     Raises:
-        ValueError, OSError: Neither simplejpeg nor, for what it cannot read, Pillow can decode it.
+        ValueError, OSError: Neither simplejpeg nor Pillow can decode it.
     """
     if bytes(data[:2]) == b"\xff\xd8":
         try:

@@ -11,8 +11,7 @@ from torch.utils._pytree import tree_leaves
 def first_dimension(batch: Any) -> int:
     """Length of the first tensor in ``batch`` (any nesting of tuples, lists and dicts).
 
-    Raises:
-        TypeError: There is no tensor with a batch dimension.
+    Raises `TypeError`: there is no tensor with a batch dimension.
     """
     for leaf in tree_leaves(batch):
         if isinstance(leaf, Tensor) and leaf.ndim:

@@ -4,22 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import torch
-
 from lightning_ring.comm.recording import CollectiveRecord
-from lightning_ring.monitor.breakdown import collective_times
 from lightning_ring.monitor.step_record import StepRecord
+from lightning_ring.monitor.step_window import collective_times
 
 READY, ON_THE_WIRE, WAITED_FOR = "ready", "on the wire", "waited for"
-_COMPUTED = {
-    "data": "#8c8c8c",
-    "copy": "#b0a08c",
-    "forward": "#59a14f",
-    "backward": "#4e79a7",
-    "optimizer": "#b07aa1",
-}
+_COMPUTED = {"data": "#8c8c8c", "copy": "#b0a08c", "forward": "#59a14f", "backward": "#4e79a7", "optimizer": "#b07aa1"}
 _STATES = {READY: "#d9d9d9", ON_THE_WIRE: "#f28e2b", WAITED_FOR: "#e15759"}
 _MOST_COLLECTIVES = 48
 
@@ -40,7 +33,7 @@ def bars(record: StepRecord, collectives: Sequence[CollectiveRecord]) -> list[Ba
     on_device = [span for span in spans if not isinstance(span[1], float)]
     origin: Any = record.began
     if on_device:  # what the host timed itself, fetching and copying, is on another clock
-        spans, origin = on_device, _earliest(on_device)
+        spans, origin = on_device, min((start for _, start, _ in on_device), key=partial(_since, on_device[0][1]))
     found = _computed([Bar(part, part, _since(origin, start), _since(origin, stop)) for part, start, stop in spans])
     collectives = collectives[:_MOST_COLLECTIVES]
     events = next((one.events for one in collectives if one.events is not None), None)
@@ -98,15 +91,6 @@ def draw(found: Sequence[Bar], title: str) -> Any:
     import numpy as np  # matplotlib brings it
 
     return np.asarray(canvas.buffer_rgba()).copy()
-
-
-def _earliest(spans: Sequence[tuple[str, Any, Any]]) -> torch.cuda.Event:
-    first = spans[0][1]
-    for _, start, _ in spans[1:]:
-        if _since(first, start) < 0:
-            first = start
-    event: torch.cuda.Event = first
-    return event
 
 
 def _since(origin: Any, moment: Any) -> float:

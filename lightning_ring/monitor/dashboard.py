@@ -131,16 +131,13 @@ def hyperparameters(trainer: Trainer) -> dict[str, Any]:
         value = getattr(options, field.name)
         if isinstance(value, timedelta):
             value = value.total_seconds()
-        found[field.name] = value if value is None or isinstance(value, (bool, int, float)) else _named(value)
+        plain = value is None or isinstance(value, (bool, int, float, str))
+        found[field.name] = value if plain else str(getattr(value, "name", type(value).__name__))
     loader = trainer.fit_loop._data_source.instance
     if isinstance(loader, DataLoader) and loader.batch_size is not None:  # others are not built yet
         found["batch_size_per_rank"] = loader.batch_size
         found["batch_size"] = loader.batch_size * trainer.world_size * trainer.accumulate_grad_batches
     return {f"ring/{name}": value for name, value in found.items()}
-
-
-def _named(value: Any) -> str:
-    return value if isinstance(value, str) else str(getattr(value, "name", type(value).__name__))
 
 
 def _log_hyperparameters(trainer: Trainer, ours: dict[str, Any]) -> None:

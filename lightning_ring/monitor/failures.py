@@ -1,4 +1,4 @@
-"""What a monitor could not compute: left out of its numbers, said once, and never the end of a training."""
+"""Failures of a monitor's own computations: left out of its numbers, reported once, never the end of training."""
 
 from __future__ import annotations
 
@@ -17,14 +17,10 @@ _log = logging.getLogger("lightning_ring")
 
 
 class LeftOut:
-    """Runs a monitor's own computations, each of which belongs to one of ``parts``.
+    """Runs a monitor's own computations, each of which belongs to one of ``parts`` (52 at most, equal on all ranks).
 
-    An exception of the monitor's own goes no further: the result is a default, and the part counts as failed. Rank 0
-    warns of it once a part; other ranks, whose failures travel in their rows, log it at INFO. A `RingError` passes: it
-    is the job's.
-
-    Args:
-        parts: Names of what can be left out, 52 at most, equal on all ranks.
+    An exception in one makes its result a default, and the part counts as failed. Rank 0 warns once a part; other
+    ranks, whose failures travel in their rows, log it at INFO. A `RingError` passes: it is the job's.
     """
 
     def __init__(self, parts: Sequence[str]) -> None:

@@ -12,7 +12,6 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
@@ -29,9 +28,9 @@ from lightning_ring.monitor.gap_report import (
     LoaderCost,
     RankTimes,
     judge,
+    loader_cost,
     median,
 )
-from lightning_ring.monitor.loader_cost import loader_cost
 from lightning_ring.monitor.trainer_snapshot import borrowed
 
 
@@ -59,11 +58,7 @@ class GapMeter(Callback):
     """
 
     def __init__(
-        self,
-        steps: int = 20,
-        rounds: int = 3,
-        only: bool = False,
-        batch_size: Callable[[Any], int] = first_dimension,
+        self, steps: int = 20, rounds: int = 3, only: bool = False, batch_size: Callable[[Any], int] = first_dimension
     ) -> None:
         if steps < 4 or rounds < 1:
             raise ValueError(f"GapMeter needs steps >= 4 and rounds >= 1, got {steps} and {rounds}.")
@@ -88,14 +83,10 @@ class GapMeter(Callback):
             everyone = [None] * trainer.world_size  # type: ignore[list-item]
             torch.distributed.all_gather_object(everyone, mine)
         self.report = judge(everyone)
-        self._show(trainer)
+        if trainer.is_global_zero:
+            print(self.report.table(), flush=True)
         if self.only:
             trainer.should_stop = True
-
-    @rank_zero_only
-    def _show(self, trainer: Trainer) -> None:
-        assert self.report is not None
-        print(self.report.table(), flush=True)
 
 
 class _Measurement:
@@ -132,16 +123,15 @@ class _Measurement:
             waits=self.waits,
             own=median(self.own),
             batch_size=self.batch_size,
-            loader=LeftOut(("loader's cost",)).run(
-                "loader's cost",
-                LoaderCost(0.0, 0.0, median(self.fetches)),  # as of a loader that cannot be asked
-                loader_cost,
-                self.loader.flattened[0],
-                self.batch_size,
-                median(self.fetches),
-            ),
+            loader=self._loader_cost(median(self.fetches)),
             copies=self.module.device.type != "cpu",
         )
+
+    def _loader_cost(self, seconds: float) -> LoaderCost:
+        part = "loader's cost"
+        unknown = LoaderCost(0.0, 0.0, seconds)  # as of a loader that cannot be asked
+        loader = self.loader.flattened[0]
+        return LeftOut((part,)).run(part, unknown, loader_cost, loader, self.batch_size, seconds)
 
     def _block(self, source: str) -> None:
         """Steps of the optimizer on one source; the second half of them counts."""

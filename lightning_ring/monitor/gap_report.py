@@ -1,10 +1,14 @@
-"""What the gap meter measured, and which part of the pipeline it names."""
+"""The gap meter's measurements, the cost of a loader, and the part of the pipeline that is the bottleneck."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset
 
 ON_DEVICE, ON_HOST, REPLAYED, REAL = SOURCES = ("synthetic on the device", "synthetic on the host", "replayed", "real")
 SLOW_RANK = 1.25
@@ -14,17 +18,11 @@ SMALL_GAP = 0.05
 
 @dataclass(frozen=True, slots=True)
 class LoaderCost:
-    """Seconds of one rank to make one batch, as one worker after another would take them.
+    """Seconds of one rank to make one batch, as one worker after another would take them."""
 
-    Attributes:
-        reading: Waiting for storage.
-        decoding: Decoding and transforms: computing in the data set.
-        handing_over: Collating, and what lies between worker and training loop.
-    """
-
-    reading: float
-    decoding: float
-    handing_over: float
+    reading: float  # waiting for storage
+    decoding: float  # decoding and transforms: computing in the data set
+    handing_over: float  # collating, and what lies between worker and training loop
 
     def largest(self) -> str:
         costs = {"reading": self.reading, "decoding and transforms": self.decoding, "handing over": self.handing_over}
@@ -33,23 +31,14 @@ class LoaderCost:
 
 @dataclass(frozen=True, slots=True)
 class RankTimes:
-    """What one rank measured, in seconds.
+    """What one rank measured, in seconds."""
 
-    Attributes:
-        step: For each of `SOURCES` the median step, a batch's share of it where gradients accumulate.
-        waits: For each step on real data the share of it spent waiting for the batch.
-        own: Median time of forward and backward without any exchange of gradients.
-        batch_size: Images of a step on this rank.
-        loader: What its loader spends on a batch.
-        copies: Whether a batch has to be copied to the device: on the CPU the two synthetic sources are one.
-    """
-
-    step: Mapping[str, float]
-    waits: Sequence[float]
-    own: float
-    batch_size: int
-    loader: LoaderCost
-    copies: bool = True
+    step: Mapping[str, float]  # for each of `SOURCES` the median step, a batch's share of it where gradients accumulate
+    waits: Sequence[float]  # for each step on real data the share of it spent waiting for the batch
+    own: float  # median time of forward and backward without any exchange of gradients
+    batch_size: int  # images of a step on this rank
+    loader: LoaderCost  # what its loader spends on a batch
+    copies: bool = True  # whether a batch has to be copied to the device: on the CPU the two synthetic sources are one
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +69,7 @@ class GapReport:
         return asdict(self)
 
     def verdict(self) -> str:
-        """The one line that says what to look at."""
+        """The bottleneck, in one line."""
         if self.bottleneck == "none":
             return f"no bottleneck: real data costs {100 * self.gap:.1f} % of the images per second"
         if self.slow_rank is not None:
@@ -167,3 +156,45 @@ def _quantile(values: Sequence[float], share: float) -> float:
     """The smallest value that ``share`` of ``values`` do not exceed; 0 of none."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
+
+
+def loader_cost(loader: Any, batch_size: int, seconds_per_batch: float, num_batches: int = 2) -> LoaderCost:
+    """Make ``num_batches`` of the training loader's data set in this thread, and measure the parts.
+
+    Time in the data set during which this thread ran, or was ready to and waited for a core, is decoding and
+    transforms; time that it slept is reading, which waits for storage. ``seconds_per_batch`` is the loader's time for a
+    batch that training waits for: the part of it that the workers' share of reading, decoding and collating does not
+    explain is handing over. A loader that measures itself (``loader.cost()``, as `lightning_ring.data`'s) is believed.
+    """
+    if hasattr(loader, "cost"):
+        reading, decoding, handing_over = loader.cost()
+        return LoaderCost(reading, decoding, handing_over)
+    dataset: Any = getattr(loader, "dataset", None)
+    # an IterableDataset has a __getitem__, which raises; without a batch sampler only the sampler knows the indices
+    by_index = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    if not by_index or isinstance(dataset, IterableDataset) or getattr(loader, "batch_sampler", True) is None:
+        return LoaderCost(0.0, 0.0, seconds_per_batch)
+    wall = worked = collated = 0.0
+    for number in range(num_batches):
+        begin, begin_worked = time.perf_counter(), _seconds_ready()
+        indices = [(number * batch_size + index) % len(dataset) for index in range(batch_size)]
+        at_once = hasattr(dataset, "__getitems__")
+        items = dataset.__getitems__(indices) if at_once else [dataset[index] for index in indices]
+        wall, worked = wall + time.perf_counter() - begin, worked + _seconds_ready() - begin_worked
+        begin = time.perf_counter()
+        if isinstance(loader, DataLoader) and loader.collate_fn is not None:
+            loader.collate_fn(items)
+        collated += time.perf_counter() - begin
+    wall, worked, collated = wall / num_batches, worked / num_batches, collated / num_batches
+    workers = max(1, getattr(loader, "num_workers", 0))
+    explained = (wall + collated) / workers
+    return LoaderCost(max(0.0, wall - worked), worked, collated + max(0.0, seconds_per_batch - explained))
+
+
+def _seconds_ready() -> float:
+    """Seconds that this thread has run so far, with those that it could have run had a core been free (on Linux)."""
+    try:
+        ran, waited, _ = Path("/proc/thread-self/schedstat").read_text().split()
+    except (OSError, ValueError):
+        return time.thread_time()
+    return (int(ran) + int(waited)) / 1e9

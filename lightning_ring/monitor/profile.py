@@ -20,10 +20,18 @@ from torch.utils.hooks import RemovableHandle
 from lightning_ring.comm.recording import CollectiveRecord
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.monitor.batch_size import first_dimension
-from lightning_ring.monitor.profiled_run import check_can_record, communicator, describe, is_sharded, measure_link
+from lightning_ring.monitor.profiled_run import (
+    Mark,
+    check_can_record,
+    communicator,
+    describe,
+    is_sharded,
+    measure_link,
+    now,
+    seconds_between,
+)
 from lightning_ring.monitor.step_record import StepRecord
 from lightning_ring.monitor.step_timer import StepTimer
-from lightning_ring.monitor.stopwatch import Mark, now, seconds_between
 from lightning_ring.tools.plan.profile import Gradient, Model, Phases, Profile, fingerprint, write_profile
 
 
@@ -167,9 +175,7 @@ class RingProfile(Callback):
             model = Model(type(module).__name__, digest, sum(param.numel() for _, param in parameters))
             run = describe(trainer, comm, self._batch_size, self.steps)
             write_profile(Profile(model, run, phases, tuple(gradients), level, link), self.path)
-            rank_zero_info(
-                f"lightning_ring: RingProfile wrote {self.path}; `lightning-ring plan {self.path}` reads it."
-            )
+            rank_zero_info(f"lightning_ring: RingProfile wrote {self.path}: `lightning-ring plan {self.path}` reads it")
 
     def _gradients(self, module: LightningModule) -> list[Gradient]:
         """A parameter that got none still travels, and holds its bucket back until backward ends."""

@@ -1,8 +1,9 @@
-"""What a `RingProfile` has to know of its Trainer: whether it can be recorded, where it runs, and over which link."""
+"""Properties of a Trainer that `RingProfile` records, and the clock by which it records."""
 
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from statistics import median
 
@@ -14,8 +15,27 @@ from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.cost import Collective, CostModel, fit
 from lightning_ring.comm.hierarchical import HierarchicalCommunicator
 from lightning_ring.errors import ConfigurationError
-from lightning_ring.monitor.stopwatch import now, seconds_between
 from lightning_ring.tools.plan.profile import Run
+
+Mark = float | torch.cuda.Event
+
+
+def now(device: torch.device) -> Mark:
+    """On CUDA when the current stream comes to it; nothing waits."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds_between(began: Mark, ended: Mark) -> float:
+    """Waits for ``ended`` where that is a mark on a device."""
+    if isinstance(began, float) or isinstance(ended, float):
+        return ended - began  # type: ignore[operator]
+    ended.synchronize()
+    return began.elapsed_time(ended) / 1e3
+
 
 PROBE_BYTES = (2**16, 2**18, 2**19, 2**20, 2**22, 2**24)
 PROBE_REPEATS = 5
@@ -23,10 +43,7 @@ _COLLECTIVES: tuple[Collective, ...] = ("all_reduce", "reduce_scatter", "all_gat
 
 
 def check_can_record(path: Path, trainer: Trainer, module: LightningModule) -> None:
-    """
-    Raises:
-        ConfigurationError: Names what stands in the way.
-    """
+    """Raises `ConfigurationError`: names what stands in the way."""
     name = f"RingProfile({str(path)!r})"
     if trainer.is_global_zero and (path.is_dir() or not os.access(path.absolute().parent, os.W_OK)):
         raise ConfigurationError(f"{name} cannot be written. Name a file in a folder that is there.")

@@ -2,32 +2,60 @@
 
 from __future__ import annotations
 
+import math
+import os
+import resource
+import sys
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from lightning_ring.comm.communicator import Communicator, CompletedWork, Work, shard
-from lightning_ring.monitor.memory import Memory
 from lightning_ring.monitor.step_record import StepTimes
 
 
 @dataclass(frozen=True, slots=True)
-class RankRow:
-    """One rank's numbers since the last logged step.
+class Memory:
+    """Bytes that a rank holds. The CUDA allocator's are zero on other devices."""
 
-    Attributes:
-        times: Means over the steps, on CUDA over the steps that the device has finished.
-        skipped: Steps that a loss scaler left out since training began.
-        left_out: What the monitor failed to compute on this rank (`LeftOut.bits`).
-    """
+    resident: float = 0.0  # this process's, without its data-loading workers; its peak if the system tells no more
+    allocated: float = 0.0  # tensors on the device
+    reserved: float = 0.0  # held by the allocator
+    peak: float = 0.0  # largest ``allocated`` since the process started, or since a reset
+
+    @classmethod
+    def unknown(cls) -> Memory:
+        return cls(*[math.nan] * len(fields(cls)))
+
+    @classmethod
+    def now(cls, device: torch.device) -> Memory:
+        if device.type != "cuda":
+            return cls(_resident())
+        cuda = torch.cuda
+        sizes = cuda.memory_allocated(device), cuda.memory_reserved(device), cuda.max_memory_allocated(device)
+        return cls(_resident(), *sizes)
+
+
+def _resident() -> float:
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class RankRow:
+    """One rank's numbers since the last logged step."""
 
     rank: int
-    skipped: float
-    times: StepTimes
+    skipped: float  # steps that a loss scaler left out since training began
+    times: StepTimes  # means over the steps, on CUDA over the steps that the device has finished
     memory: Memory
-    left_out: float = 0.0
+    left_out: float = 0.0  # what the monitor failed to compute on this rank (`LeftOut.bits`)
 
     def as_list(self) -> list[float]:
         return [self.rank, self.skipped, self.left_out, *astuple(self.times), *astuple(self.memory)]
@@ -44,12 +72,9 @@ _NUM_NUMBERS = 3 + _NUM_TIMES + len(fields(Memory))
 
 
 class RowExchange:
-    """An all-gather of every rank's row, under way. Nobody waits for it, nor for the device, before `wait`.
+    """An all-gather of every rank's row, under way; before `wait` nothing waits for it, nor for the device.
 
-    Args:
-        comm: `None` in a single process.
-        row: This rank's.
-        on_device: Further numbers (1-D, float64) that may lie on the device; of one length on all ranks.
+    ``on_device`` are further numbers (1-D, float64) that may lie on the device, of one length on all ranks.
     """
 
     def __init__(self, comm: Communicator | None, row: RankRow, on_device: Tensor, device: torch.device) -> None:
@@ -73,11 +98,7 @@ class RowExchange:
         return self._work is None and (self._copied is None or self._copied.query())
 
     def wait(self) -> None:
-        """Block until all ranks' rows are on the host.
-
-        Raises:
-            RingError: As `Work.wait`.
-        """
+        """Block until all ranks' rows are on the host. Raises `RingError`: as `Work.wait`."""
         self._start_copy()
         if self._copied is not None:
             self._copied.synchronize()

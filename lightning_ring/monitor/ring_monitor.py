@@ -16,12 +16,9 @@ from lightning_ring.comm.communicator import Communicator
 from lightning_ring.monitor.batch_size import first_dimension
 from lightning_ring.monitor.dashboard import Dashboard
 from lightning_ring.monitor.failures import LeftOut
-from lightning_ring.monitor.logged_step import UNKNOWN, LoggedStep, numbers_on_device
-from lightning_ring.monitor.memory import Memory
-from lightning_ring.monitor.optimizer_numbers import gradient_squares, learning_rates, trust_ratios
-from lightning_ring.monitor.rank_rows import RankRow, RowExchange
-from lightning_ring.monitor.ring_report import RingReport
-from lightning_ring.monitor.skipped_steps import SkippedSteps
+from lightning_ring.monitor.optimizer_numbers import SkippedSteps, gradient_squares, learning_rates, trust_ratios
+from lightning_ring.monitor.rank_rows import Memory, RankRow, RowExchange
+from lightning_ring.monitor.ring_report import UNKNOWN, LoggedStep, RingReport, numbers_on_device
 from lightning_ring.monitor.step_record import StepTimes
 from lightning_ring.monitor.step_timer import StepTimer
 from lightning_ring.monitor.step_window import RecordedStep, StepWindow

@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lightning_ring.monitor.rank_rows import RankRow
+from lightning_ring.monitor.rank_rows import RankRow, RowExchange
 
 _MS = 1e3
 _MB = 1e6
-_TIMES = ("data", "copy", "forward", "backward", "exposed", "optimizer", "other")
+_TIMES = {part: part for part in ("data", "copy", "forward", "backward", "optimizer", "other")}
+_TIMES["exposed"] = "exposed_communication"
 PERCENTILES = (5, 50, 95)
 
 
@@ -56,7 +57,7 @@ class RingReport:
     @property
     def communication_share(self) -> float:
         """Of a step, lost to collectives; the mean over ranks."""
-        return self._mean("exposed") / self._step_seconds
+        return self._mean("exposed") / (self._mean("total") or math.nan)
 
     @property
     def slowest(self) -> tuple[int, float]:
@@ -118,10 +119,6 @@ class RingReport:
     def _communicates(self) -> bool:
         return any(row.times.busy > 0 for row in self.rows)
 
-    @property
-    def _step_seconds(self) -> float:
-        return self._mean("total") or math.nan
-
     def _mean(self, part: str) -> float:
         return sum(getattr(row.times, part) for row in self.rows) / len(self.rows)
 
@@ -132,7 +129,7 @@ class RingReport:
             "images_per_second": self.images_per_second,
             "images_per_second_per_rank": self.images_per_second / len(self.rows),
             "step_ms": self._mean("total") * _MS,
-            **{f"{_name(part)}_ms": self._mean(part) * _MS for part in _TIMES},
+            **{f"{name}_ms": self._mean(part) * _MS for part, name in _TIMES.items()},
             "data_ms_slowest": max(row.times.data for row in self.rows) * _MS,
             "data_share": self.data_share,
         }
@@ -173,5 +170,47 @@ def _most(numbers: Iterable[float]) -> float:
     return math.nan if any(math.isnan(number) for number in found) else max(found)
 
 
-def _name(part: str) -> str:
-    return "exposed_communication" if part == "exposed" else part
+UNKNOWN = -math.inf  # in the place of a squared norm; in a sum with what other ranks have it stays negative
+_DID_NOT_STEP = -1.0  # the same
+
+
+@dataclass(slots=True)
+class LoggedStep:
+    """A logged step, until all ranks' rows are here."""
+
+    step: int
+    num_optimizers: int
+    learning_rates: dict[str, float]
+    trust_ratios: Tensor
+    rows: RowExchange
+
+    def report(self) -> RingReport:
+        rows, sums = self.rows.finish()
+        uncounted, squares, buckets = sums[0], sums[1 : 1 + self.num_optimizers], sums[1 + self.num_optimizers :]
+        ratios = self.trust_ratios
+        return RingReport(
+            step=self.step,
+            rows=rows,
+            gradient_norms=[None if square < 0 else math.sqrt(square) for square in squares.tolist()],
+            bucket_norms=buckets.sqrt().tolist() if not (buckets < 0).any() else [],
+            skipped=rows[0].skipped + float(uncounted) / len(rows),  # all ranks skip the same steps
+            learning_rates=self.learning_rates,
+            trust_ratios=ratios[~ratios.isnan()],
+        )
+
+
+def numbers_on_device(
+    uncounted: Tensor, squares: Sequence[Tensor | None], num_buckets: int, device: torch.device
+) -> Tensor:
+    """1-D, float64: skipped steps, the sum of each optimizer's ``squares``, the sum over optimizers of each bucket's.
+
+    Of those that are not known of all, as where buckets were laid out anew between two optimizers' steps, none are.
+    """
+    missing = torch.full((1,), _DID_NOT_STEP, dtype=torch.float64)
+    sums = [missing if one is None else one.sum().reshape(1) for one in squares]
+    by_bucket = [one for one in squares if one is not None]
+    if by_bucket and all(one.numel() == num_buckets for one in by_bucket):
+        buckets = torch.stack(by_bucket).sum(0)
+    else:
+        buckets = torch.full((num_buckets,), UNKNOWN, dtype=torch.float64)
+    return torch.cat([part.to(device, non_blocking=True) for part in (uncounted.reshape(1), *sums, buckets)])

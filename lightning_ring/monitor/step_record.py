@@ -85,19 +85,14 @@ def mean_times(steps: Sequence[StepTimes]) -> StepTimes:
 
 
 class StepRecord:
-    """Marks of one step: for each phase the pairs of begin and end, clock readings or CUDA events.
-
-    Attributes:
-        began: When the step began, by the timer's clock.
-        total: Seconds until it ended.
-    """
+    """Marks of one step: for each phase the pairs of begin and end, clock readings or CUDA events."""
 
     __slots__ = ("_open", "began", "marks", "total")
 
     def __init__(self) -> None:
-        self.began = 0.0
+        self.began = 0.0  # when the step began, by the timer's clock
         self.marks: dict[str, list[tuple[Any, Any]]] = {}
-        self.total = 0.0
+        self.total = 0.0  # seconds until it ended
         self._open: dict[str, Any] = {}
 
     def begin(self, phase: str, mark: Any) -> None:
@@ -129,9 +124,8 @@ class StepRecord:
         return [(part, *pair) for name, part in _INNERMOST_FIRST.items() for pair in self.marks.get(name, ())]
 
     def finished(self) -> bool:
-        return all(
-            end.query() for pairs in self.marks.values() for _, end in pairs if isinstance(end, torch.cuda.Event)
-        )
+        ends = (end for pairs in self.marks.values() for _, end in pairs)
+        return all(end.query() for end in ends if isinstance(end, torch.cuda.Event))
 
     def times(self) -> StepTimes:
         spent = {name: self._spent(name) for name in _PHASES}
@@ -145,8 +139,7 @@ class StepRecord:
         return StepTimes(**spent, other=other, total=self.total)
 
     def _spent(self, phase: str) -> float:
-        return sum(_seconds(*pair) for pair in self.marks.get(phase, ()))
-
-
-def _seconds(begin: Any, end: Any) -> float:
-    return begin.elapsed_time(end) / 1e3 if isinstance(end, torch.cuda.Event) else end - begin
+        pairs = self.marks.get(phase, ())
+        return sum(
+            begin.elapsed_time(end) / 1e3 if isinstance(end, torch.cuda.Event) else end - begin for begin, end in pairs
+        )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
@@ -15,6 +14,7 @@ from lightning_ring.comm.recording import Listener
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.monitor.step_record import StepRecord
 from lightning_ring.monitor.step_timer import StepTimer
+from lightning_ring.timeline.clocks import DeviceClock
 from lightning_ring.timeline.session import Session, start_session
 from lightning_ring.timeline.settings import TimelineSettings
 from lightning_ring.timeline.tracks import BACKWARD, DATA, FORWARD, OPTIMIZER, PAUSES, STEPS
@@ -28,10 +28,7 @@ _PAUSES = {"validation_step": "validation batch", "test_step": "test batch", "sa
 class StepTimeline:
     """Records a fit in a trace, from its start, while a switch is on, or from `start` to `stop`.
 
-    A fit, and each time it is switched on, makes a trace of its own: ``trace.json``, ``trace-2.json`` and so on.
-
-    Args:
-        listeners: Those of the strategy's collectives.
+    Each recording makes a trace of its own: ``trace.json``, ``trace-2.json`` and so on.
     """
 
     def __init__(self, settings: TimelineSettings, listeners: list[Listener]) -> None:
@@ -79,9 +76,9 @@ class StepTimeline:
             )
         max_bytes = int((max_mb if max_mb is not None else self.settings.max_mb) * 2**20)
         about = {"strategy": type(trainer.strategy).__name__, "epoch": trainer.current_epoch}
-        self._session = start_session(
-            Path(chosen), self._comm, max_bytes=max_bytes, about=about, seconds_of=_device_clock(trainer)
-        )
+        device = trainer.strategy.root_device
+        clock = DeviceClock(device) if device.type == "cuda" else None
+        self._session = start_session(Path(chosen), self._comm, max_bytes=max_bytes, about=about, seconds_of=clock)
         self._session.recorder.begin_step(_batch_number(trainer), time.perf_counter())
         self._listeners.append(self._session.recorder.collective)
         self._timer = StepTimer.attach(trainer)
@@ -190,12 +187,3 @@ class StepTimeline:
 def _batch_number(trainer: Trainer) -> int:
     """Training batches of the fit before this one."""
     return max(0, trainer.fit_loop.epoch_loop.total_batch_idx)
-
-
-def _device_clock(trainer: Trainer) -> Any:
-    device = trainer.strategy.root_device
-    if device.type != "cuda":
-        return None
-    from lightning_ring.timeline.device_clock import DeviceClock
-
-    return DeviceClock(device)

@@ -42,12 +42,7 @@ class StepTimer(Profiler):
         failure: What went wrong in timing, after which no step is recorded any more; training goes on.
     """
 
-    def __init__(
-        self,
-        inner: Profiler,
-        device: torch.device,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
+    def __init__(self, inner: Profiler, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> None:
         super().__init__()
         self.inner = inner
         self._clock = clock

@@ -31,7 +31,12 @@ def borrowed(trainer: Trainer, module: LightningModule) -> Iterator[None]:
     precision = copy.deepcopy(trainer.precision_plugin.state_dict())
     schedulers = [copy.deepcopy(config.scheduler.state_dict()) for config in trainer.lr_scheduler_configs]
     progress = copy.deepcopy(loop.state_dict())
-    loaders = [(loader, copy.deepcopy(loader.state_dict())) for loader in _loaders(trainer) if _has_state(loader)]
+    combined = trainer.fit_loop._combined_loader
+    loaders = [
+        (loader, copy.deepcopy(loader.state_dict()))
+        for loader in (combined.flattened if combined is not None else ())
+        if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+    ]
     metrics = [(metric, copy.deepcopy(metric)) for metric in module.modules() if isinstance(metric, Metric)]
     random_state = collect_random_state()
     for param, _ in gradients:
@@ -74,12 +79,3 @@ def _buffers(module: nn.Module) -> list[tuple[dict[str, Tensor | None], str, Ten
         for name, buffer in part._buffers.items()
         if buffer is not None
     ]
-
-
-def _loaders(trainer: Trainer) -> list[Any]:
-    combined = trainer.fit_loop._combined_loader
-    return combined.flattened if combined is not None else []
-
-
-def _has_state(loader: Any) -> bool:
-    return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")

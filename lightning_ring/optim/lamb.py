@@ -11,11 +11,10 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from lightning_ring.optim.engine.rule import Operand, Scalars
-from lightning_ring.optim.engine.runners import RunOptions
+from lightning_ring.optim.engine.runners import RunOptions, require, require_number
 from lightning_ring.optim.engine.tensor_list import Tensors
 from lightning_ring.optim.engine.trust_ratio import TrustRatioOptimizer
 from lightning_ring.optim.engine.update import NormAllReduce
-from lightning_ring.optim.engine.validation import require, require_number
 
 JUST_BELOW_1 = math.nextafter(1.0, 0.0)
 

@@ -9,11 +9,10 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from lightning_ring.optim.engine.rule import Operand, Scalars
-from lightning_ring.optim.engine.runners import RunOptions
+from lightning_ring.optim.engine.runners import RunOptions, require, require_number
 from lightning_ring.optim.engine.tensor_list import Tensors
 from lightning_ring.optim.engine.trust_ratio import TrustRatioOptimizer
 from lightning_ring.optim.engine.update import NormAllReduce
-from lightning_ring.optim.engine.validation import require, require_number
 
 
 class LARS(TrustRatioOptimizer):
@@ -158,7 +157,7 @@ class LARS(TrustRatioOptimizer):
         # SGD's v = momentum * v + (1 - dampening) * (g + wd * w), w -= lr * v, with gain for 1 - dampening, as far as
         # 1 - (1 - gain) is gain to the precision of the weights.
         smallest = 1e-2 if w.dtype == torch.float64 else 1e-7
-        if h.beside != 0 or abs(h.grad_scale) != 1 or not h.gain > smallest:
+        if h.beside != 0 or h.momentum == 0 or abs(h.grad_scale) != 1 or not h.gain > smallest:
             return False
         torch._fused_sgd_(
             [w],

@@ -50,9 +50,7 @@ class WarmupLR(LRScheduler):
         last_epoch: int = -1,
     ) -> None:
         if not callable(schedule):
-            raise ValueError(
-                f"schedule={schedule!r}, expected a function from step to factor, such as warmup_poly(...)"
-            )
+            raise ValueError(f"schedule={schedule!r}, expected a function from step to factor: warmup_poly(...)")
         factor = schedule(0)
         if not factor >= 0:
             raise ValueError(f"schedule(0) is {factor}, expected a factor >= 0")
@@ -71,29 +69,21 @@ class WarmupLR(LRScheduler):
     def step(self, epoch: int | None = None) -> None:
         """Go on to the next step's learning rate (or, with ``epoch``, to that step's)."""
         super().step(epoch)
-        if self._momentum_correction is not None:
-            self._correct_momentum()
-
-    def _correct_momentum(self) -> None:
+        if self._momentum_correction is None:
+            return
         now = self._schedule(self.last_epoch)
         before = self._schedule(max(self.last_epoch - 1, 0))
         change = now / before if now > 0 and before > 0 else 1.0
         for group, momentum in zip(self.optimizer.param_groups, self.base_momentums, strict=True):
-            if momentum is None or _form(group) == self._momentum_correction:
+            form = group.get("momentum_form", "torch")  # torch's own optimizers keep the learning rate outside
+            if momentum is None or form == self._momentum_correction:
                 continue
             group["momentum"] = momentum * (change if self._momentum_correction == "torch" else 1 / change)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs; plain numbers, without optimizer and schedule."""
-        return {name: value for name, value in super().state_dict().items() if name not in UNSAVED}
-
-
-UNSAVED = ("_schedule", "_momentum_correction")
-
-
-def _form(group: dict[str, Any]) -> str:
-    """Momentum's form in this group; torch's own optimizers keep the learning rate outside."""
-    return group.get("momentum_form", "torch")
+        """Plain numbers for a checkpoint, without optimizer and schedule."""
+        unsaved = ("_schedule", "_momentum_correction")
+        return {name: value for name, value in super().state_dict().items() if name not in unsaved}
 
 
 def _check_correctable(optimizer: Optimizer, momentum_correction: str) -> None:

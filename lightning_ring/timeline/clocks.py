@@ -1,12 +1,12 @@
-"""How far apart the ranks' clocks are.
+"""Differences between the ranks' clocks, and CUDA events on the host's clock.
 
-Nobody leaves a barrier before all have come to it. So if rank i came at ``T_i`` and rank j left at ``R_j``, each by its
-own clock, then ``offset_j - offset_i <= R_j - T_i``; and the other way round ``offset_j - offset_i >= T_j - R_i``. Each
-barrier bounds every pair of clocks from both sides, as a ping-pong does in Cristian's algorithm (1989) and in NTP; the
-tightest bounds of many barriers are kept, their middle is the estimate and half their distance its error.
+No rank leaves a barrier before all have arrived. If rank i arrives at ``T_i`` and rank j leaves at ``R_j``, each by its
+own clock, then ``T_j - R_i <= offset_j - offset_i <= R_j - T_i``: each barrier bounds every pair of clocks from both
+sides, as a ping-pong does in Cristian's algorithm (1989) and in NTP. The tightest bounds of many barriers are kept;
+their middle is the estimate and half their distance its error.
 
-Ranks that read one clock (the same boot of the same kernel, outside or inside the same time namespace) differ by
-exactly 0, and their bounds count for each other.
+Ranks that read one clock (the same boot of the same kernel and the same time namespace) differ by exactly 0, and their
+bounds count for each other.
 """
 
 from __future__ import annotations
@@ -15,34 +15,25 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lightning_ring.comm.communicator import Communicator
+import torch
 
 ROUNDS = 40
 
 
 @dataclass(frozen=True, slots=True)
 class ClockReading:
-    """A rank's clock beside rank 0's.
+    """A rank's clock beside rank 0's."""
 
-    Attributes:
-        offset: This clock minus rank 0's, in seconds.
-        error: The offset is wrong by at most this many seconds.
-        at: When it was measured, by this clock.
-        shared: It is rank 0's clock.
-    """
-
-    offset: float
-    error: float
-    at: float
-    shared: bool
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+    offset: float  # this clock minus rank 0's, in seconds
+    error: float  # the offset is wrong by at most this many seconds
+    at: float  # when it was measured, by this clock
+    shared: bool  # it is rank 0's clock
 
 
 def clock_identity() -> str:
@@ -59,20 +50,13 @@ def clock_identity() -> str:
 
 
 def read_clocks(
-    comm: Communicator,
-    *,
-    clock: Callable[[], float] = time.perf_counter,
-    identity: Callable[[], str] = clock_identity,
-    rounds: int = ROUNDS,
+    comm: Communicator, *, clock: Callable[[], float] = time.perf_counter, identity: Callable[[], str] = clock_identity
 ) -> list[ClockReading]:
-    """Every rank's clock beside rank 0's, the same list on every rank. Collective.
-
-    Takes ``rounds`` barriers, none where all ranks read one clock.
-    """
+    """Every rank's clock beside rank 0's, the same on every rank. Collective: 40 barriers, 1 if there is one clock."""
     names: list[str] = comm.all_gather_object(identity())
     came: list[float] = []
     left: list[float] = []
-    for _ in range(rounds if len(set(names)) > 1 else 1):
+    for _ in range(ROUNDS if len(set(names)) > 1 else 1):
         came.append(clock())
         comm.barrier()
         left.append(clock())
@@ -93,16 +77,35 @@ def _bounded(
     zeros: list[tuple[list[float], list[float]]], others: list[tuple[list[float], list[float]]]
 ) -> tuple[float, float]:
     """Offset and error of the clock that ``others`` read, beside that of ``zeros`` (when each came, and left)."""
-    most = min(
-        left - came
-        for zero_came, _ in zeros
-        for _, other_left in others
-        for came, left in zip(zero_came, other_left, strict=True)
-    )
-    least = max(
-        came - left
-        for _, zero_left in zeros
-        for other_came, _ in others
-        for came, left in zip(other_came, zero_left, strict=True)
-    )
+    most, least = _largest_offset(zeros, others), -_largest_offset(others, zeros)
     return (most + least) / 2, abs(most - least) / 2
+
+
+def _largest_offset(
+    arriving: list[tuple[list[float], list[float]]], leaving: list[tuple[list[float], list[float]]]
+) -> float:
+    pairs = ((came, left) for came, _ in arriving for _, left in leaving)
+    return min(left - came for all_came, all_left in pairs for came, left in zip(all_came, all_left, strict=True))
+
+
+_RENEW_SECONDS = 10.0  # elapsed_time is a float32 of milliseconds: 1 µs of 10 s
+
+
+class DeviceClock:
+    """From events on ``device`` to seconds of `time.perf_counter`; only the constructor waits for the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._reference = torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize(device)
+        self._reference.record(torch.cuda.current_stream(device))
+        self._reference.synchronize()
+        self._seconds = time.perf_counter()
+
+    def __call__(self, event: torch.cuda.Event) -> float | None:
+        """`None` while the device has not come to ``event``."""
+        if not event.query():
+            return None
+        seconds = self._seconds + self._reference.elapsed_time(event) / 1e3
+        if seconds - self._seconds > _RENEW_SECONDS:
+            self._reference, self._seconds = event, seconds
+        return seconds

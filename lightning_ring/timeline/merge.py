@@ -1,39 +1,100 @@
-"""The ranks' files as one trace."""
+"""The ranks' trace files, brought to rank 0's folder and merged into one trace."""
 
 from __future__ import annotations
 
-import json
 import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lightning_ring.timeline.rank_file import read_other
+from lightning_ring.timeline.settings import rank_file
+
+if TYPE_CHECKING:
+    from lightning_ring.comm.communicator import Communicator
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from lightning_ring.errors import ConfigurationError
-from lightning_ring.timeline.paths import rank_files
-from lightning_ring.timeline.rank_file import read_events, read_other
+from lightning_ring.timeline.rank_file import read_events
+from lightning_ring.timeline.settings import rank_files
 from lightning_ring.timeline.tracks import microseconds
+
+_PIECE = 4 << 20  # bytes in memory, and on the wire at a time
+
+
+def gather_files(path: Path, run: str, comm: Communicator) -> list[str]:
+    """Bring the files of ``run`` that rank 0 cannot see to rank 0's folder. Collective; all ranks have closed theirs.
+
+    A file that cannot be read or written is left out. Every rank gets the list of problems.
+    """
+    unseen: list[int] = []
+    if comm.rank == 0:
+        unseen = [rank for rank in range(comm.world_size) if not _is_of(rank_file(path, rank), run)]
+    problems: list[str] = []
+    for rank in comm.broadcast_object(unseen):
+        problem = _send(rank_file(path, rank), rank, comm)
+        if problem:
+            problems.append(f"rank {rank}: {problem}")
+    return problems
+
+
+def _is_of(file: Path, run: str) -> bool:
+    try:
+        return read_other(file).get("run") == run
+    except (OSError, ValueError):
+        return False
+
+
+def _send(file: Path, rank: int, comm: Communicator) -> str | None:
+    """From ``rank`` to rank 0, piece by piece; every rank takes part in every piece."""
+    size, problem = 0, None
+    if comm.rank == rank:
+        try:
+            size = file.stat().st_size
+        except OSError as error:
+            problem = str(error)
+    size, problem = comm.broadcast_object((size, problem), src=rank)
+    part = file.with_name(file.name + ".part")
+    for offset in range(0, size, _PIECE):
+        piece = b""
+        if comm.rank == rank and problem is None:
+            try:
+                with open(file, "rb") as source:
+                    source.seek(offset)
+                    piece = source.read(_PIECE)
+            except OSError as error:
+                problem = str(error)
+        piece = comm.broadcast_object(piece, src=rank)
+        if comm.rank == 0 and problem is None:
+            try:
+                with open(part, "r+b" if offset else "wb") as out:
+                    out.seek(offset)
+                    out.write(piece)
+            except OSError as error:
+                problem = str(error)
+    if comm.rank == 0 and problem is None:
+        try:
+            os.replace(part, file)
+        except OSError as error:  # a file that came empty, for instance, has no part
+            problem = str(error)
+    problems = comm.all_gather_object(problem)
+    return next((found for found in problems if found), None)
 
 
 @dataclass(slots=True)
 class Merged:
-    """What a merged trace holds.
-
-    Attributes:
-        world_size: Ranks that the run had.
-        ranks: Ranks whose files were there.
-        unfinished: Ranks whose files were not closed: the run was killed or still goes on, or a copy was cut short.
-        clocks: What is known of each rank's clock (`ClockReading`), by rank.
-        left_out: Files that were not taken, and why.
-    """
+    """The contents of a merged trace."""
 
     path: Path
-    world_size: int
+    world_size: int  # of the run
     num_events: int = 0
-    ranks: list[int] = field(default_factory=list)
+    ranks: list[int] = field(default_factory=list)  # with a file
+    # files that were not closed: the run was killed or still goes on, or a copy was cut short
     unfinished: list[int] = field(default_factory=list)
-    clocks: dict[int, dict[str, Any]] = field(default_factory=dict)
-    left_out: list[str] = field(default_factory=list)
+    clocks: dict[int, dict[str, Any]] = field(default_factory=dict)  # `ClockReading` by rank
+    left_out: list[str] = field(default_factory=list)  # files that were not taken, and why
 
     @property
     def missing(self) -> list[int]:
@@ -50,12 +111,8 @@ def timelines_in(folder: Path) -> list[Path]:
 def merge(path: Path, output: Path | None = None) -> Merged:
     """Write the ranks' files of the timeline ``path`` (``trace.json``) to ``output``, by default to ``path`` itself.
 
-    Clocks that drifted apart between start and end are put right between the two. Files of the newest run are taken,
-    those of earlier ones under the same name are left out. Memory stays small, whatever the size.
-
-    Raises:
-        ConfigurationError: There is no rank's file.
-        OSError: ``output`` cannot be written.
+    The drift of the clocks between start and end is corrected. Only files of the newest run are taken. Memory stays
+    small, whatever the size. Raises `ConfigurationError` without a file of a rank, `OSError` if writing fails.
     """
     others, left_out = _readable(rank_files(path))
     if not others:

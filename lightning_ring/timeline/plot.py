@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -23,22 +22,10 @@ _MOST_LANES = 14  # a rank
 _CHARACTER = 0.0055  # width of one, as a part of the picture's
 
 
-def check_plot(path: Path) -> None:
-    """
-    Raises:
-        ConfigurationError: matplotlib is not installed, or does not write such files.
-    """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigurationError("--plot needs matplotlib, which is not installed: `pip install matplotlib`.")
-    if path.suffix not in (".png", ".svg", ".pdf"):
-        raise ConfigurationError(f"--plot {path}: the name of the file must end in .png, .svg or .pdf.")
-
-
 def plot(trace: Path, path: Path, steps: tuple[int, int] | None = None) -> None:
     """Draw ``steps`` (first and last; default: the last two that every rank finished) of ``trace`` into ``path``.
 
-    Raises:
-        ConfigurationError: The trace has no such steps.
+    Raises `ConfigurationError`: the trace has no such steps.
     """
     from matplotlib.figure import Figure  # no pyplot: it would look for a display
 

@@ -27,25 +27,16 @@ _LONGEST_OTHER = 1 << 16  # bytes of a line of otherData
 
 
 class TraceFile:
-    """Appends events to a trace of at most ``max_bytes``.
+    """Appends events to a trace of at most ``max_bytes``, which replaces the file ``path``.
 
-    Args:
-        path: Replaced if it exists.
-        other: Facts about the whole trace, its ``otherData``.
-        max_bytes: Largest size of the file.
-
-    Raises:
-        OSError: The file cannot be written, or another job is writing it.
-
-    Attributes:
-        full: Events were dropped because the file had its largest size.
-        num_events: Events written.
+    ``other`` are facts about the whole trace, its ``otherData``. Raises `OSError` if the file cannot be written, or if
+    another job is writing it.
     """
 
     def __init__(self, path: Path, other: dict[str, Any], *, max_bytes: int) -> None:
         self.path = path
-        self.full = False
-        self.num_events = 0
+        self.full = False  # events were dropped because the file had its largest size
+        self.num_events = 0  # events written
         header = _other_line(other)
         self._room = max_bytes - 3 * len(header)  # the last line is longer than the first
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
@@ -64,8 +55,7 @@ class TraceFile:
     def append(self, events: Iterable[str]) -> None:
         """Write ``events``, each as JSON text in one line. They can be read from the file at once.
 
-        Raises:
-            OSError: The disk is full, for instance. No further events may be appended then.
+        Raises `OSError`: the disk is full, for instance. No further events may be appended then.
         """
         lines: list[bytes] = []
         for event in events:
@@ -112,8 +102,7 @@ def _other_line(other: dict[str, Any]) -> bytes:
 def read_other(path: Path) -> dict[str, Any]:
     """``otherData`` of a trace written by `TraceFile`; the final one if the file was closed.
 
-    Raises:
-        ValueError: It is no such trace.
+    Raises `ValueError`: it is no such trace.
     """
     with open(path, "rb") as file:
         first = file.readline(_LONGEST_OTHER)

@@ -1,4 +1,4 @@
-"""What a rank does, on its way into its trace file."""
+"""Slices and collectives of a rank, written to its trace file by a thread."""
 
 from __future__ import annotations
 
@@ -20,24 +20,15 @@ _KINDS = {"all_reduce": "all-reduce", "reduce_scatter": "reduce-scatter", "all_g
 
 
 class Recorder:
-    """Takes slices and collectives from the thread that trains, and writes them from a thread of its own.
+    """Takes slices and collectives from the training thread, and writes them from a thread of its own.
 
-    Taking one costs an append to a queue. Where the file cannot be written any more (a full disk) or has its largest
-    size, that is said once and training goes on.
-
-    Args:
-        file: Closed by `close`.
-        tracks: Of this rank.
-        zero: The trace's zero, in seconds of this rank's `time.perf_counter`.
-        seconds_of: From a CUDA event to seconds of the same clock, or `None` while the device has not come to it.
+    Taking one costs an append to a queue. When the file cannot be written any more (a full disk) or has its largest
+    size, one warning is logged and training goes on. ``zero`` is the trace's zero, in seconds of `time.perf_counter`;
+    ``seconds_of`` turns a CUDA event into such seconds, or into `None` while the device has not reached it.
     """
 
     def __init__(
-        self,
-        file: TraceFile,
-        tracks: Tracks,
-        zero: float,
-        seconds_of: Callable[[Any], float | None] | None = None,
+        self, file: TraceFile, tracks: Tracks, zero: float, seconds_of: Callable[[Any], float | None] | None = None
     ) -> None:
         self.step = 0
         self._file = file
@@ -80,10 +71,6 @@ class Recorder:
             self._file.close(other | {"dropped": self._file.full})
         except OSError as error:
             self._give_up(error)
-
-    @property
-    def num_events(self) -> int:
-        return self._file.num_events
 
     def _write_now_and_then(self) -> None:
         while not self._closing.wait(FLUSH_SECONDS):

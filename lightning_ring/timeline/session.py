@@ -9,17 +9,17 @@ import socket
 import time
 import uuid
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.timeline.clocks import ClockReading, read_clocks
-from lightning_ring.timeline.gather import gather_files
-from lightning_ring.timeline.merge import merge
-from lightning_ring.timeline.paths import GENERATOR, checked_path, numbered, rank_file, remove_earlier
+from lightning_ring.timeline.merge import gather_files, merge
 from lightning_ring.timeline.rank_file import TraceFile
 from lightning_ring.timeline.recorder import Recorder
+from lightning_ring.timeline.settings import GENERATOR, checked_path, numbered, rank_file, remove_earlier
 from lightning_ring.timeline.tracks import Tracks
 
 log = logging.getLogger(__name__)
@@ -28,16 +28,11 @@ _times_started: dict[Path, int] = {}  # in this process, by the path that was as
 
 
 class Session:
-    """What one rank records between `start_session` and `finish`.
-
-    Attributes:
-        path: Where rank 0 writes the merged trace.
-        recorder: Takes what happens.
-    """
+    """What one rank records between `start_session` and `finish`."""
 
     def __init__(self, path: Path, other: dict[str, Any], recorder: Recorder, comm: Communicator | None) -> None:
-        self.path = path
-        self.recorder = recorder
+        self.path = path  # where rank 0 writes the merged trace
+        self.recorder = recorder  # takes what happens
         self._other = other
         self._comm = comm
 
@@ -45,7 +40,7 @@ class Session:
         """Close the ranks' files, and merge them on rank 0. Collective. What goes wrong with files is a warning."""
         comm = self._comm
         if comm is not None:
-            self._other["rank"]["clock_at_end"] = read_clocks(comm)[comm.rank].as_dict()
+            self._other["rank"]["clock_at_end"] = asdict(read_clocks(comm)[comm.rank])
         self.close()
         problems: list[str] = []
         if comm is not None:
@@ -86,10 +81,8 @@ def start_session(
     """Open every rank's file. Collective; rank 0's ``path`` and ``max_bytes`` count. ``comm`` is `None` for one process
     alone.
 
-    A path that was used in this process before gets a number; files of an earlier run are replaced.
-
-    Raises:
-        ConfigurationError: Some rank cannot write its file, or another job is writing it; the same on every rank.
+    A path that was used in this process before gets a number; files of an earlier run are replaced. Raises
+    `ConfigurationError`: some rank cannot write its file, or another job is writing it; the same on every rank.
     """
     rank, world_size = (comm.rank, comm.world_size) if comm is not None else (0, 1)
     agreed = (str(path), max_bytes, "", "")
@@ -118,7 +111,7 @@ def start_session(
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "zero": zero,
-            "clock": clocks[rank].as_dict(),
+            "clock": asdict(clocks[rank]),
         },
     }
     tracks = Tracks(rank)

@@ -1,14 +1,125 @@
-"""What was asked for: by an argument, or by the environment."""
+"""Settings and paths of a timeline: ``trace.json``, and each rank's ``trace.rank0.jsonl`` beside it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import os
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from lightning_ring.errors import ConfigurationError
-from lightning_ring.timeline.paths import checked_path, expanded
+from lightning_ring.host.file_lock import TAKEN, is_claimed
+from lightning_ring.timeline.rank_file import read_other
+
+GENERATOR = "lightning_ring"
+
+
+def checked_path(value: Any, asked: str) -> Path:
+    """``value`` as a path that a timeline may be written to, checked without writing; ``~`` is a home.
+
+    ``asked`` begins the error message: ``"RingStrategy got timeline='trace.json'"``. Raises `ConfigurationError` if it
+    is no name of a JSON file, its folder cannot be written, or the file exists and is no timeline.
+    """
+    expected = "expected the name of a file that ends in .json, such as 'logs/trace.json'"
+    if not isinstance(value, (str, os.PathLike)) or isinstance(value, bytes):
+        raise ConfigurationError(f"{asked}, {expected}.")
+    path = expanded(value, asked)
+    if path.suffix != ".json" or path.stem == "":
+        raise ConfigurationError(f"{asked}, {expected}.")
+    try:
+        _check_place(path, asked, expected)
+    except OSError as error:  # a name that is too long, a folder that may not be entered
+        raise ConfigurationError(f"{asked}, which cannot be looked up ({error}). Give another path.") from None
+    return path
+
+
+def expanded(value: str | os.PathLike[str], asked: str) -> Path:
+    """``value`` with the home folder for ``~``. Raises `ConfigurationError`: there is no such home."""
+    try:
+        return Path(value).expanduser()
+    except RuntimeError as error:
+        raise ConfigurationError(f"{asked}, but: {error} Write the path out.") from None
+
+
+def _check_place(path: Path, asked: str, expected: str) -> None:
+    """What `checked_path` says of a path whose name is right."""
+    if path.is_dir():
+        raise ConfigurationError(f"{asked}, which is a folder; {expected}.")
+    folder = path.absolute().parent
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    if not folder.is_dir():
+        raise ConfigurationError(f"{asked}, but {folder} is no folder. Give another path.")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigurationError(f"{asked}, but the folder {folder} cannot be written. Give another path.")
+    if path.exists() and not is_timeline(path):
+        raise ConfigurationError(
+            f"{asked}, a file that exists and was not written as a timeline. It is left as it is: give another path, "
+            "or remove it."
+        )
+
+
+def is_timeline(path: Path) -> bool:
+    """Whether the file was written by us, or is empty. A timeline of an earlier run is replaced, nothing else."""
+    try:
+        with open(path, "rb") as file:
+            start = file.read(200)
+    except OSError:
+        return False
+    return not start or f'"generator":"{GENERATOR}"'.encode() in start
+
+
+def numbered(path: Path, number: int) -> Path:
+    """``trace.json``, then ``trace-2.json``: what one script records is not replaced by what it records next."""
+    return path if number == 1 else path.with_name(f"{path.stem}-{number}.json")
+
+
+def rank_file(path: Path, rank: int) -> Path:
+    return path.with_name(f"{path.stem}.rank{rank}.jsonl")
+
+
+def rank_files(path: Path) -> dict[int, Path]:
+    """The ranks' files that are there, by rank."""
+    pattern = re.compile(re.escape(path.stem) + r"\.rank(\d+)\.jsonl")
+    found = {}
+    for file in path.absolute().parent.glob("*.jsonl"):
+        if match := pattern.fullmatch(file.name):
+            found[int(match[1])] = file
+    return dict(sorted(found.items()))
+
+
+def remove_earlier(path: Path) -> None:
+    """Remove what an earlier run left under this name (``trace-2.json`` too): it would pass for part of this one.
+
+    Raises `ConfigurationError`: that run goes on.
+    """
+    for file in _timelines_named(path, r"\.rank\d+\.jsonl"):
+        if is_claimed(file):
+            raise ConfigurationError(
+                f"The timeline {path} is in use: {file.name}{_writer(file)}, {TAKEN}. Give each job a path of its "
+                "own, or wait until that one has ended."
+            )
+    for file in _timelines_named(path, r"(\.rank\d+\.jsonl|\.json)(\.part)?"):
+        file.unlink(missing_ok=True)
+
+
+def _timelines_named(path: Path, ending: str) -> Iterator[Path]:
+    pattern = re.compile(re.escape(path.stem) + r"(-\d+)?" + ending)
+    for file in sorted(path.absolute().parent.glob("*.json*")):
+        if pattern.fullmatch(file.name) and is_timeline(file):
+            yield file
+
+
+def _writer(file: Path) -> str:
+    try:
+        rank = read_other(file)["rank"]
+        return f", of process {rank['pid']} on {rank['host']}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+
 
 PATH_VARIABLE = "RING_TIMELINE"
 SWITCH_VARIABLE = "RING_TIMELINE_SWITCH"
@@ -18,23 +129,15 @@ DEFAULT_MAX_MB = 64.0
 
 @dataclass(frozen=True, slots=True)
 class TimelineSettings:
-    """
-    Attributes:
-        path: Where the merged trace goes; `None`: nothing is recorded, unless a script starts it.
-        switch: Record only while this file exists on rank 0's host.
-        max_mb: Largest size of a rank's file, in MiB.
-    """
-
-    path: Path | None
-    switch: Path | None
-    max_mb: float
+    path: Path | None  # where the merged trace goes; `None`: nothing is recorded, unless a script starts it
+    switch: Path | None  # record only while this file exists on rank 0's host
+    max_mb: float  # largest size of a rank's file, in MiB
 
 
 def timeline_settings(argument: str | Path | None, environ: Mapping[str, str]) -> TimelineSettings:
     """``argument`` is that of `RingStrategy`, which counts more than RING_TIMELINE.
 
-    Raises:
-        ConfigurationError: A value cannot work.
+    Raises `ConfigurationError`: a value cannot work.
     """
     path: Path | None = None
     if argument is not None:

@@ -57,9 +57,7 @@ class Tracks:
     ) -> Iterator[str]:
         """Events of one slice in ``track``; before the first of a thread comes its name.
 
-        Args:
-            args: A JSON object.
-            inside: Name and end of a slice that begins with this one and lies within it.
+        ``args`` is a JSON object, ``inside`` name and end of a slice that begins with this one and lies within it.
         """
         begin, end = max(0, begin), max(0, begin, end)
         tid = track * _ABREAST
@@ -106,6 +104,3 @@ def microseconds(nanoseconds: int) -> str:
 @lru_cache(maxsize=4096)
 def _quoted(name: str) -> str:
     return json.dumps(name if len(name) <= _LONGEST_NAME else name[: _LONGEST_NAME - 1] + "…")
-
-
-quoted = _quoted

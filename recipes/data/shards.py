@@ -20,7 +20,7 @@ from lightning_ring.data import (
     ShuffledSampler,
     image_loader,
 )
-from lightning_ring.data.sampling import OrderedSampler
+from lightning_ring.data.sampling.sampler import OrderedSampler
 from lightning_ring.errors import ConfigurationError
 from recipes.data.exact import even_batch_size, per_rank_batch_size
 

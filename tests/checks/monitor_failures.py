@@ -19,10 +19,9 @@ from lightning_ring import RingStrategy
 from lightning_ring.gradients.layout import BucketLayout
 from lightning_ring.gradients.sizing import auto_buckets
 from lightning_ring.monitor import RingMonitor, dashboard, failures, ring_monitor, step_window
-from lightning_ring.monitor.memory import Memory
-from lightning_ring.monitor.rank_rows import RankRow
+from lightning_ring.monitor.optimizer_numbers import SkippedSteps
+from lightning_ring.monitor.rank_rows import Memory, RankRow
 from lightning_ring.monitor.ring_report import RingReport
-from lightning_ring.monitor.skipped_steps import SkippedSteps
 from lightning_ring.monitor.step_timer import StepTimer
 from tests.checks.marks import on_one_rank
 from tests.checks.models import RANK, SIZE, Classifier, assert_all_ranks_equal, loader, parameters, trainer

@@ -12,9 +12,9 @@ import torch
 from PIL import Image
 
 from lightning_ring.data import RandomResizedCrop
-from lightning_ring.data.loading.crops import Box
-from lightning_ring.data.loading.pixels import decode_into
+from lightning_ring.data.loading.pixels import choose_part, decode_part_into
 from lightning_ring.data.loading.regions import cut, read_layout
+from lightning_ring.data.loading.transforms import Box
 from lightning_ring.data.packing.image import encode_jpeg
 from lightning_ring.data.sampling.counters import Stream, uniforms
 from tests.images import picture
@@ -36,7 +36,8 @@ def boxes(height: int, width: int, num: int = 30) -> list[Box]:
 
 def decoded_into(data: bytes, numbers: list[float], size: int) -> torch.Tensor:
     out = torch.empty(1, size, size, 3, dtype=torch.uint8).permute(0, 3, 1, 2)
-    decode_into(out, data, RandomResizedCrop(size), numbers)
+    crop = RandomResizedCrop(size)
+    decode_part_into(out, choose_part(data, crop, numbers), crop, numbers)
     return out
 
 

@@ -11,9 +11,8 @@ import pytest
 from torch.utils.data import DataLoader
 
 from lightning_ring.data import BalancedSampler, PKSampler, ShuffledSampler
-from lightning_ring.data.sampling import OrderedSampler
-from lightning_ring.data.sampling.counters import Stream, philox, subkey, uniforms
-from lightning_ring.data.sampling.permutation import permute
+from lightning_ring.data.sampling.counters import Stream, permute, philox, subkey, uniforms
+from lightning_ring.data.sampling.sampler import OrderedSampler
 from lightning_ring.errors import ConfigurationError
 
 LABELS = np.repeat([0, 1, 2, 5, 7, 9, 70_000], [3, 50, 7, 1, 20, 4, 16])  # 101 samples; class 5 has one

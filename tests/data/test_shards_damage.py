@@ -83,7 +83,7 @@ def test_missing_longer_and_strange_shards_are_named(packed):
     problems = verify(packed)
     assert f"{packed / SHARD} is missing" in problems
     assert any(problem.startswith(f"{packed / 'shard-000000.tar'} is longer than packed") for problem in problems)
-    assert f"{packed / 'other.tar'} is not in the manifest; whoever reads *.tar reads it too" in problems
+    assert f"{packed / 'other.tar'} is not in the manifest; a reader of *.tar reads it too" in problems
     with pytest.raises(ShardError, match=r"(?s)longer than packed.*is missing.*Restore what is missing"):
         ShardDataset(packed)
 

@@ -20,8 +20,8 @@ from torchvision.datasets import ImageFolder
 from lightning_ring.cli.pack import main
 from lightning_ring.data import ShardDataset
 from lightning_ring.data.packing import run
-from lightning_ring.data.packing.journal import read_records
 from lightning_ring.data.packing.settings import PackSettings
+from lightning_ring.data.packing.shard_writer import read_records
 from lightning_ring.data.shards.manifest import read_manifest
 from lightning_ring.data.shards.verify import verify
 from lightning_ring.errors import ConfigurationError, ShardError

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from lightning_ring.data import ShardDataset
 from lightning_ring.data.packing import run
 from lightning_ring.data.packing.settings import PackSettings
-from lightning_ring.data.shards.files import ShardFiles
+from lightning_ring.data.shards.dataset import ShardFiles
 from lightning_ring.data.shards.index import ShardIndex
 from lightning_ring.data.shards.manifest import read_manifest
 from lightning_ring.errors import ShardError

@@ -10,8 +10,16 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_ring.monitor import GapMeter
-from lightning_ring.monitor.gap_report import ON_DEVICE, ON_HOST, REAL, REPLAYED, LoaderCost, RankTimes, judge
-from lightning_ring.monitor.loader_cost import loader_cost
+from lightning_ring.monitor.gap_report import (
+    ON_DEVICE,
+    ON_HOST,
+    REAL,
+    REPLAYED,
+    LoaderCost,
+    RankTimes,
+    judge,
+    loader_cost,
+)
 from tests.battery import Battery, check_names
 
 MODULE = "tests.checks.gap"

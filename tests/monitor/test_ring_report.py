@@ -8,12 +8,11 @@ import pytest
 import torch
 
 from lightning_ring.comm.recording import CollectiveRecord
-from lightning_ring.monitor.breakdown import break_down, collective_times, collectives_of, sent_bytes
 from lightning_ring.monitor.bucket_chart import ON_THE_WIRE, READY, WAITED_FOR, bars, draw
-from lightning_ring.monitor.memory import Memory
-from lightning_ring.monitor.rank_rows import RankRow
+from lightning_ring.monitor.rank_rows import Memory, RankRow
 from lightning_ring.monitor.ring_report import RingReport
 from lightning_ring.monitor.step_record import StepRecord, StepTimes, mean_times
+from lightning_ring.monitor.step_window import break_down, collective_times, collectives_of, sent_bytes
 
 
 def step(**marks: tuple[float, float]) -> StepRecord:

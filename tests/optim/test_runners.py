@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lightning_ring.optim import LAMB
+from lightning_ring.optim import LAMB, LARS
 from lightning_ring.optim.engine import compiler
 from tests.optim.ways import (
     CPU_WAYS,
@@ -43,6 +43,20 @@ def test_a_step_can_be_skipped_without_reading_the_flag(optimizer_class, way, ba
             for key, value in state.items():
                 assert torch.equal(optimizer.state[param][key], value)
     assert optimizer.skipped_steps == int(bad)
+    for a, b in zip(params, others, strict=True):
+        assert relative_difference(a, b) < 1e-6
+
+
+@pytest.mark.skipif(INTERPRETED, reason="torch's fused kernels are for the multi-tensor way")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_lars_without_momentum(dtype):
+    """torch's fused SGD takes no momentum buffer then, which LARS keeps in its state."""
+    params, others = (random_params(dtype=dtype, shapes=[(70_000,), (5, 3)]) for _ in range(2))
+    optimizer, expected = LARS(params, lr=0.1, momentum=0.0), LARS(others, lr=0.1, momentum=0.0, foreach=False)
+    for step in range(2):
+        for o, p in ((optimizer, params), (expected, others)):
+            set_random_grads(p, step)
+            o.step()
     for a, b in zip(params, others, strict=True):
         assert relative_difference(a, b) < 1e-6
 

@@ -8,6 +8,7 @@ from importlib.metadata import version
 import pytest
 import torch
 
+from lightning_ring.optim.engine.parameter_list import TensorKind
 from lightning_ring.optim.engine.triton_kernel import BLOCK, CHUNK, compile_module
 from tests.optim.ways import INTERPRETED, every_optimizer, random_params, relative_difference, set_random_grads
 from tests.processes import ROOT, run
@@ -57,9 +58,9 @@ def test_it_compiles_for_real_gpus(optimizer_class, weight, deferred, tmp_path, 
         pytest.skip("this Triton takes other arguments")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     mirror = torch.bfloat16 if weight is torch.float32 and deferred else None
-    module = compile_module(
-        optimizer_class, weight, torch.bfloat16 if mirror else weight, torch.float32, mirror, deferred
-    )
+    grad = torch.bfloat16 if mirror else weight
+    kind = TensorKind(torch.device("cuda"), torch.float32, weight, grad, mirror, flat=True)
+    module = compile_module(optimizer_class, kind, deferred)
     constants = {
         "measure": {"ALIGNED": True, "CHUNK": CHUNK, "BLOCK": BLOCK},
         "add_up": {"BLOCK": 128},

@@ -12,8 +12,7 @@ import pytest
 from lightning_ring.cli.main import main
 from lightning_ring.comm.recording import CollectiveRecord
 from lightning_ring.errors import ConfigurationError
-from lightning_ring.timeline.gather import gather_files
-from lightning_ring.timeline.merge import merge
+from lightning_ring.timeline.merge import gather_files, merge
 from lightning_ring.timeline.rank_file import TraceFile, read_other
 from lightning_ring.timeline.recorder import Recorder
 from lightning_ring.timeline.tracks import BACKWARD, EXPOSED, FORWARD, STEPS, Tracks

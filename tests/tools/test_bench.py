@@ -16,9 +16,8 @@ from torch import Tensor
 from lightning_ring.cli import bench
 from lightning_ring.comm.communicator import Communicator, shard
 from lightning_ring.errors import CollectiveError, ConfigurationError
-from lightning_ring.tools.bench import report
+from lightning_ring.tools.bench import BACKENDS, COLLECTIVES, COPY, session
 from lightning_ring.tools.bench.measure import Timing, measure
-from lightning_ring.tools.bench.names import BACKENDS, COLLECTIVES, COPY
 from tests.processes import clean_env, mpirun_command, run
 from tests.thread_ranks import run_ranks
 
@@ -156,7 +155,7 @@ def test_bandwidths_are_those_of_nccl_tests() -> None:
 
 def test_ratios_are_the_peers_median_over_each_median() -> None:
     timings = [Timing("all_reduce", name, 1024, s, s, s, 5) for name, s in ((COPY, 1.0), ("a", 2.0), ("b", 8.0))]
-    lines = list(report.lines(timings, world_size=2, peer="b"))
+    lines = list(session.timing_lines(timings, world_size=2, peer="b"))
     assert [line.split()[2] for line in lines] == ["a", "b"]
     assert [float(line.split()[-1]) for line in lines] == [4.0, 1.0]
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
@@ -13,13 +14,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lightning_ring.data.loading.crops import Crop
-from lightning_ring.data.loading.device import DeviceTransform
-from lightning_ring.data.loading.memory import lend
+from lightning_ring.data.loading.batch_maker import LoaderTimes, Samples
+from lightning_ring.data.loading.loader import Loader
 from lightning_ring.data.loading.pixels import choose_part, decode_part_into
-from lightning_ring.data.loading.samples import Samples
-from lightning_ring.data.loading.times import LoaderTimes
+from lightning_ring.data.loading.transforms import Crop, DeviceTransform
 from lightning_ring.data.sampling.counters import Stream, uniforms
+from lightning_ring.data.sampling.sampler import OrderedSampler
 from lightning_ring.errors import SampleError
 
 _CHUNK = 8
@@ -172,3 +172,51 @@ class ImageBatches:
                 memory = torch.empty(images.permute(0, 2, 3, 1).shape, dtype=self.transform.dtype)
         out = lend(memory[: len(images)], partial(self._floats.append, memory))
         return self.transform(images, numbers, out=out.permute(0, 3, 1, 2))
+
+
+def lend(memory: Tensor, release: Callable[[], object]) -> Tensor:
+    """A tensor over ``memory`` (contiguous, on the CPU), which is filled again: to the kernel, fresh pages cost more.
+
+    ``release`` is called when the tensor, its views and arrays made of them are gone, in the thread of the last one.
+    """
+    with torch.inference_mode(False):
+        array = memory.view(torch.uint8).numpy()  # numpy knows no bfloat16
+        lent = torch.from_numpy(array).view(memory.dtype)
+    weakref.finalize(array, release).atexit = False
+    return lent
+
+
+def image_loader(
+    source: ImageSource,
+    sampler: OrderedSampler,
+    batch_size: int | None = None,
+    *,
+    crop: Crop,
+    transform: DeviceTransform | None,
+    device: torch.device | str = "cpu",
+    with_indices: bool = False,
+    drop_last: bool = False,
+    num_threads: int | None = None,
+    ranks_per_node: int = 1,
+    prefetch: int = 2,
+) -> Loader:
+    """Batches ``(images, labels)`` of a `ShardDataset`, an `ImageFolder`, or another `ImageSource`.
+
+    Args:
+        source, crop, transform, device, with_indices: See `ImageBatches`.
+        sampler: Of this rank.
+        batch_size: Images of this rank and step; `PKSampler` knows its own.
+        drop_last: Leave out a last batch that is smaller.
+        num_threads: That decode. Left out: the cores that this process may use, divided by ``ranks_per_node``.
+        ranks_per_node: Ranks that share those cores.
+        prefetch: Batches that are filled while one is trained on.
+    """
+    return Loader(
+        ImageBatches(source, crop, transform, device, with_indices),
+        sampler,
+        batch_size,
+        drop_last=drop_last,
+        num_threads=num_threads,
+        ranks_per_node=ranks_per_node,
+        prefetch=prefetch,
+    )

@@ -8,8 +8,9 @@ from typing import Any
 
 from torch.utils.data import default_collate
 
-from lightning_ring.data.loading.samples import Samples
-from lightning_ring.data.loading.times import LoaderTimes
+from lightning_ring.data.loading.batch_maker import LoaderTimes, Samples
+from lightning_ring.data.loading.loader import Loader
+from lightning_ring.data.sampling.sampler import OrderedSampler
 from lightning_ring.errors import SampleError
 
 
@@ -61,3 +62,26 @@ class ItemBatches:
         except Exception as error:
             what = f"sample {index}" if isinstance(index, int) else f"one of the samples {index}"
             raise SampleError(f"{what} of {type(self.items).__name__} cannot be had: {error!r}") from error
+
+
+def item_loader(
+    dataset: Any,
+    sampler: OrderedSampler,
+    batch_size: int | None = None,
+    *,
+    collate: Callable[[list[Any]], Any] = default_collate,
+    drop_last: bool = False,
+    num_threads: int | None = None,
+    ranks_per_node: int = 1,
+    prefetch: int = 2,
+) -> Loader:
+    """Batches of any map-style torch data set. Arguments as for `image_loader`; see also `ItemBatches`."""
+    return Loader(
+        ItemBatches(dataset, collate),
+        sampler,
+        batch_size,
+        drop_last=drop_last,
+        num_threads=num_threads,
+        ranks_per_node=ranks_per_node,
+        prefetch=prefetch,
+    )

@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_ring.data.loading.samples import BatchMaker, Samples
-from lightning_ring.data.loading.times import LoaderTimes
+from lightning_ring.data.loading.batch_maker import BatchMaker, LoaderTimes, Samples
 from lightning_ring.data.sampling.sampler import OrderedSampler
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.host.cores import available_cores
@@ -62,9 +61,8 @@ class Loader:
     ) -> None:
         wanted = getattr(sampler, "batch_size", batch_size)
         if wanted is None or batch_size not in (None, wanted):
-            raise ConfigurationError(
-                f"batch_size={batch_size} was given with {type(sampler).__name__}, expected {wanted or 'a number'}."
-            )
+            kind, expected = type(sampler).__name__, wanted or "a number"
+            raise ConfigurationError(f"batch_size={batch_size} was given with {kind}, expected {expected}.")
         batch_size = wanted
         smallest = {"batch_size": batch_size, "num_threads": num_threads, "prefetch": prefetch}
         for name, value in smallest.items():

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from lightning_ring.data.decoding import decode_rgb
-from lightning_ring.data.loading.crops import Box, Crop
 from lightning_ring.data.loading.regions import cut, read_layout
+from lightning_ring.data.loading.transforms import Box, Crop
 
 _MAX_REDUCTION = 8
 _ALIGNMENT = 64  # bytes: no vector is longer
@@ -38,10 +38,7 @@ _scratch = _Scratch()
 
 
 class EncodedRegion(NamedTuple):
-    """What is to be decoded of the image ``data``: ``box`` of ``jpeg``, which has height x width pixels.
-
-    Without ``jpeg`` it is not known yet: Pillow will read the image.
-    """
+    """The part of the image ``data`` to decode: ``box`` of ``jpeg`` (height x width pixels); all if there is none."""
 
     data: bytes
     jpeg: bytes | bytearray | None = None
@@ -50,8 +47,8 @@ class EncodedRegion(NamedTuple):
     box: Box | None = None
 
 
-def decode_into(out: Tensor, data: bytes, crop: Crop, uniforms: Sequence[float]) -> None:
-    """Decode ``data``, and resize the part that ``crop`` chooses into ``out``. The expensive work releases the GIL.
+def decode_part_into(out: Tensor, part: EncodedRegion, crop: Crop, uniforms: Sequence[float]) -> None:
+    """Decode ``part``, which `choose_part` gave, and resize it into ``out``. The expensive work releases the GIL.
 
     Equal to torchvision's antialiased bilinear `resized_crop` of the decoded image, bit for bit; of a JPEG with restart
     markers no more is decoded than that takes (see `regions`). Where the part of a JPEG is at least twice as large as
@@ -64,11 +61,16 @@ def decode_into(out: Tensor, data: bytes, crop: Crop, uniforms: Sequence[float])
     Raises:
         ValueError, OSError: The image cannot be decoded.
     """
-    decode_part_into(out, choose_part(data, crop, uniforms), crop, uniforms)
+    image, (top, left, height, width, flip) = _decode(part, crop, uniforms)
+    pixels = torch.from_numpy(image[None, top : top + height, left : left + width].transpose(0, 3, 1, 2))
+    if flip:
+        pixels = pixels.flip(-1)
+    # what `torch.nn.functional.interpolate(antialias=True)` calls, without the copy that would leave channels last
+    torch._C._nn._upsample_bilinear2d_aa(pixels, [crop.size] * 2, False, None, None, out=out)  # type: ignore[call-arg]
 
 
 def choose_part(data: bytes, crop: Crop, uniforms: Sequence[float]) -> EncodedRegion:
-    """The first half of `decode_into`, which holds the GIL."""
+    """The part of ``data`` that ``crop`` chooses, and the restart intervals that it takes; holds the GIL."""
     if data[:2] != b"\xff\xd8":
         return EncodedRegion(data)
     layout = read_layout(data)
@@ -84,16 +86,6 @@ def choose_part(data: bytes, crop: Crop, uniforms: Sequence[float]) -> EncodedRe
     except ValueError:
         return EncodedRegion(data)
     return EncodedRegion(data, data, int(height), int(width), crop.box(int(height), int(width), uniforms))
-
-
-def decode_part_into(out: Tensor, part: EncodedRegion, crop: Crop, uniforms: Sequence[float]) -> None:
-    """The second half."""
-    image, (top, left, height, width, flip) = _decode(part, crop, uniforms)
-    pixels = torch.from_numpy(image[None, top : top + height, left : left + width].transpose(0, 3, 1, 2))
-    if flip:
-        pixels = pixels.flip(-1)
-    # what `torch.nn.functional.interpolate(antialias=True)` calls, without the copy that would leave channels last
-    torch._C._nn._upsample_bilinear2d_aa(pixels, [crop.size] * 2, False, None, None, out=out)  # type: ignore[call-arg]
 
 
 def _decode(part: EncodedRegion, crop: Crop, uniforms: Sequence[float]) -> tuple[npt.NDArray[np.uint8], Box]:

@@ -21,23 +21,15 @@ _HEADER = 16384  # bytes in which a restart interval is looked for: after colour
 
 @dataclass(frozen=True, slots=True)
 class RestartGrid:
-    """Where a baseline JPEG with one scan may be cut: its restart intervals, which are coded independently, as a grid.
+    """The restart intervals of a baseline JPEG with one scan, as a grid: they are coded independently."""
 
-    Attributes:
-        height, width: Of the image, in pixels.
-        frame: Offset of height and width in the file.
-        scan: Offset of the first coded byte.
-        unit_height, unit_width: Pixels of an interval; those at the right and at the bottom may be smaller.
-        down, across: Intervals.
-    """
-
-    height: int
+    height: int  # of the image, in pixels
     width: int
-    frame: int
-    scan: int
-    unit_height: int
+    frame: int  # offset of height and width in the file
+    scan: int  # offset of the first coded byte
+    unit_height: int  # pixels of an interval; the last of a row or column may be smaller
     unit_width: int
-    down: int
+    down: int  # number of intervals
     across: int
 
 

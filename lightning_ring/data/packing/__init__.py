@@ -1,1 +1,1 @@
-"""From image files to shards: what ``lightning-ring pack`` does."""
+"""From image files to shards: ``lightning-ring pack``."""

@@ -12,11 +12,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lightning_ring.data.packing.journal import ShardRecord
-from lightning_ring.data.packing.report import HEADER, report_row
+from lightning_ring.data.packing.files import HEADER, report_row, whole_file, write_whole
 from lightning_ring.data.packing.settings import PackSettings
+from lightning_ring.data.packing.shard_writer import ShardRecord
 from lightning_ring.data.packing.sources import Sources
-from lightning_ring.data.packing.whole_file import whole_file, write_whole
 from lightning_ring.data.shards.index import DTYPES, FOLDER, NAMES
 from lightning_ring.data.shards.manifest import MANIFEST, REPORT, Manifest, file_sha256
 
@@ -24,7 +23,7 @@ from lightning_ring.data.shards.manifest import MANIFEST, REPORT, Manifest, file
 def write_manifest(
     target: Path, source: Path, settings: PackSettings, sources: Sources, records: Sequence[ShardRecord]
 ) -> Manifest:
-    """Write the index, the report and, last, the manifest; then remove what only an unfinished packing needs."""
+    """Write the index, the report and, last, the manifest; then remove the files of the unfinished packing."""
     (target / FOLDER).mkdir(exist_ok=True)
     files = [f"{FOLDER}/{NAMES}"]
     for name in ("labels", "blocks", "sizes", "crc32"):
@@ -78,7 +77,6 @@ def _write_report(target: Path, sources: Sources, records: Sequence[ShardRecord]
         for record in records:
             present[record.columns["labels"]] = True
         for number in np.flatnonzero(~present):
-            file.write(
-                report_row("empty class", sources.classes[number], f"has no image; label {number} does not occur")
-            )
+            detail = f"has no image; label {number} does not occur"
+            file.write(report_row("empty class", sources.classes[number], detail))
     return int((~present).sum())

@@ -1,8 +1,13 @@
-"""One image, ready for its shard: copied if it is small already, else shrunk, and always an 8-bit image."""
+"""Images as they go into a shard: copied if they are small, else shrunk; always 8 bits a channel."""
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from io import BytesIO
 from typing import Any
@@ -12,8 +17,11 @@ import simplejpeg
 from PIL import ExifTags, Image
 
 from lightning_ring.data.decoding import has_16_bits
+from lightning_ring.data.packing.settings import PackSettings
+from lightning_ring.data.packing.sources import Sources
+from lightning_ring.errors import ShardError
 
-_EXTENSIONS = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp"}  # what may be copied as it is
+_EXTENSIONS = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp"}  # formats that may be copied
 _AS_IT_IS = {"jpg": {"L", "RGB"}, "png": {"1", "L", "P", "LA", "RGB", "RGBA"}, "webp": {"RGB", "RGBA"}}
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -32,26 +40,18 @@ class UnusableImageError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class PackedImage:
-    """``data`` is a whole file of type ``extension``.
-
-    ``how``: "copied", byte for byte; "shrunk"; "turned" (encoded anew for its EXIF orientation); or "converted".
-    ``note``: what was changed beyond shrinking and turning, for the report; empty if nothing was.
-    """
-
-    data: bytes
+    data: bytes  # a whole file
     extension: str
-    how: str
-    note: str = ""
+    how: str  # "copied" byte for byte, "shrunk", "turned" (encoded anew for its EXIF orientation), or "converted"
+    note: str = ""  # the changes beyond shrinking and turning, for the report
 
 
 def prepare_image(data: bytes, size: int, quality: int) -> PackedImage:
     """The image of the file ``data`` with its shorter side at most ``size`` pixels (0: any), upright, RGB or gray.
 
-    Every byte that is copied was decoded once, so what is packed can be read. Colour profiles are kept where a file
-    is copied and ignored where it is encoded anew, as torchvision's image folder ignores them.
-
-    Raises:
-        UnusableImageError: The file is no image, is cut short, or its pixels have no 8-bit meaning.
+    Every byte that is copied was decoded once, so what is packed can be read. Colour profiles are kept where a file is
+    copied and ignored where it is encoded anew, as torchvision's image folder ignores them. Raises
+    `UnusableImageError`: the file is no image, is cut short, or its pixels have no 8-bit meaning.
     """
     try:
         return _prepare(data, size, quality)
@@ -119,7 +119,7 @@ def _decode_jpeg(data: bytes, mode: str, small: bool, size: int) -> Any:
 
 
 def _eight_bits(image: Any, notes: list[str]) -> Any:
-    """``image`` as RGB or gray (L); appends to ``notes`` what that took."""
+    """``image`` as RGB or gray (L); appends the changes to ``notes``."""
     if image.mode in ("L", "RGB"):
         return image
     if has_16_bits(image):
@@ -143,8 +143,8 @@ def _shrunk_size(size: tuple[int, int], shorter: int) -> tuple[int, int]:
 def encode_jpeg(image: Any, quality: int) -> bytes:
     """``image`` (RGB or gray) as a baseline JPEG with restart markers, so that a loader may decode a part of it.
 
-    After one or two blocks of 16 x 16 pixels: what divides the blocks of a row. That makes files 2 to 5 % longer. Gray
-    images have blocks of 8 x 8, and a marker a row, as they would grow by a quarter.
+    A marker comes after one or two blocks of 16 x 16 pixels, which divides the blocks of a row. Files are 2 to 5 %
+    longer. Gray images have blocks of 8 x 8, and a marker a row, as they would grow by a quarter.
     """
     gray = image.mode == "L"
     blocks = 1 if -(-image.width // 16) % 2 else 2
@@ -157,3 +157,43 @@ def encode_jpeg(image: Any, quality: int) -> bytes:
         plain.save(file, "JPEG", quality=quality, subsampling="4:2:0", **restarts)
         file.seek(0)
         return file.read()
+
+
+def prepared_images(
+    sources: Sources, start: int, settings: PackSettings, pool: ThreadPoolExecutor, ahead: int
+) -> Iterator[tuple[int, PackedImage | str]]:
+    """From source number ``start`` on: its number, and the image or the reason why it is left out.
+
+    Decoding, resizing and encoding release the GIL. At most ``ahead`` images wait in memory. Raises `ShardError`: A
+    source is there but cannot be read (a failing disk, a network file system that is gone).
+    """
+    waiting: deque[tuple[int, Future[PackedImage | str]]] = deque()
+    for position in range(start, len(sources)):
+        waiting.append((position, pool.submit(_prepare_source, sources, position, settings)))
+        if len(waiting) >= ahead:
+            position, future = waiting.popleft()
+            yield position, future.result()
+    for position, future in waiting:
+        yield position, future.result()
+
+
+def _prepare_source(sources: Sources, position: int, settings: PackSettings) -> PackedImage | str:
+    path = sources.path(position)
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):  # reading a pipe would wait for ever
+            return "cannot be read: not a regular file"
+        data = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
+        if not sources.folder.exists():  # or every image would be left out, one by one
+            raise ShardError(f"{sources.folder} is gone. Bring it back and run the same command again.") from error
+        return f"cannot be read: {error.strerror}"
+    except ValueError as error:  # a zero byte in the path
+        return f"cannot be read: {error}"
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENAMETOOLONG):  # the name is at fault, not the disk
+            return f"cannot be read: {error.strerror}"
+        raise ShardError(f"{path} cannot be read: {error.strerror}. Then run the same command again.") from error
+    try:
+        return prepare_image(data, settings.size, settings.quality)
+    except UnusableImageError as error:
+        return str(error)

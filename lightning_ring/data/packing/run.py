@@ -20,15 +20,12 @@ from pathlib import Path
 
 from PIL import Image
 
+from lightning_ring.data.packing.files import report_row, whole_file, write_whole
 from lightning_ring.data.packing.finish import write_manifest
-from lightning_ring.data.packing.image import PackedImage
-from lightning_ring.data.packing.journal import ShardRecord, read_records, shard_name, write_record
-from lightning_ring.data.packing.prepare import prepared_images
-from lightning_ring.data.packing.report import report_row
+from lightning_ring.data.packing.image import PackedImage, prepared_images
 from lightning_ring.data.packing.settings import PackSettings
-from lightning_ring.data.packing.shard_writer import ShardWriter
+from lightning_ring.data.packing.shard_writer import ShardRecord, ShardWriter, read_records, shard_name, write_record
 from lightning_ring.data.packing.sources import Sources, list_sources, load_sources
-from lightning_ring.data.packing.whole_file import whole_file, write_whole
 from lightning_ring.data.shards.manifest import MANIFEST, Manifest, Shard, read_manifest
 from lightning_ring.errors import ConfigurationError, ShardError
 from lightning_ring.host.file_lock import claim, release
@@ -46,9 +43,8 @@ def pack(source: Path, target: Path, settings: PackSettings, workers: int, progr
     """
     source, target = source.absolute(), target.absolute()
     if not source.exists():
-        raise ConfigurationError(
-            f"{source} is not there. Expected a folder with a folder for each class, or a CSV file."
-        )
+        expected = "a folder with a folder for each class, or a CSV file"
+        raise ConfigurationError(f"{source} is not there. Expected {expected}.")
     if target.resolve().is_relative_to(source.resolve()):
         raise ConfigurationError(f"{target} is inside {source}: its shards would be taken for images. Choose another.")
     if workers < 1:
@@ -60,7 +56,11 @@ def pack(source: Path, target: Path, settings: PackSettings, workers: int, progr
         state = target / PACKING
         state.mkdir(parents=True, exist_ok=True)
         with _only_one(state):
-            _check_same(state / "settings.json", source, settings, target)
+            file = state / "settings.json"
+            if file.exists():
+                _refuse_other(json.loads(file.read_bytes()), source, settings, target, "half packed")
+            else:
+                write_whole(file, json.dumps(_identity(source, settings)).encode())
             return _pack(source, target, settings, workers, progress)
     except OSError as error:
         raise ShardError(_disk_error(error, target)) from error
@@ -70,7 +70,9 @@ def _pack(source: Path, target: Path, settings: PackSettings, workers: int, prog
     state = target / PACKING
     records = read_records(state, target)
     try:
-        sources = _listed(source, state, settings)
+        if (sources := load_sources(state)) is None:
+            sources = list_sources(source, state, settings.group_by_class)
+        Image.init()  # once, here: threads that load Pillow's plugins at the same time disturb each other
         with ThreadPoolExecutor(workers, thread_name_prefix="pack") as pool:
             start = records[-1].next_position if records else 0
             try:
@@ -84,16 +86,6 @@ def _pack(source: Path, target: Path, settings: PackSettings, workers: int, prog
             shutil.rmtree(state)  # nothing to go on with, and the next command will be another
         raise
     return write_manifest(target, source, settings, sources, records)
-
-
-def _listed(source: Path, state: Path, settings: PackSettings) -> Sources:
-    sources = load_sources(state)
-    if sources is None:
-        list_sources(source, state, settings.group_by_class)
-        sources = load_sources(state)
-        assert sources is not None
-    Image.init()  # here, once: threads that load Pillow's plugins at the same time get in each other's way
-    return sources
 
 
 def _write_shards(
@@ -129,18 +121,14 @@ def _write_shards(
                 pending = next(images, None)
             sha256 = shard.finish()
             if not shard.samples:
-                raise ConfigurationError(_nothing_left(rows))
+                first_rows = b"".join(rows[:5]).decode("utf-8", "backslashreplace").rstrip()
+                raise ConfigurationError(f"none of {len(rows)} images can be packed. The first of them:\n{first_rows}")
         done = Shard(name, shard.bytes, shard.samples, sha256)
         following = len(sources) if pending is None else pending[0]
         record = ShardRecord(done, following, dict(counts), b"".join(rows), shard.arrays())
         write_record(target / PACKING, number, record)
         yield record
         number, first = number + 1, first + shard.samples
-
-
-def _nothing_left(rows: list[bytes]) -> str:
-    first = b"".join(rows[:5]).decode("utf-8", "backslashreplace").rstrip()
-    return f"none of {len(rows)} images can be packed. The first of them:\n{first}"
 
 
 @contextmanager
@@ -154,7 +142,7 @@ def _only_one(state: Path) -> Iterator[None]:
             if error.errno != errno.EBUSY:
                 raise
             raise ConfigurationError(
-                f"another process is packing into {state.parent}. Wait for it, or end it first."
+                f"another process is packing into {state.parent}. Wait for it, or end it."
             ) from None
         yield
     finally:
@@ -173,14 +161,6 @@ def _check_empty(target: Path) -> None:
             f"{target} is not empty: it holds {strangers[0]!r} and no packing. Choose an empty folder, or one that is "
             "not there yet."
         )
-
-
-def _check_same(file: Path, source: Path, settings: PackSettings, target: Path) -> None:
-    """Note what is packed and how, or see that it is what was begun."""
-    if file.exists():
-        _refuse_other(json.loads(file.read_bytes()), source, settings, target, "half packed")
-    else:
-        write_whole(file, json.dumps(_identity(source, settings)).encode())
 
 
 def _finished(source: Path, target: Path, settings: PackSettings) -> Manifest:

@@ -1,4 +1,4 @@
-"""What decides the bytes of a packing; the number of workers is not among it."""
+"""The settings that decide the bytes of a packing; the number of workers is not one of them."""
 
 from __future__ import annotations
 
@@ -28,13 +28,9 @@ class PackSettings:
 
     def __post_init__(self) -> None:
         if self.size < 0:
-            raise ConfigurationError(
-                f"--size {self.size}: expected pixels of the shorter side, or 0 to leave all as is."
-            )
+            raise ConfigurationError(f"--size {self.size}: expected pixels of the shorter side, or 0 for no shrinking.")
         if not 0 < self.shard_mb <= 2**20:
-            raise ConfigurationError(
-                f"--shard-mb {self.shard_mb}: expected MiB, more than 0 and at most {2**20} (1 TiB)."
-            )
+            raise ConfigurationError(f"--shard-mb {self.shard_mb}: expected MiB, above 0 and at most {2**20} (1 TiB).")
         if not 1 <= self.quality <= 100:
             raise ConfigurationError(f"--quality {self.quality}: expected a JPEG quality from 1 to 100.")
 

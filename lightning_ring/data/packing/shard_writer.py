@@ -1,17 +1,22 @@
-"""One shard as it is written: tar members in WebDataset's layout, and what the index has to know of them."""
+"""A shard as it is written, and the record of a finished shard, from which an interrupted packing resumes."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import tarfile
 import zlib
 from array import array
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 
+from lightning_ring.data.packing.files import whole_file
 from lightning_ring.data.shards.index import BLOCK, DTYPES, key
+from lightning_ring.data.shards.manifest import Shard
 
 _END = bytes(2 * BLOCK)  # two empty blocks end a tar
 _CODES = {"labels": "i", "blocks": "I", "sizes": "I", "crc32": "I", "positions": "q"}
@@ -65,3 +70,60 @@ class ShardWriter:
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
         return {name: np.array(column, DTYPES.get(name, np.int64)) for name, column in self.columns.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class ShardRecord:
+    """A finished shard. ``next_position``: the first source after it; ``report``: rows on the sources before that."""
+
+    shard: Shard
+    next_position: int
+    counts: dict[str, int]
+    report: bytes
+    columns: dict[str, npt.NDArray[Any]]
+
+
+def shard_name(number: int) -> str:
+    return f"shard-{number:06d}.tar"
+
+
+def write_record(folder: Path, number: int, record: ShardRecord) -> None:
+    head = {"shard": asdict(record.shard), "next_position": record.next_position, "counts": record.counts}
+    arrays: dict[str, Any] = {
+        "head": np.frombuffer(json.dumps(head).encode(), np.uint8),
+        "report": np.frombuffer(record.report, np.uint8),
+        **record.columns,
+    }
+    with whole_file(_record_path(folder, number)) as file:
+        np.savez(file, **arrays)
+
+
+def read_records(folder: Path, shards: Path) -> list[ShardRecord]:
+    """Records of finished shards, from the first on; one whose tar is not as long as it was ends the list.
+
+    Those after it are removed: they follow a shard that may be written anew with other images.
+    """
+    records: list[ShardRecord] = []
+    while _record_path(folder, len(records)).exists():
+        record = _read_record(_record_path(folder, len(records)))
+        tar = shards / record.shard.name
+        if not tar.exists() or tar.stat().st_size != record.shard.bytes:
+            break
+        records.append(record)
+    number = len(records)
+    while _record_path(folder, number).exists():
+        number += 1
+    for stale in reversed(range(len(records), number)):  # the last first: interrupted, this leaves no gap
+        _record_path(folder, stale).unlink()
+    return records
+
+
+def _read_record(path: Path) -> ShardRecord:
+    with np.load(path) as file:
+        head, report = json.loads(file["head"].tobytes()), file["report"].tobytes()
+        columns = {name: file[name] for name in file.files if name not in ("head", "report")}
+    return ShardRecord(Shard(**head["shard"]), head["next_position"], head["counts"], report, columns)
+
+
+def _record_path(folder: Path, number: int) -> Path:
+    return folder / f"{shard_name(number)}.npz"

@@ -1,12 +1,13 @@
-"""Which files are packed, with which labels: an image folder, or a CSV of path,label, listed once and kept on disk.
+"""The images of a packing and their labels, listed once and kept on the disk.
 
-The list stays out of memory but for some 30 bytes an image, and an interrupted packing goes on with the same one.
+A list takes some 30 bytes of memory an image. A resumed packing reads the same list.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import unicodedata
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -16,13 +17,32 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from lightning_ring.data.packing.classes import sorted_classes
-from lightning_ring.data.packing.csv_source import read_csv
-from lightning_ring.data.packing.folder_source import scan_folder
-from lightning_ring.data.packing.listing import Found, LeftOut
-from lightning_ring.data.packing.report import report_row
-from lightning_ring.data.packing.whole_file import whole_file, write_whole
+from lightning_ring.data.packing.files import report_row, whole_file, write_whole
+from lightning_ring.data.packing.listing import Found, LeftOut, read_csv, scan_folder
 from lightning_ring.errors import ConfigurationError
+
+
+def sorted_classes(names: Iterable[str], source: Path) -> list[str]:
+    """Classes in the order of their numbers: sorted as ImageFolder sorts them, or by value if all are numbers.
+
+    So labels 0, 1, ..., 10 of a CSV stay what they are. Raises `ConfigurationError`: two names that people read as one:
+    "cat" and "Cat", "1" and "01", or one accent written in two ways.
+    """
+    names = list(names)
+    numbers = all(name.isdecimal() and name.isascii() for name in names)
+    same: dict[str, str] = {}
+    for name in names:
+        plain = str(int(name)) if numbers else unicodedata.normalize("NFC", name).strip().casefold()
+        if plain in same:
+            raise ConfigurationError(
+                f"{source} has two classes of one name, {same[plain]!r} and {name!r}. Put their images into one class, "
+                "or rename one of them."
+            )
+        same[plain] = name
+    if numbers:
+        return sorted(names, key=int)
+    return sorted(names)
+
 
 _REPORT = "sources.csv"
 _SEED = 0  # of the one shuffle that mixes the classes
@@ -57,12 +77,11 @@ class Sources:
         return int(self.labels[self.order[position]])
 
 
-def list_sources(source: Path, into: Path, group_by_class: bool) -> None:
-    """Write the list of ``source`` to the folder ``into``, ``sources.json`` last.
+def list_sources(source: Path, into: Path, group_by_class: bool) -> Sources:
+    """Write the list of ``source`` to the folder ``into``, ``sources.json`` last, and load it.
 
-    Raises:
-        ConfigurationError: ``source`` is neither a folder of class folders nor a CSV, or has no image, or its classes
-            cannot be told apart.
+    Raises `ConfigurationError`: ``source`` is neither a folder of class folders nor a CSV, or has no image, or its
+    classes cannot be told apart.
     """
     found = scan_folder(source) if source.is_dir() else read_csv(source)
     with whole_file(into / _REPORT) as report, whole_file(into / "names") as names:
@@ -83,6 +102,9 @@ def list_sources(source: Path, into: Path, group_by_class: bool) -> None:
             np.save(file, values)
     head = {"folder": str(source if source.is_dir() else source.parent), "classes": classes}
     write_whole(into / "sources.json", json.dumps(head | {"left_out": listed.left_out}).encode())
+    sources = load_sources(into)
+    assert sources is not None
+    return sources
 
 
 class _Listed(NamedTuple):

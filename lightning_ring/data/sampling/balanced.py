@@ -9,8 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_ring.data.sampling.classes import ClassMembers
-from lightning_ring.data.sampling.counters import Stream, subkey
-from lightning_ring.data.sampling.permutation import permute
+from lightning_ring.data.sampling.counters import Stream, permute, subkey
 from lightning_ring.data.sampling.sampler import Ints, StridedSampler
 from lightning_ring.errors import ConfigurationError
 
@@ -26,13 +25,13 @@ class BalancedSampler(StridedSampler):
 
     An epoch of n draws is n equidistant points on the line on which each class has a piece as long as its share. A
     round takes every (number of rounds)-th of them, shuffled. How often a class was drawn before a round follows by
-    counting points, which is what makes positions cheap to find.
+    counting points: positions are cheap to find.
 
     Args:
         labels: Class number of every sample, integers ≥ 0. Classes without samples are never drawn.
         beta: 1: all classes equally often; 0.5: as the square root of their size; 0: as often as they are.
         num_samples: Draws in an epoch over all ranks; the size of the data set if left out. Above 65,536 it is rounded
-            up to whole rounds of equal length (`length` says the result). What then does not divide by the ranks is
+            up to whole rounds of equal length (`length` says the result). The rest of a division by the ranks is
             dropped.
         seed, rank, world_size: See `OrderedSampler`.
         fingerprint: A hash of ``labels`` if left out.

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lightning_ring.data.sampling.counters import Stream, subkey
-from lightning_ring.data.sampling.permutation import permute
+from lightning_ring.data.sampling.counters import Stream, permute, subkey
 from lightning_ring.data.sampling.sampler import Ints
 from lightning_ring.errors import ConfigurationError
 
@@ -19,26 +18,24 @@ class ClassMembers:
 
     Args:
         labels: Class number of every sample, integers ≥ 0.
-
-    Attributes:
-        numbers: The classes that have samples, ascending.
-        counts: How many samples each of them has.
     """
 
     def __init__(self, labels: npt.ArrayLike) -> None:
         given = np.asarray(labels)
         if given.ndim != 1 or not np.issubdtype(given.dtype, np.integer) or len(given) == 0:
-            raise ConfigurationError(
-                f"labels of {given.dtype}, shape {given.shape}, were given, expected an integer for each sample."
-            )
+            found = f"labels of {given.dtype}, shape {given.shape}"
+            raise ConfigurationError(f"{found}, were given, expected an integer for each sample.")
         if given.min() < 0:
             raise ConfigurationError(f"label {given.min()} of sample {given.argmin()} is negative, expected ≥ 0.")
         self._members = _grouped(given)
         counts = np.bincount(given)
-        self.numbers: Ints = np.flatnonzero(counts)
-        self.counts: Ints = counts[self.numbers].astype(np.int64)
+        self.numbers: Ints = np.flatnonzero(counts)  # the classes that have samples, ascending
+        self.counts: Ints = counts[self.numbers].astype(np.int64)  # how many samples each of them has
         self.starts: Ints = np.cumsum(self.counts) - self.counts
-        self.fingerprint = f"{len(given)} labels {_digest(given)}"
+        digest = hashlib.blake2b(digest_size=8)
+        for start in range(0, len(given), 1 << 20):
+            digest.update(given[start : start + (1 << 20)].astype("<i8").tobytes())
+        self.fingerprint = f"{len(given)} labels {digest.hexdigest()}"
 
     def draw(self, seed: int, classes: Ints, cycle: Ints, ordinal: Ints) -> Ints:
         """Samples number ``ordinal`` of ``classes`` (places in `numbers`), shuffled anew in every ``cycle``."""
@@ -47,7 +44,7 @@ class ClassMembers:
 
 
 def _grouped(labels: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Indices sorted by label, stable: what ``argsort(kind="stable")`` gives, by radix: 16 bits at a time."""
+    """Indices sorted by label, as by ``argsort(kind="stable")``, but by radix: 16 bits at a time."""
     dtype = np.int32 if len(labels) < 2**31 else np.int64
     order = np.argsort((labels & 0xFFFF).astype(np.uint16), kind="stable").astype(dtype)
     high, shift = int(labels.max()) >> 16, 16
@@ -56,10 +53,3 @@ def _grouped(labels: npt.NDArray[Any]) -> npt.NDArray[Any]:
         order = order[np.argsort(digit, kind="stable")]
         high, shift = high >> 16, shift + 16
     return order
-
-
-def _digest(labels: npt.NDArray[Any]) -> str:
-    digest = hashlib.blake2b(digest_size=8)
-    for start in range(0, len(labels), 1 << 20):
-        digest.update(labels[start : start + (1 << 20)].astype("<i8").tobytes())
-    return digest.hexdigest()

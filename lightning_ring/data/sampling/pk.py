@@ -9,8 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_ring.data.sampling.classes import ClassMembers
-from lightning_ring.data.sampling.counters import Stream, subkey
-from lightning_ring.data.sampling.permutation import permute
+from lightning_ring.data.sampling.counters import Stream, permute, subkey
 from lightning_ring.data.sampling.sampler import Ints, OrderedSampler
 from lightning_ring.errors import ConfigurationError
 
@@ -56,9 +55,8 @@ class PKSampler(OrderedSampler):
         if p < 1 or k < 2:
             raise ConfigurationError(f"p={p} and k={k} were given, expected p ≥ 1 classes and k ≥ 2 samples of each.")
         self.members = ClassMembers(labels)
-        super().__init__(
-            seed=seed, rank=rank, world_size=world_size, fingerprint=fingerprint or self.members.fingerprint
-        )
+        fingerprint = fingerprint or self.members.fingerprint
+        super().__init__(seed=seed, rank=rank, world_size=world_size, fingerprint=fingerprint)
         self.p, self.k = p, k
         self.batch_size = p * k
         self.kind = f"p x k, k={k}"
@@ -96,9 +94,8 @@ class PKSampler(OrderedSampler):
         number, offset = divmod(self.position // self.k, classes)
         for turn in range(number, self.num_passes):
             steps = (classes - offset) // width
-            order = self._usable[
-                permute(np.arange(classes), classes, subkey(self.seed, Stream.ORDER, self.epoch, turn))
-            ]
+            key = subkey(self.seed, Stream.ORDER, self.epoch, turn)
+            order = self._usable[permute(np.arange(classes), classes, key)]
             for first in range(0, steps, _STEPS):
                 step = np.arange(first, min(first + _STEPS, steps))[:, None]
                 places = (offset + step * width + np.arange(self.p) * self.num_replicas + self.rank).reshape(-1)

@@ -1,4 +1,4 @@
-"""The part of a sampler that all orders share: whose turn it is, where the epoch stands, and what is saved of it."""
+"""Samplers with one global order for all ranks: the base class, and shuffling."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 import torch.distributed as dist
 from torch.utils.data import DistributedSampler
 
+from lightning_ring.data.sampling.counters import Ints, Stream, permute, subkey
 from lightning_ring.errors import ConfigurationError
 
 log = logging.getLogger(__name__)
 
-Ints = npt.NDArray[np.int64]
 Remainder = Literal["repeat", "drop", "keep"]
 
 
@@ -133,9 +132,8 @@ class OrderedSampler(DistributedSampler[int]):
                     "position means nothing here. Use the data set and settings of the saved run, or start a new one."
                 )
         if state["seed"] != self.seed:
-            log.warning(
-                "lightning_ring: the sampler goes on with seed %s of the saved run, not %s.", state["seed"], self.seed
-            )
+            found = state["seed"]
+            log.warning("lightning_ring: the sampler goes on with seed %s of the saved run, not %s.", found, self.seed)
         self.seed, self.epoch = state["seed"], state["epoch"]
         self.position, self._taken = state["position"], state["taken"]
 
@@ -170,10 +168,46 @@ class StridedSampler(OrderedSampler):
             return max(0, -(-(left - self.rank) // ranks))
         return left // ranks if self.remainder == "drop" else -(-left // ranks)
 
-    def my_positions(self, start: int, stop: int) -> Ints:
-        """This rank's positions from `position` on: those with numbers ``start`` to ``stop``."""
-        return self.position + self.rank + np.arange(start, stop, dtype=np.int64) * self.num_replicas
-
 
 def _distributed() -> bool:
     return dist.is_available() and dist.is_initialized()
+
+
+_BLOCK = 8192  # positions computed at a time: a few milliseconds
+
+
+class ShuffledSampler(StridedSampler):
+    """Every one of ``size`` samples once an epoch. Starts at once and takes no memory, however many there are.
+
+    Args:
+        size: Samples in the data set.
+        shuffle: False: in order, for evaluation.
+        remainder: If ``size`` does not divide by the ranks: ``"repeat"`` gives the last step samples of
+            the epoch's start again, as torch's sampler does; ``"drop"`` leaves the last ones out of this epoch;
+            ``"keep"`` gives some ranks one sample more, so that each is seen exactly once.
+        seed, rank, world_size, fingerprint: See `OrderedSampler`.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        shuffle: bool = True,
+        remainder: Remainder = "repeat",
+        seed: int = 0,
+        rank: int | None = None,
+        world_size: int | None = None,
+        fingerprint: str | None = None,
+    ) -> None:
+        fingerprint = fingerprint or f"{size} samples"
+        super().__init__(size, remainder, seed=seed, rank=rank, world_size=world_size, fingerprint=fingerprint)
+        self.shuffle = shuffle
+        self.kind = "shuffled" if shuffle else "in order"
+
+    def blocks(self) -> Iterator[tuple[Ints, Ints]]:
+        num, key = self.num_left(self.position), subkey(self.seed, Stream.ORDER, self.epoch)
+        for start in range(0, num, _BLOCK):
+            mine = np.arange(start, min(start + _BLOCK, num), dtype=np.int64)  # numbers of this rank's positions
+            positions = self.position + self.rank + mine * self.num_replicas
+            wrapped = positions % self.length
+            yield positions, permute(wrapped, np.int64(self.length), key) if self.shuffle else wrapped

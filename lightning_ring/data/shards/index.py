@@ -60,8 +60,7 @@ class ShardIndex:
     def column(self, name: str) -> npt.NDArray[Any]:
         """One column, mapped read-only.
 
-        Raises:
-            ShardError: The file is missing, is no such column, or has not one value an image.
+        Raises `ShardError`: the file is missing, is no such column, or has not one value an image.
         """
         path = self._root / FOLDER / f"{name}.npy"
         try:

@@ -1,10 +1,10 @@
-"""What a folder of shards is: its classes, its files with their lengths and checksums.
+"""The manifest of a folder of shards: its classes, its files with their lengths and checksums.
 
 manifest.json          written last, so a folder without it is not a data set yet
 shard-000000.tar ...   WebDataset's layout: 000000012.jpg, then 000000012.cls (the label, as text)
 index/*.npy            one value an image, see `lightning_ring.data.shards.index`
 index/names.txt        where each image came from, one a line
-report.csv             what was left out, and what was changed beyond shrinking
+report.csv             images that were left out, and changes beyond shrinking
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Manifest:
-    """``files``: SHA-256 of everything beside the shards. ``counts``: what packing did, for people to read."""
+    """``files``: SHA-256 of everything beside the shards. ``counts``: numbers of images by treatment, for people."""
 
     classes: list[str]
     shards: list[Shard]
@@ -65,8 +65,7 @@ class Manifest:
 def read_manifest(root: Path) -> Manifest:
     """The manifest of the shards in ``root``.
 
-    Raises:
-        ShardError: There is none, or it is not one that this version can read.
+    Raises `ShardError`: there is none, or it is not one that this version can read.
     """
     path = root / MANIFEST
     try:
@@ -78,26 +77,16 @@ def read_manifest(root: Path) -> Manifest:
     if not isinstance(fields, dict) or fields.get("format") != FORMAT:
         raise ShardError(f'{path} does not say "format": "{FORMAT}": it was written by another program.')
     if fields["version"] != VERSION:
-        raise ShardError(
-            f"{path} has version {fields['version']}, expected {VERSION}: pack the images again with this version."
-        )
+        found = fields["version"]
+        raise ShardError(f"{path} has version {found}, expected {VERSION}: pack the images again with this version.")
     try:
-        return _manifest(fields)
+        shards = [Shard(**shard) for shard in fields["shards"]]
+        others = {name: fields[name] for name in ("classes", "files", "source", "settings", "counts")}
+        manifest = Manifest(shards=shards, **others)
+        if manifest.fingerprint != fields["fingerprint"]:
+            raise KeyError("fingerprint (it does not fit the rest: the file was edited or damaged)")
     except (KeyError, TypeError) as error:
         raise ShardError(f"{path}: {error} is missing or wrong. Restore the file, or pack the images again.") from None
-
-
-def _manifest(fields: dict[str, Any]) -> Manifest:
-    manifest = Manifest(
-        classes=fields["classes"],
-        shards=[Shard(**shard) for shard in fields["shards"]],
-        files=fields["files"],
-        source=fields["source"],
-        settings=fields["settings"],
-        counts=fields["counts"],
-    )
-    if manifest.fingerprint != fields["fingerprint"]:
-        raise KeyError("fingerprint (it does not fit the rest: the file was edited or damaged)")
     return manifest
 
 

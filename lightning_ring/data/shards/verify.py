@@ -1,4 +1,4 @@
-"""Are packed shards still what was packed? Every byte of every file is read."""
+"""Checks that packed shards are unchanged: every byte of every file is read."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def verify(root: Path, workers: int, progress: Callable[[int, int], None]) -> li
     """A line for every problem, with file and, for shards, offset; none if all is as it was packed.
 
     Lengths, checksums, and that index and tars agree on every image. ``progress`` gets bytes done and bytes in all.
-
-    Raises:
-        ShardError: There is no manifest to compare with.
+    Raises `ShardError`: there is no manifest to compare with.
     """
     manifest = read_manifest(root)
     problems = check_lengths(root, manifest.shards)
-    problems += _strangers(root, manifest)
+    known = {shard.name for shard in manifest.shards}
+    strangers = sorted(path for path in root.glob("*.tar") if path.name not in known)
+    problems += [f"{path} is not in the manifest; a reader of *.tar reads it too" for path in strangers]
     files = _check_files(root, manifest)
     problems += files.values()
     index_is_whole = not any(name.startswith(FOLDER) for name in files)  # else it would blame shards that are whole
@@ -52,14 +52,8 @@ def verify(root: Path, workers: int, progress: Callable[[int, int], None]) -> li
     return problems
 
 
-def _strangers(root: Path, manifest: Manifest) -> list[str]:
-    known = {shard.name for shard in manifest.shards}
-    found = sorted(path for path in root.glob("*.tar") if path.name not in known)
-    return [f"{path} is not in the manifest; whoever reads *.tar reads it too" for path in found]
-
-
 def _check_files(root: Path, manifest: Manifest) -> dict[str, str]:
-    """What is wrong with the files beside the shards, by their name."""
+    """Problems of the files beside the shards, by name."""
     problems = {}
     for name, sha256 in manifest.files.items():
         try:
@@ -117,7 +111,7 @@ def _sample_bytes(size: int) -> int:
 
 
 def _check_sample(chunk: bytes, name: str, size: int, crc32: int, label: int) -> str:
-    """What is wrong with one image and its label, whose tar members ``chunk`` should be; empty if nothing is."""
+    """The problem of one image and its label, whose tar members ``chunk`` should be; empty without one."""
     if len(chunk) != _sample_bytes(size):
         return f"cut short, {len(chunk)} of {_sample_bytes(size)} bytes (with its label) are there"
     try:

@@ -1,4 +1,4 @@
-"""Finds this machine's C++ compiler, and keeps what it made."""
+"""The C++ compiler of this machine, and a cache of the libraries it made."""
 
 from __future__ import annotations
 
@@ -27,11 +27,7 @@ def find_compiler() -> list[str] | None:
 
 
 def require_compiler() -> list[str]:
-    """The compiler's command.
-
-    Raises:
-        RuntimeError: There is none.
-    """
+    """The compiler's command. Raises `RuntimeError`: there is none."""
     command = find_compiler()
     if command is None:
         looked = f"$CXX={os.environ['CXX']!r}" if os.environ.get("CXX") else "$CXX, c++, g++ and clang++"
@@ -53,10 +49,8 @@ def cache_folder() -> Path:
 def load(source: str) -> ctypes.CDLL:
     """Compile ``source``, or take it from the cache, and load it.
 
-    Any number of processes may do so at the same time: each compiles to a file of its own and renames it.
-
-    Raises:
-        RuntimeError: No compiler, or it failed.
+    Any number of processes may do so at the same time: each compiles to a file of its own and renames it. Raises
+    `RuntimeError`: no compiler, or it failed.
     """
     command = require_compiler()
     # The CPU is in the key because the code is made for this one; home folders are shared between machines.
@@ -92,7 +86,7 @@ def _compile(command: list[str], source: str, source_path: Path, library_path: P
 
 @functools.cache
 def _cpu() -> str:
-    """What the compiled code depends on: architecture and instruction sets of this processor."""
+    """Architecture and instruction sets of this processor, on which the compiled code depends."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from lightning_ring.optim.engine.parameter_list import TensorKind
 from lightning_ring.optim.engine.rule import Rule
-from lightning_ring.optim.engine.trace import Body, measure_body, move_body
+from lightning_ring.optim.engine.trace import Body, element_types, measure_body, move_body
 
 CHUNK = 1 << 15  # elements that a thread takes at a time
 BLOCK = 64  # elements between two rounds of prefetching
@@ -83,30 +84,17 @@ extern "C" void %(name)s(int64_t num_chunks, const int64_t* chunks, const int64_
 """
 
 
-def source(
-    rule: Rule, weight: torch.dtype, grad: torch.dtype, compute: torch.dtype, mirror: torch.dtype | None, deferred: bool
-) -> str:
-    """C++ with the functions ``measure`` and ``move`` (see `fused_cpu`).
-
-    ``pointers`` has a row for each tensor: weight, gradient, states, mirror.
-    """
-    types = {"w": C_TYPES[weight], "g": C_TYPES[grad]}
-    types |= {f"s{i}": C_TYPES[compute] for i in range(len(rule.state_names))}
-    elements = [*types]
-    if mirror is not None:
-        types["mirror"] = C_TYPES[mirror]
-    functions = [
-        _function("measure", measure_body(rule, deferred), elements, types, C_TYPES[compute], deferred),
-        _function("move", move_body(rule, deferred), elements, types, C_TYPES[compute], deferred),
-    ]
-    return PRELUDE + "\n".join(functions)
+def source(rule: type[Rule], kind: TensorKind, deferred: bool) -> str:
+    """C++ with the functions ``measure`` and ``move``; ``pointers`` has a row of `element_types` for each tensor."""
+    types, compute = element_types(rule, kind, C_TYPES)
+    measure = _function("measure", measure_body(rule, deferred), types, compute, deferred)
+    return PRELUDE + measure + _function("move", move_body(rule, deferred), types, compute, deferred)
 
 
-def _function(name: str, body: Body, elements: list[str], types: dict[str, str], compute: str, deferred: bool) -> str:
-    columns = [*elements, "mirror"] if "mirror" in types else elements
+def _function(name: str, body: Body, types: dict[str, str], compute: str, deferred: bool) -> str:
     stored = {element for element, _ in body.stores}
     setup, prefetches = [], []
-    for column, element in enumerate(columns):
+    for column, element in enumerate(types):
         written = element in stored or (element == "mirror" and "w" in stored)
         if element in body.loads or written:
             qualifier = "" if written else "const "
@@ -146,7 +134,7 @@ def _function(name: str, body: Body, elements: list[str], types: dict[str, str],
         "name": name,
         # Backwards, the move begins with what the measuring left in the cache.
         "chunk": "num_chunks - 1 - turn" if name == "move" else "turn",
-        "num_pointers": len(columns),
+        "num_pointers": len(types),
         "num_scalars": max(len(body.scalars), 1),
         "setup": "\n".join(f"    {line}" for line in setup),
         "loop": "\n".join(f"    {line}" for line in lines),

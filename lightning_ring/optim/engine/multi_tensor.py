@@ -1,4 +1,4 @@
-"""The multi-tensor way: many tensors a call, in pieces small enough that temporaries stay in the cache."""
+"""The multi-tensor runner: many tensors a call, in pieces so small that temporaries stay in the cache."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_ring.optim.engine.numbers import StepNumbers
 from lightning_ring.optim.engine.parameter_list import ParameterBatch, flat, norm_dtype
-from lightning_ring.optim.engine.rule import Rule, Scalars
+from lightning_ring.optim.engine.plain import PlainRunner
+from lightning_ring.optim.engine.rule import Rule, Scalars, StepNumbers
 from lightning_ring.optim.engine.tensor_list import TensorList, Tensors
 
 CPU_PIECE = 1 << 16  # elements: five float32 streams of this length fit a 2 MiB second-level cache
@@ -26,7 +26,7 @@ SAFE_SQUARES = (1e-26, 1e36)
 
 @dataclass(slots=True)
 class Batch:
-    """What one call works on: 1-D pieces of the ``rows``-th tensors of a part."""
+    """The operands of one call: 1-D pieces of the ``rows``-th tensors of a part."""
 
     rows: list[int]
     weights: Tensors
@@ -35,29 +35,31 @@ class Batch:
     mirrors: Tensors
     directions: Tensors | None = None
 
+    @classmethod
+    def of(cls, rows: list[int], columns: Sequence[Tensors], num_states: int) -> Batch:
+        """Of the columns of a `ParameterBatch`."""
+        weights, grads, *rest = columns
+        return cls(rows, weights, grads, rest[:num_states], rest[num_states] if len(rest) > num_states else ())
+
     def pieces(self, size: int) -> list[Batch]:
         """The same, cut into pieces of at most ``size`` elements."""
         if len(self.rows) > 1:
             return [self]
         columns = [self.weights, self.grads, *self.states] + ([self.mirrors] if self.mirrors else [])
-        rows = zip(*(column[0].split(size) for column in columns), strict=True)
-        end = 2 + len(self.states)
-        return [
-            Batch(self.rows, [row[0]], [row[1]], [[state] for state in row[2:end]], [row[end]] if self.mirrors else ())
-            for row in rows
-        ]
+        pieces = zip(*(column[0].split(size) for column in columns), strict=True)
+        return [Batch.of(self.rows, [[view] for view in piece], len(self.states)) for piece in pieces]
 
 
-class MultiTensorRunner:
+class MultiTensorRunner(PlainRunner):
     """Runs a rule on `TensorList`s of pieces: large tensors are cut, small ones put together.
 
     Temporaries stay under 5 % of the parameters (or 256 KiB): on the CPU the directions of one wave are kept from
-    `measure` to `move`; on a device a call works on a hundredth of the parameters. Where torch has a fused CPU kernel
-    that computes what the rule asks for, that is called instead.
+    `measure` to `move`; on a device a call works on a hundredth of the parameters. A fused CPU kernel of torch that
+    computes the rule is called instead.
     """
 
-    def __init__(self, rule: Rule) -> None:
-        self._rule = rule
+    def __init__(self, rule: type[Rule]) -> None:
+        super().__init__(rule)
         self._cut: tuple[ParameterBatch, list[Batch]] | None = None
 
     def waves(self, part: ParameterBatch) -> list[ParameterBatch]:
@@ -151,8 +153,10 @@ class MultiTensorRunner:
         """``part`` cut up; kept from `measure` to `move`."""
         if self._cut is None or self._cut[0] is not part:
             sweeps = self._sweeps(part) and not deferred
-            sizes = (CPU_SWEEP_PIECE, CPU_SWEEP_TOGETHER) if sweeps else (_piece_size(part),) * 2
-            self._cut = (part, cut(part, *sizes))
+            piece = CPU_PIECE
+            if part.kind.device.type != "cpu":
+                piece = max(DEVICE_PIECE, sum(weight.numel() for weight in part.weights) // 100)
+            self._cut = (part, cut(part, *((CPU_SWEEP_PIECE, CPU_SWEEP_TOGETHER) if sweeps else (piece, piece))))
         return self._cut[1]
 
     def _sweeps(self, part: ParameterBatch) -> bool:
@@ -184,21 +188,16 @@ def _split(part: ParameterBatch, room: int) -> Iterator[ParameterBatch]:
 
 
 def cut(part: ParameterBatch, piece_size: int, together: int) -> list[Batch]:
-    """All of ``part`` in batches: pieces of at most ``piece_size`` elements of a tensor longer than ``together``, or
-    several tensors of not more than ``together`` elements in all."""
-    columns = [part.weights, part.grads, *zip(*part.states, strict=True)] + ([part.mirrors] if part.mirrors else [])
-    num_states = len(part.states[0])
+    """Batches of one piece of a tensor longer than ``together``, or of several tensors of at most so many elements."""
+    columns, num_states = part.columns(), len(part.states[0])
     batches: list[Batch] = []
     small: list[int] = []
     room = together
 
-    def close(rows: list[int], views: list[Tensors]) -> None:
-        states = views[2 : 2 + num_states]
-        batches.append(Batch(rows, views[0], views[1], states, views[2 + num_states] if part.mirrors else ()))
-
     def close_small() -> None:
         if small:
-            close(list(small), [[flat(column[row]) for row in small] for column in columns])
+            views = [[flat(column[row]) for row in small] for column in columns]
+            batches.append(Batch.of(list(small), views, num_states))
             small.clear()
 
     for row, weight in enumerate(part.weights):
@@ -206,7 +205,7 @@ def cut(part: ParameterBatch, piece_size: int, together: int) -> list[Batch]:
         if size > together:
             rows = [row]
             for views in zip(*(flat(column[row]).split(piece_size) for column in columns), strict=True):
-                close(rows, [[view] for view in views])
+                batches.append(Batch.of(rows, [[view] for view in views], num_states))
             continue
         if size > room:
             close_small()
@@ -215,12 +214,6 @@ def cut(part: ParameterBatch, piece_size: int, together: int) -> list[Batch]:
         room -= size
     close_small()
     return batches
-
-
-def _piece_size(part: ParameterBatch) -> int:
-    if part.kind.device.type == "cpu":
-        return CPU_PIECE
-    return max(DEVICE_PIECE, sum(weight.numel() for weight in part.weights) // 100)
 
 
 def _cast(tensors: Tensors, dtype: torch.dtype) -> Tensors:

@@ -1,4 +1,4 @@
-"""All parameters of an optimizer in one fixed order, and those of them that a step touches."""
+"""The parameters of an optimizer in one fixed order, the parameters of one step, and their state as it is loaded."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 
@@ -25,7 +26,7 @@ def norm_dtype(device: torch.device) -> torch.dtype:
 
 @dataclass(frozen=True, slots=True)
 class TensorKind:
-    """What the parameters of one `ParameterBatch` have in common."""
+    """The properties that the parameters of one `ParameterBatch` share."""
 
     device: torch.device
     compute: torch.dtype
@@ -39,7 +40,7 @@ class TensorKind:
 class ParameterBatch:
     """The parameters of one step that one launch can update.
 
-    ``weights`` are what is updated: the parameters, or their master copies in float32, which are then rounded into
+    ``weights`` are updated: the parameters, or their master copies in float32, which are then rounded into
     ``mirrors`` (the parameters). ``positions`` are the parameters' places in the `ParameterList`.
     """
 
@@ -50,6 +51,11 @@ class ParameterBatch:
     states: list[tuple[Tensor, ...]] = field(default_factory=list)
     mirrors: list[Tensor] = field(default_factory=list)
     room: int = 0  # of how many elements a runner may keep the directions from measuring to moving
+
+    def columns(self) -> list[list[Tensor]]:
+        """Weights, gradients, each of the states, and mirrors if there are any."""
+        states = [list(column) for column in zip(*self.states, strict=True)]
+        return [self.weights, self.grads, *states, *([self.mirrors] if self.mirrors else [])]
 
     def subset(self, rows: list[int], room: int) -> ParameterBatch:
         picked = [[column[row] for row in rows] for column in (self.positions, self.weights, self.grads, self.states)]
@@ -67,12 +73,9 @@ def send(tensor: Tensor, device: torch.device) -> Tensor:
 class ParameterList:
     """The parameters of all groups, in order.
 
-    Attributes:
-        device: Where the step's sums and ratios live: the first parameter's device.
-        group_of: Each parameter's group (int64, on the CPU).
-        ratios: Last trust ratio of each parameter; NaN before its first step.
-        steps: Steps taken by each parameter (float32), or None where the optimizer counts none.
-        step_views: ``steps`` cut into 0-d views: what ``state[param]["step"]`` holds.
+    The step's sums and ``ratios`` (the last trust ratio of each parameter, NaN before its first step) live on the first
+    parameter's ``device``. ``steps`` (float32) are the steps taken by each parameter, None where the optimizer counts
+    none; ``step_views`` are their 0-d views, the values of ``state[param]["step"]``.
     """
 
     def __init__(self, groups: list[dict[str, Any]], counts_steps: bool, steps_on_device: bool) -> None:
@@ -120,7 +123,7 @@ class ParameterList:
 
 
 def parameter_names(groups: list[dict[str, Any]]) -> Iterator[str]:
-    """What to call each parameter: its name if the optimizer was given named parameters, else its place and shape."""
+    """The name of each parameter for messages: its own if the optimizer got named ones, else place and shape."""
     for g, group in enumerate(groups):
         for i, param in enumerate(group["params"]):
             names = group.get("param_names")
@@ -148,3 +151,42 @@ def lie_alike(tensors: tuple[Tensor, ...]) -> bool:
 def flat(tensor: Tensor) -> Tensor:
     """1-D view of a tensor that `lie_alike` found without gaps, in memory order."""
     return tensor.view(-1) if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
+
+
+def load_precisely(optimizer: Optimizer, state_dict: dict[str, Any], load: Any) -> None:
+    """Run ``load(state_dict)`` (`Optimizer.load_state_dict`), then put the values back that it rounded.
+
+    torch casts floating-point state to the parameter's dtype, which would round the float32 state of a bfloat16
+    parameter. Hooks of the optimizer may change ``state_dict`` before; hooks that run after loading see the
+    final state. Tensors are copied, so that the optimizer and ``state_dict`` share no memory.
+    """
+    seen: dict[str, Any] = {}
+
+    def remember(_: Optimizer, final: dict[str, Any]) -> None:
+        seen.update(final)
+
+    def restore(_: Optimizer) -> None:
+        saved_ids = [i for group in seen["param_groups"] for i in group["params"]]
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        for saved_id, param in zip(saved_ids, params, strict=True):
+            for key, value in seen["state"].get(saved_id, {}).items():
+                if isinstance(value, Tensor):
+                    dtype = torch.float32 if key == "step" else compute_dtype(param)
+                    optimizer.state[param][key] = _copy_like(param, value, dtype)
+
+    handles = [
+        optimizer.register_load_state_dict_pre_hook(remember),
+        optimizer.register_load_state_dict_post_hook(restore, prepend=True),
+    ]
+    try:
+        load(state_dict)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _copy_like(param: Tensor, value: Tensor, dtype: torch.dtype) -> Tensor:
+    """Copy of ``value`` on the parameter's device, laid out in memory as the parameter is."""
+    if value.shape != param.shape:
+        return value.detach().to(device=param.device, dtype=dtype, copy=True)
+    return torch.empty_like(param, dtype=dtype, requires_grad=False).copy_(value)

@@ -1,10 +1,11 @@
-"""What an optimizer says about its maths, once, for every way to run it."""
+"""The maths of an optimizer, written once for every runner, and the scalars of one step."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_ring.optim.engine.tensor_list import Tensors
@@ -13,71 +14,142 @@ Operand = Any  # a Tensor, a TensorList or a Symbol: each has + - * / and .sqrt(
 Scalars = SimpleNamespace  # named numbers of one parameter: floats, vectors over parameters, or Symbols
 
 
-class Rule(Protocol):
+class Rule:
     """One step of a layer-wise optimizer, as expressions without side effects.
 
-    ``accumulate``, `direction` and `move` are elementwise and use only ``+ - * /`` and ``.sqrt()``, so that the same
-    lines run on a `Tensor` (plain), on a `TensorList` (multi-tensor), and on a `Symbol`, which writes them down as the
-    body of a C++ or Triton kernel. A step is: ``state = accumulate(...)``, ``x = direction(...)``; the sums of squares
-    of ``w`` and ``x`` (over ranks, if the parameter is cut) give the trust ratio; then `move`. A `TensorList` works in
-    the memory of its left operands: use no temporary again after it was one, nor ``w`` or state after ``+`` or ``-``.
+    ``accumulate``, `direction` and `move` are elementwise and use only ``+ - * /`` and ``.sqrt()``: the same lines run
+    on a `Tensor` (plain), on a `TensorList` (multi-tensor), and on a `Symbol`, which writes the body of a C++ or Triton
+    kernel. A step is: ``state = accumulate(...)``, ``x = direction(...)``; the sums of squares of ``w`` and ``x`` (over
+    ranks, if the parameter is cut) give the trust ratio; then `move`. A `TensorList` works in the memory of its left
+    operands: use no temporary again after it was a left operand, nor ``w`` or state after ``+`` or ``-``.
     """
 
-    state_names: tuple[str, ...]
-    """Keys of the per-parameter state, each a tensor like the parameter that begins as zeros."""
-    counts_steps: bool
-    """Whether `scalars` needs the number of steps that each parameter has taken (state key ``step``)."""
-    keeps_directions: bool
-    """Whether `direction` is more than the gradient, so that it pays to keep it from one norm to the move."""
-
-    def __hash__(self) -> int: ...
+    state_names: tuple[str, ...]  # keys of the per-parameter state, tensors like the parameter that begin as zeros
+    counts_steps: bool  # `scalars` needs the steps that each parameter has taken (state key ``step``)
+    keeps_directions: bool  # `direction` is more than the gradient: it pays to keep it from the norm to the move
 
     @staticmethod
     def scalars(h: Scalars, step: Tensor | None, grad_scale: Tensor) -> Scalars:
-        """The numbers the expressions below use, from the groups' hyper-parameters.
+        """The numbers of the expressions below, from the groups' hyper-parameters.
 
-        Every attribute of ``h``, ``step`` (1 at the first step) and ``grad_scale`` is a float64 vector with one element
-        for each parameter; so is every attribute of the result. ``grad_scale`` holds sign and clipping.
+        Arguments and results are float64 vectors over the parameters. ``step`` is 1 at the first step; ``grad_scale``
+        holds sign and clipping.
         """
-        ...
+        raise NotImplementedError
 
     @staticmethod
     def accumulate(w: Operand, g: Operand, state: tuple[Operand, ...], h: Scalars) -> tuple[Operand, ...]:
         """The state that `direction` needs."""
-        ...
+        raise NotImplementedError
 
     @staticmethod
     def direction(w: Operand, g: Operand, state: tuple[Operand, ...], h: Scalars) -> Operand:
-        """The tensor whose norm is set against that of ``w``."""
-        ...
+        """The tensor whose norm the trust ratio compares with that of ``w``."""
+        raise NotImplementedError
 
     @staticmethod
     def trust_ratio(w_norm: Tensor, norm: Tensor, h: Scalars) -> Tensor:
         """Ratio where both norms are positive and the parameter adapts (elsewhere it is 1); vectors over parameters."""
-        ...
+        raise NotImplementedError
 
     @staticmethod
     def rates(ratio: Tensor, h: Scalars) -> Scalars:
         """Further numbers for `move`, which depend on the trust ratio; vectors over parameters."""
-        ...
+        raise NotImplementedError
 
     @staticmethod
     def move(
         w: Operand, g: Operand, x: Operand, state: tuple[Operand, ...], h: Scalars
     ) -> tuple[Operand, tuple[Operand, ...]]:
         """New weights and state; ``x`` is the `direction`, ``h`` holds `scalars` and `rates`."""
-        ...
+        raise NotImplementedError
 
     @staticmethod
     def torch_directions(w: Tensors, g: Tensors, state: tuple[Tensors, ...], h: Scalars) -> Tensors | None:
-        """`accumulate` in place and `direction`, by a fused kernel that torch has for 1-D CPU tensors of one dtype.
+        """`accumulate` in place and `direction`, by a fused kernel of torch for 1-D CPU tensors of one dtype.
 
-        Numbers in ``h`` are lists where they differ between the tensors. None, with nothing done, where no such kernel
-        fits.
+        Numbers in ``h`` are lists where they differ between the tensors. None, with nothing done, if no kernel fits.
         """
-        ...
+        return None
 
     @staticmethod
     def torch_move(w: Tensor, g: Tensor, x: Tensor | None, state: tuple[Tensor, ...], h: Scalars) -> bool:
         """`move` of one tensor in place, likewise; ``x`` if it was kept. False, with nothing done, if none fits."""
-        ...
+        return False
+
+
+class StepNumbers:
+    """Named vectors over all parameters, on the device and, as far as the CPU knows them, on the host.
+
+    ``base`` holds the numbers that these extend.
+    """
+
+    def __init__(
+        self, on_device: dict[str, Tensor], on_host: dict[str, Tensor], base: StepNumbers | None = None
+    ) -> None:
+        self.on_device = on_device
+        self._on_host = on_host
+        self._base = base
+        self._lists: dict[str, list[float] | list[Tensor]] = {} if base is None else dict(base._lists)
+        self._uniform: dict[str, float] | None = None
+        self._at: dict[int, Scalars] = {}
+
+    def values(self, name: str) -> list[float] | list[Tensor]:
+        """One float for each parameter, or one 0-d tensor where the value is known on the device only."""
+        if name not in self._lists:
+            host = self._on_host.get(name)
+            self._lists[name] = list(self.on_device[name].unbind()) if host is None else host.tolist()
+        return self._lists[name]
+
+    def at(self, position: int) -> Scalars:
+        """The scalars of the parameter at ``position``."""
+        if position not in self._at:
+            known = {} if self._base is None else vars(self._base.at(position))
+            further = {name: self.values(name)[position] for name in self.on_device if name not in known}
+            self._at[position] = Scalars(**known, **further)
+        return self._at[position]
+
+    def over(self, positions: list[int]) -> Scalars:
+        """The scalars of several parameters: a float where it is the same for all parameters, else a list."""
+        if len(positions) == 1:
+            first = self.at(positions[0])
+            if self._on_host.keys() == self.on_device.keys():
+                return first
+            return Scalars(**{name: v if isinstance(v, float) else [v] for name, v in vars(first).items()})
+        same = self._same_everywhere()
+        return Scalars(
+            **{
+                name: same[name] if name in same else [self.values(name)[position] for position in positions]
+                for name in self.on_device
+            }
+        )
+
+    def _same_everywhere(self) -> dict[str, float]:
+        """The scalars that are known on the host and the same for all parameters."""
+        if self._base is not None:
+            return self._base._same_everywhere()
+        if self._uniform is None:
+            lists = {name: list[Any](self.values(name)) for name in self._on_host}
+            self._uniform = {name: v[0] for name, v in lists.items() if v.count(v[0]) == len(v)}
+        return self._uniform
+
+    def extended(self, further: Scalars) -> StepNumbers:
+        """These vectors and ``further`` vectors on the device."""
+        on_host = dict(self._on_host)
+        if all(v.device.type == "cpu" for v in vars(further).values()) and not torch.compiler.is_compiling():
+            on_host.update(vars(further))
+        return StepNumbers({**self.on_device, **vars(further)}, on_host, self)
+
+
+def known_on_host(h: Scalars, device: torch.device) -> StepNumbers:
+    """Numbers that the CPU knows, brought to ``device`` in one copy."""
+    host = vars(h)
+    if device.type == "cpu":
+        return StepNumbers(host, host)
+    packed = torch.stack(list(host.values()))
+    if device.type == "mps":
+        packed = packed.float()
+    elif device.type == "cuda":
+        packed = packed.pin_memory()
+    moved = packed.to(device, non_blocking=True)
+    return StepNumbers(dict(zip(host, moved.unbind(), strict=True)), host)

@@ -1,52 +1,51 @@
-"""Which way to run a step."""
+"""The options of a step, the checks of them, and the choice of a runner."""
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 from torch import Tensor
 
 from lightning_ring.optim.engine.compiler import require_compiler
-from lightning_ring.optim.engine.fused_cpu import FusedCpuRunner
-from lightning_ring.optim.engine.fused_cuda import FusedCudaRunner, triton_is_here
+from lightning_ring.optim.engine.fused import FusedCpuRunner, FusedCudaRunner, triton_is_here
 from lightning_ring.optim.engine.multi_tensor import MultiTensorRunner
-from lightning_ring.optim.engine.numbers import StepNumbers
-from lightning_ring.optim.engine.parameter_list import ParameterBatch, TensorKind
+from lightning_ring.optim.engine.parameter_list import TensorKind
 from lightning_ring.optim.engine.plain import PlainRunner
 from lightning_ring.optim.engine.rule import Rule
-from lightning_ring.optim.engine.validation import require
 
 
-class StepRunner(Protocol):
-    """One way to run a `Rule` over the parameters of a `ParameterBatch`."""
+def require(condition: bool, message: str) -> None:
+    """Raise `ValueError` with ``message`` unless ``condition`` holds."""
+    if not condition:
+        raise ValueError(message)
 
-    def waves(self, part: ParameterBatch) -> list[ParameterBatch]:
-        """``part``, cut up if it is better to measure and move a few parameters after another than all at once."""
-        ...
 
-    def grad_square_sum(self, part: ParameterBatch) -> Tensor:
-        """Sum of squares of all gradients, 0-d, on the part's device."""
-        ...
+def require_number(
+    name: str, value: Any, *, low: float | None = None, above: float | None = None, below: float | None = None
+) -> None:
+    """Raise `ValueError` unless ``value`` is a finite number with ``low <= value``, ``above < value < below``.
 
-    def measure(self, part: ParameterBatch, numbers: StepNumbers, deferred: bool) -> Tensor:
-        """Accumulate state, and return sums over each parameter, shape [3, parameters].
-
-        Rows: squares of the weights; squares of the direction; if ``deferred``, 0 where the gradient is finite and NaN
-        elsewhere. With ``deferred`` nothing is written: `move` accumulates again.
-        """
-        ...
-
-    def move(self, part: ParameterBatch, numbers: StepNumbers, deferred: bool, keep: Tensor | None) -> None:
-        """Write the new weights and state; where the 0-d bool tensor ``keep`` is given and False, write nothing."""
-        ...
+    A tensor must have one element; its value is read on the CPU only, which needs no synchronization.
+    """
+    bounds = [f">= {low}"] * (low is not None) + [f"> {above}"] * (above is not None)
+    expected = " and ".join([*bounds, *[f"< {below}"] * (below is not None)]) or "finite"
+    if isinstance(value, Tensor):
+        require(value.numel() == 1, f"{name} is a tensor of shape {tuple(value.shape)}, expected one element")
+        if value.device.type != "cpu":
+            return
+        value = value.item()
+    require(isinstance(value, (int, float)), f"{name}={value!r}, expected a number {expected}")
+    fits = (low is None or value >= low) and (above is None or value > above) and (below is None or value < below)
+    require(math.isfinite(value) and fits, f"{name}={value}, expected a finite number {expected}")
 
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """How to run the step; unlike hyper-parameters the same for all groups, and not part of a checkpoint."""
+    """How to run the step: the same for all groups, and no part of a checkpoint."""
 
     foreach: bool | None = None
     fused: bool | None = None
@@ -57,12 +56,8 @@ class RunOptions:
 
 
 def check_options(options: RunOptions, params: Iterable[Tensor]) -> None:
-    """Refuse what cannot work before the first step does.
-
-    Raises:
-        ValueError: Both ``foreach`` and ``fused``, or ``fused=True`` on a device that has no kernel.
-        RuntimeError: ``fused=True`` on the CPU without a C++ compiler, or on CUDA without Triton.
-    """
+    """Raises `ValueError` for options that exclude each other or have no kernel on a parameter's device, and
+    `RuntimeError` for ``fused=True`` without a C++ compiler (CPU) or Triton (CUDA)."""
     require(not (options.foreach and options.fused), "foreach=True and fused=True: choose one of them")
     if options.fused:
         for device in {param.device for param in params}:
@@ -95,7 +90,7 @@ def way_to_run(options: RunOptions, kind: TensorKind) -> str:
     return "plain"
 
 
-def make_runner(way: str, device_type: str, rule: Rule) -> StepRunner:
+def make_runner(way: str, device_type: str, rule: type[Rule]) -> PlainRunner:
     if way == "foreach":
         return MultiTensorRunner(rule)
     if way == "fused":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -23,10 +23,9 @@ class _Memory:
         self.live = True
 
     def taken(self) -> tuple[Tensor, ...]:
-        """The tensors, to be overwritten; nobody may use the old values again."""
-        assert self.live, "a rule used the left operand of an operator again after the operator overwrote it"
-        self.live = False
-        return self.tensors
+        """The tensors, to be overwritten: the old values are gone."""
+        tensors, self.live = self.read(), False
+        return tensors
 
     def read(self) -> tuple[Tensor, ...]:
         assert self.live, "a rule used the left operand of an operator again after the operator overwrote it"
@@ -34,12 +33,12 @@ class _Memory:
 
 
 class TensorList:
-    """``scale * a``, or ``scale * a * b``, elementwise over lists of tensors, computed when it must be.
+    """``scale * a``, or ``scale * a * b``, elementwise over lists of tensors, computed lazily.
 
     An operator overwrites its left operand if that is a temporary; ``+`` and ``-`` also if it is an argument that the
     caller gave away. Using it again is an assertion error. The right operand is never overwritten. Scaling and products
-    wait for the addition that uses them, so that ``0.9 * v + 0.1 * g * g`` is two sweeps (``mul_``, ``addcmul_``), and
-    terms with scale 0 cost nothing.
+    wait for the addition that uses them: ``0.9 * v + 0.1 * g * g`` is two sweeps (``mul_``, ``addcmul_``), and terms
+    with scale 0 cost nothing.
     """
 
     __slots__ = ("_a", "_b", "_scale")
@@ -93,21 +92,27 @@ class TensorList:
             out = self._written()
             torch._foreach_add_(out, _times(sign, other))
             return _temporary(out)
-        scale = _times(sign, other._scale)
+        scale: Any = _times(sign, other._scale)
         if _is(scale, 0.0):
             return self
         untouched = self._b is None and _is(self._scale, 1.0) and not self._a.given
         if other._b is not None:
-            factors = other._a.read(), other._b.read()
+            b: Tensors = other._a.read()
+            c = other._b.read()
+            if _on_device(scale):
+                b, scale = _scaled(b, scale), 1.0
             if untouched:
-                return _temporary(_addcmul(self._a.read(), *factors, scale))
+                return _temporary(torch._foreach_addcmul(self._a.read(), b, c, scale))
             out = self._written()
-            _addcmul_(out, *factors, scale)
+            torch._foreach_addcmul_(out, b, c, scale)
         elif untouched:
             return _temporary(_add(self._a.read(), other._a.read(), scale))
         else:
             out = self._written()
-            _add_(out, other._a.read(), scale)
+            if isinstance(scale, float):
+                torch._foreach_add_(out, other._a.read(), alpha=scale)
+            else:
+                torch._foreach_add_(out, _scaled(other._a.read(), scale))
         return _temporary(out)
 
     def __truediv__(self, other: TensorList) -> TensorList:
@@ -134,6 +139,10 @@ def _is(scale: Scale, number: float) -> bool:
     return isinstance(scale, float) and scale == number
 
 
+def _on_device(scale: Scale) -> TypeGuard[list[Tensor]]:
+    return isinstance(scale, list) and isinstance(scale[0], Tensor)
+
+
 def _times(a: Scale, b: Scale) -> Scale:
     if isinstance(a, list):
         factors: list[Any] = b if isinstance(b, list) else [b] * len(a)
@@ -144,18 +153,16 @@ def _times(a: Scale, b: Scale) -> Scale:
 
 
 def _scaled(tensors: Tensors, scale: Scale) -> Tensors:
-    if isinstance(scale, list) and isinstance(scale[0], Tensor):
+    if _on_device(scale):
         return [tensor * s.to(tensor.dtype) for tensor, s in zip(tensors, scale, strict=True)]
     return torch._foreach_mul(tensors, scale)
 
 
 def _scale_(tensors: Tensors, scale: Scale) -> None:
-    if _is(scale, 1.0):
-        return
-    if isinstance(scale, list) and isinstance(scale[0], Tensor):
+    if _on_device(scale):
         for tensor, s in zip(tensors, scale, strict=True):
             tensor.mul_(s)
-    else:
+    elif not _is(scale, 1.0):
         torch._foreach_mul_(tensors, scale)
 
 
@@ -165,23 +172,3 @@ def _add(a: Tensors, b: Tensors, scale: Scale) -> Tensors:
     out = _scaled(b, scale)
     torch._foreach_add_(out, a)
     return out
-
-
-def _add_(out: Tensors, b: Tensors, scale: Scale) -> None:
-    if isinstance(scale, float):
-        torch._foreach_add_(out, b, alpha=scale)
-    else:
-        torch._foreach_add_(out, _scaled(b, scale))
-
-
-def _addcmul(a: Tensors, b: Tensors, c: Tensors, scale: Scale) -> Tensors:
-    if isinstance(scale, list) and isinstance(scale[0], Tensor):
-        return torch._foreach_addcmul(a, _scaled(b, scale), c, 1.0)
-    return torch._foreach_addcmul(a, b, c, scale)
-
-
-def _addcmul_(out: Tensors, b: Tensors, c: Tensors, scale: Scale) -> None:
-    if isinstance(scale, list) and isinstance(scale[0], Tensor):
-        torch._foreach_addcmul_(out, _scaled(b, scale), c, 1.0)
-    else:
-        torch._foreach_addcmul_(out, b, c, scale)

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ParamSpec, TypeVar, cast
 
+import torch
+
+from lightning_ring.optim.engine.parameter_list import TensorKind
 from lightning_ring.optim.engine.rule import Rule, Scalars
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclass(slots=True)
@@ -68,27 +75,30 @@ class _ScalarSymbols(Scalars):
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """A kernel's arithmetic, for one element.
+    """A kernel's arithmetic, for one element. Elements are ``w``, ``g``, ``s0``, ``s1``, ...; scalars ``h_<name>``."""
 
-    Elements are named ``w``, ``g`` and ``s0``, ``s1``, ...; scalars ``h_<name>``.
-
-    Attributes:
-        statements: Names and expressions, in order.
-        loads: Elements that are read.
-        scalars: Names of the scalars that are read.
-        stores: Element and the name of its new value.
-        result: `measure`: name of the direction.
-    """
-
-    statements: tuple[tuple[str, str], ...]
-    loads: tuple[str, ...]
-    scalars: tuple[str, ...]
-    stores: tuple[tuple[str, str], ...]
-    result: str
+    statements: tuple[tuple[str, str], ...]  # name, expression
+    loads: tuple[str, ...]  # elements that are read
+    scalars: tuple[str, ...]  # names of the scalars that are read
+    stores: tuple[tuple[str, str], ...]  # element, name of its new value
+    result: str  # name of the direction
 
 
-@functools.cache
-def measure_body(rule: Rule, deferred: bool) -> Body:
+def cached(function: Callable[P, R]) -> Callable[P, R]:
+    """`functools.cache` with the function's types; by its own, mypy refuses a class as a key."""
+    wrapper: Any = functools.cache(function)
+    return cast(Callable[P, R], wrapper)
+
+
+def element_types(rule: type[Rule], kind: TensorKind, names: Mapping[torch.dtype, str]) -> tuple[dict[str, str], str]:
+    """A kernel's name for the type of each element (``mirror`` last, if there is one), and of the computation."""
+    types = {"w": names[kind.weight], "g": names[kind.grad]}
+    types |= {f"s{i}": names[kind.compute] for i in range(len(rule.state_names))}
+    return types if kind.mirror is None else types | {"mirror": names[kind.mirror]}, names[kind.compute]
+
+
+@cached
+def measure_body(rule: type[Rule], deferred: bool) -> Body:
     """``accumulate`` and ``direction``; with ``deferred`` the state is not stored."""
     lines, w, g, state, h = _operands(rule)
     new_state = rule.accumulate(w, g, state, h)
@@ -97,8 +107,8 @@ def measure_body(rule: Rule, deferred: bool) -> Body:
     return _body(lines, () if deferred else tuple(zip(state, new_state, strict=True)), x)
 
 
-@functools.cache
-def move_body(rule: Rule, deferred: bool) -> Body:
+@cached
+def move_body(rule: type[Rule], deferred: bool) -> Body:
     """``direction`` and ``move``, after ``accumulate`` if that was ``deferred``."""
     lines, w, g, state, h = _operands(rule)
     new_state = rule.accumulate(w, g, state, h) if deferred else state
@@ -107,7 +117,7 @@ def move_body(rule: Rule, deferred: bool) -> Body:
     return _body(lines, ((w, new_w), *zip(state, new_state, strict=True)), x)
 
 
-def _operands(rule: Rule) -> tuple[Lines, Symbol, Symbol, tuple[Symbol, ...], Scalars]:
+def _operands(rule: type[Rule]) -> tuple[Lines, Symbol, Symbol, tuple[Symbol, ...], Scalars]:
     lines = Lines()
     state = tuple(Symbol(lines, f"s{i}") for i in range(len(rule.state_names)))
     return lines, Symbol(lines, "w"), Symbol(lines, "g"), state, _ScalarSymbols(lines)

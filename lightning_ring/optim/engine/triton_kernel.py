@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from lightning_ring.optim.engine.parameter_list import TensorKind
 from lightning_ring.optim.engine.rule import Rule
-from lightning_ring.optim.engine.trace import Body, measure_body, move_body
+from lightning_ring.optim.engine.trace import Body, element_types, measure_body, move_body
 
 CHUNK = 1 << 14  # elements of one program
 BLOCK = 2048  # elements it works on at a time
@@ -62,28 +63,16 @@ def {name}(chunks, pointers, scalars, {output}, ALIGNED: tl.constexpr, {flag}CHU
 """
 
 
-def compile_module(
-    rule: Rule, weight: torch.dtype, grad: torch.dtype, compute: torch.dtype, mirror: torch.dtype | None, deferred: bool
-) -> dict[str, Any]:
-    """The Triton functions ``measure``, ``add_up`` and ``move`` (see `fused_cuda`)."""
-    text = source(rule, weight, grad, compute, mirror, deferred)
-    filename = f"<lightning_ring {rule.__name__} {weight} {grad} {mirror} {deferred}>"  # type: ignore[attr-defined]
+def compile_module(rule: type[Rule], kind: TensorKind, deferred: bool) -> dict[str, Any]:
+    """The Triton functions ``measure``, ``add_up`` and ``move``; ``pointers`` has a row of `element_types` a tensor."""
+    types, compute = element_types(rule, kind, TRITON_TYPES)
+    measure = _function("measure", measure_body(rule, deferred), types, compute, deferred)
+    text = PRELUDE + measure + _function("move", move_body(rule, deferred), types, compute, deferred)
+    filename = f"<lightning_ring {rule.__name__} {kind.weight} {kind.grad} {kind.mirror} {deferred}>"
     linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)  # Triton reads it there
     module: dict[str, Any] = {"__name__": f"{__name__}.generated"}
     exec(compile(text, filename, "exec"), module)
     return module
-
-
-def source(
-    rule: Rule, weight: torch.dtype, grad: torch.dtype, compute: torch.dtype, mirror: torch.dtype | None, deferred: bool
-) -> str:
-    """``pointers`` has a row for each tensor: weight, gradient, states, mirror."""
-    types = {"w": TRITON_TYPES[weight], "g": TRITON_TYPES[grad]}
-    types |= {f"s{i}": TRITON_TYPES[compute] for i in range(len(rule.state_names))}
-    if mirror is not None:
-        types["mirror"] = TRITON_TYPES[mirror]
-    measure = _function("measure", measure_body(rule, deferred), types, TRITON_TYPES[compute], deferred)
-    return PRELUDE + measure + _function("move", move_body(rule, deferred), types, TRITON_TYPES[compute], deferred)
 
 
 def _function(name: str, body: Body, types: dict[str, str], compute: str, deferred: bool) -> str:
@@ -97,15 +86,12 @@ def _function(name: str, body: Body, types: dict[str, str], compute: str, deferr
             setup.append(f"p_{element} = {address}.to(tl.pointer_type({kind})) + start")
             setup.append(f"if ALIGNED:\n        p_{element} = tl.multiple_of(p_{element}, 16)")
     width = max(len(body.scalars), 1)
-    setup += [
-        f"h_{scalar} = tl.load(scalars + row * {width} + {i}).to({compute})" for i, scalar in enumerate(body.scalars)
-    ]
+    loads = [f"tl.load(scalars + row * {width} + {i}).to({compute})" for i in range(len(body.scalars))]
+    setup += [f"h_{scalar} = {load}" for scalar, load in zip(body.scalars, loads, strict=True)]
     sums = ("w_squares", "x_squares", *(["probe"] if deferred else [])) if name == "measure" else ()
     setup += [f"{sum_} = tl.zeros([BLOCK], tl.float64)" for sum_ in sums]
     if name == "move":
-        setup.append(
-            "if CONDITIONAL:\n        size = size * tl.load(keep).to(tl.int32)  # 0 elements: nothing is written"
-        )
+        setup.append("if CONDITIONAL:\n        size = size * tl.load(keep).to(tl.int32)  # 0: nothing is written")
     after = [f"tl.store(sums + 3 * chunk + {i}, tl.sum({sum_}))" for i, sum_ in enumerate(sums)]
     return FUNCTION.format(
         name=name,

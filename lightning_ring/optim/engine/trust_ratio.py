@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from lightning_ring.optim.engine.loading import load_precisely
 from lightning_ring.optim.engine.parameter_list import (
     LOW_PRECISION,
     ParameterBatch,
@@ -18,19 +17,19 @@ from lightning_ring.optim.engine.parameter_list import (
     TensorKind,
     compute_dtype,
     lie_alike,
+    load_precisely,
     parameter_names,
 )
-from lightning_ring.optim.engine.rule import Rule, Scalars
-from lightning_ring.optim.engine.runners import RunOptions, StepRunner, check_options, make_runner, way_to_run
-from lightning_ring.optim.engine.tensor_list import Tensors
+from lightning_ring.optim.engine.plain import PlainRunner
+from lightning_ring.optim.engine.rule import Rule
+from lightning_ring.optim.engine.runners import RunOptions, check_options, make_runner, require, way_to_run
 from lightning_ring.optim.engine.update import NormAllReduce, Run, update
-from lightning_ring.optim.engine.validation import require
 
 GROUP_KEYS = frozenset({"params", "param_names", "initial_lr", "name"})
 
 
-class TrustRatioOptimizer(Optimizer):
-    """What LARS and LAMB have in common; a subclass adds a `Rule` (as static methods), defaults and their checks.
+class TrustRatioOptimizer(Optimizer, Rule):
+    """The base of LARS and LAMB; a subclass adds the methods of its `Rule`, defaults and their checks.
 
     Args:
         foreach: True updates many tensors a call, in pieces that fit the cache; False goes parameter by parameter.
@@ -54,16 +53,8 @@ class TrustRatioOptimizer(Optimizer):
     parameter's device, in float32 for bfloat16 and float16 parameters.
     """
 
-    state_names: tuple[str, ...]
-    counts_steps: bool
     _parameter_list: ParameterList | None
-    _runners: dict[tuple[str, str], StepRunner]
-    accumulate: Callable[..., Any]
-    direction: Callable[..., Any]
-    move: Callable[..., Any]
-    scalars: Callable[..., Scalars]
-    trust_ratio: Callable[..., Tensor]
-    rates: Callable[..., Scalars]
+    _runners: dict[tuple[str, str], PlainRunner]
 
     def __init__(
         self,
@@ -91,34 +82,27 @@ class TrustRatioOptimizer(Optimizer):
         """The numbers of ``group`` that `Rule.scalars` needs, with ``lr``, ``maximize`` and ``adapt`` among them."""
         raise NotImplementedError
 
-    @staticmethod
-    def torch_directions(w: Tensors, g: Tensors, state: tuple[Tensors, ...], h: Scalars) -> Tensors | None:
-        return None
-
-    @staticmethod
-    def torch_move(w: Tensor, g: Tensor, x: Tensor | None, state: tuple[Tensor, ...], h: Scalars) -> bool:
-        return False
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         known = GROUP_KEYS | set(self.defaults)
         unknown = sorted(set(param_group) - known)
         require(not unknown, f"a parameter group has the unknown keys {unknown}; known are {sorted(known)}")
         super().add_param_group(dict(param_group))  # torch fills in defaults: not in the caller's dict
+        group = self.param_groups[-1]
+        lr = group["lr"]
         try:
-            self._check_added(self.param_groups[-1])
+            self.check_group(group)
+            on_host = not isinstance(lr, Tensor) or lr.device.type == "cpu"
+            require(
+                on_host or self.options.capturable,
+                f"lr is a tensor on {getattr(lr, 'device', 'cpu')}: pass capturable=True, or lr as a float",
+            )
+            for name, param in zip(parameter_names([group]), group["params"], strict=True):
+                require(param.is_floating_point(), f"{name} is {param.dtype}; {type(self).__name__} needs real floats")
         except ValueError:
             del self.param_groups[-1]
             raise
 
-    def _check_added(self, group: dict[str, Any]) -> None:
-        self.check_group(group)
-        lr = group["lr"]
-        if isinstance(lr, Tensor) and lr.device.type != "cpu":
-            require(self.options.capturable, f"lr is a tensor on {lr.device}: pass capturable=True, or lr as a float")
-        for name, param in zip(parameter_names([group]), group["params"], strict=True):
-            require(param.is_floating_point(), f"{name} is {param.dtype}; {type(self).__name__} needs real floats")
-
-    # -- what can be read between steps
+    # -- numbers to read between steps
 
     @property
     def skipped_steps(self) -> int:
@@ -158,7 +142,7 @@ class TrustRatioOptimizer(Optimizer):
                 loss = closure()
         listed, runs, hyperparameters = self._prepare(torch.compiler.is_compiling())
         if runs or self.norm_all_reduce is not None:
-            taken = update(cast(Rule, type(self)), hyperparameters, listed, runs, self.options, self.norm_all_reduce)
+            taken = update(type(self), hyperparameters, listed, runs, self.options, self.norm_all_reduce)
             if taken is not True:
                 self._count_skipped(taken)
         return loss
@@ -183,10 +167,9 @@ class TrustRatioOptimizer(Optimizer):
         return self._parameter_list
 
     def _collect(self, listed: ParameterList) -> list[ParameterBatch]:
-        """The parameters that have a gradient, by what one launch can update."""
-        parts: dict[
-            tuple[Any, ...], ParameterBatch
-        ] = {}  # by what makes a `TensorKind`: cheaper to hash, once for every parameter
+        """The parameters that have a gradient, grouped so that one launch can update each group."""
+        # The key has the fields of a `TensorKind`, and is cheaper to hash: once for every parameter.
+        parts: dict[tuple[Any, ...], ParameterBatch] = {}
         for position, param in enumerate(listed.params):
             grad = param.grad
             if grad is None:
@@ -234,11 +217,11 @@ class TrustRatioOptimizer(Optimizer):
         advice = "pass real parameters" if grad.is_complex() else "make it dense: sparse=False in nn.Embedding"
         raise RuntimeError(f"{type(self).__name__}: the gradient of {name} is {found}, expected dense floats; {advice}")
 
-    def _runner(self, kind: TensorKind, compiling: bool) -> StepRunner:
+    def _runner(self, kind: TensorKind, compiling: bool) -> PlainRunner:
         way = "plain" if compiling else way_to_run(self.options, kind)
         key = (way, kind.device.type)
         if key not in self._runners:
-            self._runners[key] = make_runner(*key, rule=cast(Rule, type(self)))
+            self._runners[key] = make_runner(*key, rule=type(self))
         return self._runners[key]
 
     # -- saving and loading

@@ -8,17 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_ring.optim.engine.numbers import StepNumbers, known_on_host
 from lightning_ring.optim.engine.parameter_list import ParameterBatch, ParameterList, send
-from lightning_ring.optim.engine.rule import Rule, Scalars
-from lightning_ring.optim.engine.runners import RunOptions, StepRunner
+from lightning_ring.optim.engine.plain import PlainRunner
+from lightning_ring.optim.engine.rule import Rule, Scalars, StepNumbers, known_on_host
+from lightning_ring.optim.engine.runners import RunOptions
 
 NormAllReduce = Callable[[Tensor], Tensor | None]
-Run = tuple[StepRunner, ParameterBatch]
+Run = tuple[PlainRunner, ParameterBatch]
 
 
 def update(
-    rule: Rule,
+    rule: type[Rule],
     hyperparameters: list[dict[str, Any]],
     listed: ParameterList,
     runs: list[Run],
@@ -36,44 +36,41 @@ def update(
     numbers = _numbers(rule, h, step, clip, listed.device)
 
     sums = torch.zeros(3, len(listed.params), dtype=listed.ratios.dtype, device=listed.device)
-    adapt = numbers.on_device["adapt"] != 0
+
+    def measure(runs: list[Run], deferred: bool) -> None:
+        """Fill in ``sums`` over each parameter, shape [3, parameters]; see `PlainRunner.measure`."""
+        for runner, part in runs:
+            part_sums = runner.measure(part, numbers, deferred)
+            sums.index_copy_(1, listed.index(part.positions), part_sums.to(listed.device, sums.dtype))
+
+    def move(runs: list[Run], sums: Tensor, deferred: bool, keep: Tensor | None) -> Tensor:
+        """Move the parameters of ``runs`` by the trust ratios that follow from ``sums``; returns all ratios."""
+        w_norm, norm = sums[0].sqrt(), sums[1].sqrt()
+        known = Scalars(**numbers.on_device)
+        adapts = (w_norm > 0) & (norm > 0) & (known.adapt != 0)
+        ratio = torch.where(adapts, rule.trust_ratio(w_norm, norm, known), 1.0)
+        extended = numbers.extended(rule.rates(ratio, known))
+        for runner, part in runs:
+            runner.move(part, extended, deferred, keep)
+        return ratio
+
     if norm_all_reduce is None and not options.skip_nonfinite:
         for wave in [[(runner, wave)] for runner, part in runs for wave in runner.waves(part)]:
-            _measure(listed, wave, numbers, False, sums)
-            ratio = _move(rule, wave, numbers, sums, adapt, False, None)
+            measure(wave, deferred=False)
+            ratio = move(wave, sums, deferred=False, keep=None)
         _commit(listed, ratio, step, active, None)
         return True
 
     deferred = options.skip_nonfinite
-    _measure(listed, runs, numbers, deferred, sums)
-    if norm_all_reduce is not None:
-        sums = _sum_over_ranks(sums, norm_all_reduce)
-    finite = _as_host_bool(sums[2].sum() == 0) if deferred else True
+    measure(runs, deferred)
+    total = sums if norm_all_reduce is None else _sum_over_ranks(sums, norm_all_reduce)
+    finite = _as_host_bool(total[2].sum() == 0) if deferred else True
     if finite is False:
         return False
     keep = finite if isinstance(finite, Tensor) else None
-    ratio = _move(rule, runs, numbers, sums, adapt, deferred, keep)
+    ratio = move(runs, total, deferred, keep)
     _commit(listed, ratio, step, active, keep)
     return finite
-
-
-def _move(
-    rule: Rule,
-    runs: list[Run],
-    numbers: StepNumbers,
-    sums: Tensor,
-    adapt: Tensor,
-    deferred: bool,
-    keep: Tensor | None,
-) -> Tensor:
-    """Move the parameters of ``runs`` by the trust ratios that follow from ``sums``; returns all ratios."""
-    w_norm, norm = sums[0].sqrt(), sums[1].sqrt()
-    known = Scalars(**numbers.on_device)
-    ratio = torch.where((w_norm > 0) & (norm > 0) & adapt, rule.trust_ratio(w_norm, norm, known), 1.0)
-    numbers = numbers.extended(rule.rates(ratio, known))
-    for runner, part in runs:
-        runner.move(part, numbers, deferred, keep)
-    return ratio
 
 
 def _as_host_bool(flag: Tensor) -> Tensor | bool:
@@ -106,7 +103,9 @@ def _per_parameter(hyperparameters: list[dict[str, Any]], listed: ParameterList,
     return Scalars(**expanded)
 
 
-def _numbers(rule: Rule, h: Scalars, step: Tensor | None, clip: Tensor | None, device: torch.device) -> StepNumbers:
+def _numbers(
+    rule: type[Rule], h: Scalars, step: Tensor | None, clip: Tensor | None, device: torch.device
+) -> StepNumbers:
     grad_scale = 1 - 2 * h.maximize
     if clip is not None:
         grad_scale = grad_scale / clip
@@ -122,7 +121,7 @@ def _numbers(rule: Rule, h: Scalars, step: Tensor | None, clip: Tensor | None, d
 def _clip_divisor(
     listed: ParameterList, runs: list[Run], max_grad_norm: float | None, norm_all_reduce: NormAllReduce | None
 ) -> Tensor | None:
-    """What all gradients are divided by, 0-d: ``max(norm / max_grad_norm, 1)``."""
+    """The divisor of all gradients, 0-d: ``max(norm / max_grad_norm, 1)``."""
     if max_grad_norm is None:
         return None
     squares = torch.zeros(1, dtype=listed.ratios.dtype, device=listed.device)
@@ -130,13 +129,6 @@ def _clip_divisor(
         squares += runner.grad_square_sum(part).to(listed.device)
     squares = _reduce(squares, norm_all_reduce)
     return (squares[0].sqrt() / max_grad_norm).clamp(min=1)
-
-
-def _measure(listed: ParameterList, runs: list[Run], numbers: StepNumbers, deferred: bool, sums: Tensor) -> None:
-    """Fill in ``sums`` over each parameter, shape [3, parameters]; see `StepRunner.measure`."""
-    for runner, part in runs:
-        part_sums = runner.measure(part, numbers, deferred)
-        sums.index_copy_(1, listed.index(part.positions), part_sums.to(listed.device, sums.dtype))
 
 
 def _sum_over_ranks(sums: Tensor, norm_all_reduce: NormAllReduce) -> Tensor:

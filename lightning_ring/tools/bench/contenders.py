@@ -1,11 +1,10 @@
-"""Who is measured: every backend of ours that works here, and torch.distributed without us, as their peer."""
+"""The backends that are measured: those of lightning_ring that work here, and torch.distributed by itself."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,24 +17,7 @@ from lightning_ring.comm.waiting import WaitPolicy
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.job.communicators import open_communicator
 from lightning_ring.job.job import Job
-from lightning_ring.tools.bench.names import BACKENDS
-
-
-class Collectives(Protocol):
-    """The part of a `Communicator` that is measured."""
-
-    @property
-    def shard_index(self) -> int: ...
-
-    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor: ...
-
-    def all_reduce_(self, tensor: Tensor) -> Any: ...
-
-    def reduce_scatter_(self, flat: Tensor) -> Any: ...
-
-    def all_gather_(self, flat: Tensor) -> Any: ...
-
-    def close(self) -> None: ...
+from lightning_ring.tools.bench import BACKENDS
 
 
 class PlainTorch:
@@ -62,39 +44,16 @@ class PlainTorch:
         return shard(flat, dist.get_world_size(), dist.get_rank())
 
 
-@dataclass(frozen=True, slots=True)
-class Backend:
-    """A contender for tensors on ``device``; ``missing`` says why it cannot be opened here (an empty text: it can)."""
-
-    device: str
-    open: Callable[[Job, timedelta], Collectives]
-    missing: Callable[[Job], str] = lambda job: ""
+Collectives = Communicator | PlainTorch
 
 
-def _open_auto(job: Job, timeout: timedelta) -> Communicator:
-    return open_communicator(job, "auto", torch.device("cpu"), timeout, stall_warning=timeout)
-
-
-def _open_mpi(job: Job, timeout: timedelta) -> Communicator:
-    return MPICommunicator(policy=WaitPolicy(timeout, job.check))
-
-
-def _mpi_missing(job: Job) -> str:
-    return "" if job.info.source == "mpi" else f"{job.info.source} started the ranks, not MPI"
-
-
-def _open_over_torch(backend: str) -> Callable[[Job, timedelta], Communicator]:
-    return lambda job, timeout: open_torch_communicator(backend, WaitPolicy(timeout, job.check))
-
-
-_WAYS = {
-    "auto": Backend("cpu", _open_auto),
-    "mpi": Backend("cpu", _open_mpi, _mpi_missing),
-    "gloo": Backend("cpu", _open_over_torch("gloo")),
-    "nccl": Backend("cuda", _open_over_torch("nccl")),
-    "torch-gloo": Backend("cpu", lambda job, timeout: PlainTorch()),
-    "torch-nccl": Backend("cuda", lambda job, timeout: PlainTorch()),
-}
+def _open(name: str, job: Job, timeout: timedelta) -> Collectives:
+    policy = WaitPolicy(timeout, job.check)
+    if name == "auto":
+        return open_communicator(job, "auto", torch.device("cpu"), timeout, stall_warning=timeout)
+    if name == "mpi":
+        return MPICommunicator(policy=policy)
+    return PlainTorch() if name.startswith("torch-") else open_torch_communicator(name, policy)
 
 
 def open_contenders(
@@ -102,17 +61,17 @@ def open_contenders(
 ) -> tuple[dict[str, Collectives], dict[str, str]]:
     """The backends ``asked`` for (none: all for this ``device`` that work here), and why others do not. Collective.
 
-    Raises:
-        ConfigurationError: A backend was asked for that does not work here.
+    Raises `ConfigurationError`: a backend was asked for that does not work here.
     """
     missing = {}
     for name in BACKENDS:
-        if _WAYS[name].device != device.type:
-            missing[name] = f"it moves {_WAYS[name].device} tensors, these ranks have {device.type}"
-        elif reason := _WAYS[name].missing(job):
-            missing[name] = reason
+        moves = "cuda" if name.endswith("nccl") else "cpu"
+        if moves != device.type:
+            missing[name] = f"it moves {moves} tensors, these ranks have {device.type}"
+        elif name == "mpi" and job.info.source != "mpi":
+            missing[name] = f"{job.info.source} started the ranks, not MPI"
     there = [name for name in BACKENDS if name not in missing]
     for name in asked:
         if name in missing:
             raise ConfigurationError(f"{name} cannot be measured here: {missing[name]}. There are: {', '.join(there)}.")
-    return {name: _WAYS[name].open(job, timeout) for name in asked or there}, missing
+    return {name: _open(name, job, timeout) for name in asked or there}, missing

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from lightning_ring.comm.communicator import Communicator, shard
 from lightning_ring.errors import CollectiveError
+from lightning_ring.tools.bench import COPY
 from lightning_ring.tools.bench.contenders import Collectives
-from lightning_ring.tools.bench.names import COPY
 
 TURNS = 5
 MOST_CALLS = 200  # a turn
@@ -56,16 +56,10 @@ def measure(
 ) -> Iterator[list[Timing]]:
     """One list of timings for each of ``sizes`` (bytes): the copy first, then the contenders. Collective.
 
-    Args:
-        contenders: By name.
-        control: Any communicator of these ranks; agrees on the number of calls and collects the times.
-        device: Where the tensors live. On CUDA calls are queued as training queues them and timed in batches.
-        collective: One of `names.COLLECTIVES`.
-        sizes: Rounded down to a multiple of 4·world size bytes.
-        seconds: What each contender may take at one size, about; every one gets at least `TURNS` calls.
-
-    Raises:
-        CollectiveError: A result is wrong; names the backend, the rank and how much of it.
+    ``control``, any communicator of these ranks, agrees on the number of calls and collects the times. On CUDA calls
+    are queued as in training and timed in batches. Sizes are rounded down to a multiple of 4·world size bytes.
+    ``seconds`` is the approximate time of a contender at one size, which gets at least `TURNS` calls. Raises
+    `CollectiveError` if a result is wrong.
     """
     for size in sizes:
         numel = max(1, size // (4 * control.world_size)) * control.world_size

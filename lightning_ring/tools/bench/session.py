@@ -1,26 +1,117 @@
-"""One run of ``lightning-ring bench`` in a rank: opens what is measured, measures, and says what came out."""
+"""One run of ``lightning-ring bench`` in a rank: open the backends, measure, and report as text and JSON."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
-from collections.abc import Sequence
+import platform
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 
+import lightning_ring
 from lightning_ring.comm.backends.gloo import open_torch_communicator
 from lightning_ring.comm.communicator import Communicator
+from lightning_ring.comm.cost import fit
 from lightning_ring.comm.waiting import WaitPolicy
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.job.job import connect
 from lightning_ring.job.ranks import RankInfo, discover_ranks, pick_gpu
-from lightning_ring.tools.bench import report
+from lightning_ring.tools.bench import COPY
 from lightning_ring.tools.bench.contenders import Collectives, open_contenders
 from lightning_ring.tools.bench.measure import Timing, measure
-from lightning_ring.tools.bench.plot import plot
+
+GB = 1e9
+_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
+
+
+def size_text(num_bytes: int) -> str:
+    """``262144``: ``"256 KiB"``."""
+    for unit, factor in reversed(_UNITS.items()):
+        if num_bytes >= factor:
+            return f"{num_bytes / factor:.4g} {unit}iB"
+    return f"{num_bytes} B"
+
+
+def heading(collective: str, peer: str | None) -> str:
+    columns = f"{'size':>10}  {'backend':12} {'median µs':>11} {'least µs':>11} {'p95 µs':>11} {'alg GB/s':>10} "
+    return f"\n{collective}\n{columns}{'bus GB/s':>10} {'copy GB/s':>10}" + (f"  × {peer}" if peer else "")
+
+
+def timing_lines(timings: Sequence[Timing], world_size: int, peer: str | None) -> Iterator[str]:
+    """One line a backend, for the timings of one collective at one size.
+
+    With ``peer`` the last column says how many times its median each median fits into.
+    """
+    medians = {timing.backend: timing.median for timing in timings}
+    copy = next(timing for timing in timings if timing.backend == COPY)
+    for timing in timings:
+        if timing is copy:
+            continue
+        micro = " ".join(f"{1e6 * value:11.1f}" for value in (timing.median, timing.least, timing.p95))
+        speeds = (timing.algorithm_bandwidth, timing.bus_bandwidth(world_size), copy.algorithm_bandwidth)
+        line = f"{size_text(timing.num_bytes):>10}  {timing.backend:12} {micro} "
+        line += " ".join(f"{speed / GB:10.3f}" for speed in speeds)
+        yield line + (f"  {medians[peer] / timing.median:.2f}" if peer else "")
+
+
+def fitted_models(timings: Sequence[Timing], world_size: int) -> list[dict[str, Any]]:
+    """α and β of every backend and collective (`comm.cost`), where at least two sizes were measured."""
+    found = []
+    for collective, backend in dict.fromkeys((t.collective, t.backend) for t in timings if t.backend != COPY):
+        these = [t for t in timings if (t.collective, t.backend) == (collective, backend)]
+        if len({t.num_bytes for t in these}) > 1:
+            sizes, seconds = [t.num_bytes for t in these], [t.median for t in these]
+            model = fit(sizes, seconds, world_size, collective=cast("Any", collective))
+            found.append({"collective": collective, "backend": backend} | asdict(model))
+    return found
+
+
+def model_lines(models: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    if models:
+        yield "\nmessages of the ring: α + size / B, fitted to the medians"
+        yield f"{'collective':14} {'backend':12} {'α µs':>9} {'B GB/s':>9}"
+    for model in models:
+        alpha, bandwidth = 1e6 * model["alpha_seconds"], model["bandwidth"] / GB
+        yield f"{model['collective']:14} {model['backend']:12} {alpha:9.1f} {bandwidth:9.3f}"
+
+
+_JSON_NAMES = {"num_bytes": "bytes", "median": "median_seconds", "least": "least_seconds", "p95": "p95_seconds"}
+
+
+def bench_json(
+    timings: Sequence[Timing], models: Sequence[Mapping[str, Any]], world: Mapping[str, Any], missing: Mapping[str, str]
+) -> dict[str, Any]:
+    """Seconds, bytes, bytes a second throughout; a ``copy`` has the name of the collective it was measured beside.
+
+    A bandwidth that does not show in the times, because they do not grow with the size, is `None`.
+    """
+    size = world["world_size"]
+    return {
+        "world": dict(world),
+        "versions": {
+            "lightning_ring": lightning_ring.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        "missing": dict(missing),
+        "timings": [
+            {_JSON_NAMES.get(name, name): value for name, value in asdict(timing).items()}
+            | {"algorithm_bandwidth": timing.algorithm_bandwidth, "bus_bandwidth": timing.bus_bandwidth(size)}
+            for timing in timings
+        ],
+        "models": [
+            {**model, "bandwidth": model["bandwidth"] if math.isfinite(model["bandwidth"]) else None}
+            for model in models
+        ],
+    }
+
 
 TIMEOUT = timedelta(minutes=2)
 
@@ -28,8 +119,7 @@ TIMEOUT = timedelta(minutes=2)
 def run(options: argparse.Namespace, sizes: Sequence[int]) -> int:
     """Measure what ``options`` (of ``cli/bench.py``) ask for at ``sizes`` in bytes. Collective; returns 0.
 
-    Raises:
-        RingError: A backend that was asked for is not there, memory does not suffice, or a result is wrong.
+    Raises `RingError`: a backend that was asked for is not there, memory does not suffice, or a result is wrong.
     """
     info = discover_ranks()
     device = choose_device(options.device, info)
@@ -39,7 +129,8 @@ def run(options: argparse.Namespace, sizes: Sequence[int]) -> int:
         raise ConfigurationError(f"--compare {options.compare}: {missing[options.compare]}.")
     check_memory(max(sizes) * (len(contenders) + 2) * info.local_size, device)
     control = open_torch_communicator("gloo", WaitPolicy(TIMEOUT, job.check))
-    world = {"world_size": info.world_size, "num_nodes": info.num_nodes, "device": device_name(device)}
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    world = {"world_size": info.world_size, "num_nodes": info.num_nodes, "device": name}
     if info.rank == 0:
         print(f"{info.world_size} ranks on {info.num_nodes} node(s), {world['device']}, float32, sum", flush=True)
         if "auto" in contenders:
@@ -47,13 +138,12 @@ def run(options: argparse.Namespace, sizes: Sequence[int]) -> int:
         for name, reason in missing.items():
             print(f"not measured: {name} ({reason})", flush=True)
     timings = measure_and_print(contenders, control, device, options, sizes)
-    models = report.models(timings, info.world_size)
+    models = fitted_models(timings, info.world_size)
     if info.rank == 0:
-        print(*report.model_lines(models), sep="\n", flush=True)
+        print(*model_lines(models), sep="\n", flush=True)
         if options.json is not None:
-            Path(options.json).write_text(
-                json.dumps(report.as_json(timings, models, world, missing), indent=1, allow_nan=False) + "\n"
-            )
+            content = bench_json(timings, models, world, missing)
+            Path(options.json).write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
         if options.plot is not None:
             plot(timings, info.world_size, options.plot)
     control.barrier()  # a rank that ended now would be taken for one that failed
@@ -72,19 +162,18 @@ def measure_and_print(
     found: list[Timing] = []
     for collective in options.collectives:
         if control.rank == 0:
-            print(report.heading(collective, options.compare), flush=True)
+            print(heading(collective, options.compare), flush=True)
         for timings in measure(contenders, control, device, collective, sizes, options.seconds):
             found += timings
             if control.rank == 0:
-                print(*report.lines(timings, control.world_size, options.compare), sep="\n", flush=True)
+                print(*timing_lines(timings, control.world_size, options.compare), sep="\n", flush=True)
     return found
 
 
 def choose_device(asked: str, info: RankInfo) -> torch.device:
     """A GPU for each rank where there are as many, else the CPU.
 
-    Raises:
-        RankDiscoveryError: ``"cuda"`` was asked for, and there are fewer GPUs than ranks on this node.
+    Raises `RankDiscoveryError`: ``"cuda"`` was asked for, and there are fewer GPUs than ranks on this node.
     """
     there = torch.cuda.device_count()
     if asked == "cpu" or (asked == "auto" and there < info.local_size):
@@ -94,16 +183,8 @@ def choose_device(asked: str, info: RankInfo) -> torch.device:
     return torch.device("cuda", index)
 
 
-def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-
-
 def check_memory(num_bytes: int, device: torch.device) -> None:
-    """Of the ranks of one node together.
-
-    Raises:
-        ConfigurationError: This host has less free memory.
-    """
+    """Of the ranks of one node together. Raises `ConfigurationError`: this host has less free memory."""
     meminfo = Path("/proc/meminfo")
     if device.type != "cpu" or not meminfo.exists():
         return
@@ -114,3 +195,24 @@ def check_memory(num_bytes: int, device: torch.device) -> None:
             f"the largest size takes {num_bytes / 2**30:.1f} GiB on this node, of which {free / 2**30:.1f} GiB are "
             "free. Choose a smaller --max, or fewer --backends."
         )
+
+
+def plot(timings: Sequence[Timing], world_size: int, path: str) -> None:
+    """Write the bus bandwidth of each backend, and the copy's, to ``path``."""
+    from matplotlib.figure import Figure  # no pyplot: it would look for a display
+
+    collectives = list(dict.fromkeys(t.collective for t in timings))
+    figure = Figure(figsize=(5 * len(collectives), 4), layout="constrained")
+    for number, collective in enumerate(collectives, start=1):
+        axes = figure.add_subplot(1, len(collectives), number)
+        here = [timing for timing in timings if timing.collective == collective]
+        for backend in dict.fromkeys(timing.backend for timing in here):
+            points = [(t.num_bytes, t.bus_bandwidth(world_size) / 1e9) for t in here if t.backend == backend]
+            style = {"linestyle": "--", "color": "gray"} if backend == COPY else {"marker": "o", "markersize": 3}
+            axes.plot(*zip(*points, strict=True), label=backend, **style)
+        axes.set(title=f"{collective}, {world_size} ranks", xlabel="bytes", ylabel="bus bandwidth, GB/s")
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.grid(True, which="both", alpha=0.2)
+        axes.legend()
+    figure.savefig(path, dpi=120)

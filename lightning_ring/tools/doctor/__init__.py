@@ -1,5 +1,5 @@
-"""``lightning-ring doctor``: is everything set up for ranks to start, meet and exchange gradients?
+"""``lightning-ring doctor``: checks that ranks can start, meet and exchange gradients.
 
-One file a family of checks. What may break or hang (torch, MPI, the driver, other hosts) is asked in other processes
-with a time limit, so that the doctor itself always ends.
+Questions that may break or hang (torch, MPI, the driver, other hosts) run in other processes with a time limit,
+so that the doctor itself always ends.
 """

@@ -1,4 +1,4 @@
-"""Runs programs that may hang, crash or be missing, and always comes back."""
+"""The request to the doctor, and subprocesses with a time limit: they may hang, crash or be missing."""
 
 from __future__ import annotations
 
@@ -7,26 +7,59 @@ import os
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lightning_ring.job.exit import remove_segments
 from lightning_ring.launch.supervisor import processes_of_sessions
 
-_END_SECONDS = 8.0  # what ringrun takes at most to end its ranks
+# A launcher's variables for its ranks. The ranks that the doctor starts get variables of their own.
+_PREFIXES = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "MV2_COMM_WORLD_", "TORCHELASTIC_")
+_NAMES = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"),
+    *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME"),
+    *("MPI_LOCALRANKID", "MPI_LOCALNRANKS", "RING_RANK", "RING_WORLD_SIZE", "RING_STORE", "RING_STORE_FD", "RING_JOB"),
+    *("RING_LAUNCHER_PID", "RING_STOP_SIGNAL"),
+)
+_SETTINGS = ("OMPI_MCA_", "PRTE_MCA_", "PMIX_MCA_")  # the user's own, unless one of these started this process
+_OPEN_MPI = ("mpirun", "mpiexec", "prterun", "prted", "orted")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    ranks: int  # to run on this host
+    num_hosts: int
+    seconds: float  # limit of each run of ranks and of every question
+    launcher: str = ""  # name of the program that started this process as a rank, or empty
+    part: bool = False  # this is one of several hosts that another doctor asks about
+    environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
+
+    def at_most(self, seconds: float) -> float:
+        return min(seconds, self.seconds)
+
+    @property
+    def child_environ(self) -> dict[str, str]:
+        """The environment for processes that the doctor starts: without the variables of a launcher."""
+        return {name: value for name, value in self.environ.items() if not self._is_launchers(name)}
+
+    def _is_launchers(self, name: str) -> bool:
+        if name.startswith(_SETTINGS):
+            return self.launcher in _OPEN_MPI
+        return name in _NAMES or name.startswith(_PREFIXES)
+
+
+_END_SECONDS = 8.0  # the longest time that ringrun takes to end its ranks
 _running: set[subprocess.Popen[str]] = set()
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """``problem`` says in words why there is no good answer, and is empty after exit code 0."""
-
     stdout: str
     stderr: str
-    problem: str
+    problem: str  # the reason why there is no good answer; empty after exit code 0
 
     @property
     def last_error(self) -> str:
-        """The last line on standard error, where Python puts what was raised; else the problem."""
+        """The last line on standard error, where Python puts the exception; else the problem."""
         lines = [line.strip() for line in self.stderr.splitlines() if line.strip()]
         return lines[-1] if lines else self.problem
 
@@ -54,12 +87,9 @@ def ask(command: Sequence[str], seconds: float, environ: Mapping[str, str] | Non
 def start(
     command: Sequence[str], environ: Mapping[str, str] | None, *, answering: bool = False
 ) -> subprocess.Popen[str]:
-    """Start ``command`` in a session of its own; whoever starts it calls `end`, or lets `end_all` do it.
+    """Start ``command`` in a session of its own; the caller ends it by `end`, or by `end_all`.
 
-    ``answering``: its standard input is a pipe.
-
-    Raises:
-        OSError: It cannot be run.
+    ``answering``: its standard input is a pipe. Raises `OSError`: it cannot be run.
     """
     process = subprocess.Popen(
         list(command),
@@ -76,7 +106,7 @@ def start(
 
 
 def end(process: subprocess.Popen[str]) -> None:
-    """End ``process``, in order if it can, and what it started."""
+    """End ``process`` and its children, in order if it can."""
     for signum, patience in ((signal.SIGTERM, _END_SECONDS), (signal.SIGKILL, 2.0)):
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.send_signal(signum)
@@ -96,6 +126,6 @@ def _what_it_wrote(process: subprocess.Popen[str]) -> tuple[str, str]:
 
 
 def end_all() -> None:
-    """End what still runs: the doctor was told to stop."""
+    """End all processes: the doctor was told to stop."""
     for process in list(_running):
         end(process)

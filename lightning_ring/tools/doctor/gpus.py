@@ -9,10 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning_ring.tools.doctor.asking import ask
-from lightning_ring.tools.doctor.finding import Finding, broken, ok, warning
-from lightning_ring.tools.doctor.imports import torch_facts
-from lightning_ring.tools.doctor.request import Request
+from lightning_ring.tools.doctor.asking import Request, ask
+from lightning_ring.tools.doctor.findings import Finding, broken, ok, warning
+from lightning_ring.tools.doctor.packages import torch_facts
 
 _SECONDS = 20.0
 _QUERY = ["nvidia-smi", "--query-gpu=driver_version,name", "--format=csv,noheader"]
@@ -32,7 +31,7 @@ def check(request: Request) -> list[Finding]:
 
 
 def _driver(request: Request) -> tuple[int, list[Finding]]:
-    """How many GPUs nvidia-smi lists, and what it says of the driver."""
+    """The number of GPUs that nvidia-smi lists, and findings on the driver."""
     if shutil.which("nvidia-smi") is None:
         on_bus = _on_bus()
         if not on_bus:
@@ -67,14 +66,10 @@ def _none(facts: Mapping[str, Any], listed: int, environ: Mapping[str, str]) -> 
     if hidden:
         return warning("GPUs", f"{listed} there, none visible: {', '.join(hidden)}", "Unset it, or list GPUs: 0,1.")
     if not (facts.get("cuda") or facts.get("rocm")):
-        advice = (
-            "This torch is built for the CPU. Install the one for CUDA: pip install --force-reinstall torch torchvision"
-        )
+        advice = "This torch is built for the CPU. Install CUDA's: pip install --force-reinstall torch torchvision"
         return broken("GPUs", f"{listed} there, torch uses none", advice)
     why = facts.get("gpus error") or "it gives no reason"
-    advice = (
-        f"This torch is built for CUDA {facts.get('cuda')}: the driver must be new enough for it, and be visible here."
-    )
+    advice = f"This torch is built for CUDA {facts.get('cuda')}: the driver must be new enough, and visible here."
     return broken("GPUs", f"{listed} there, torch uses none: {why}", advice)
 
 
@@ -94,15 +89,13 @@ def _links(request: Request, gpus: list[dict[str, Any]]) -> list[Finding]:
     kinds = pairs_by_link(ask(["nvidia-smi", "topo", "-m"], request.at_most(_SECONDS), request.child_environ).stdout)
     found = ", ".join(f"{count} x {kind}" for kind, count in kinds.items()) or "nvidia-smi does not tell"
     if without:
-        advice = (
-            "Gradients go through the host's memory. In containers and virtual machines peer access may be off (ACS)."
-        )
+        advice = "Gradients go through the host's memory. Containers and virtual machines may lack peer access (ACS)."
         return [warning("GPU links", f"{found}; {without} of the pairs have no peer access", advice)]
     return [ok("GPU links", f"{found}; all with peer access")]
 
 
 def pairs_by_link(table: str) -> Counter[str]:
-    """How many pairs are linked how, from `nvidia-smi topo -m`: NV18 (NVLink), PIX, PXB, PHB, NODE, SYS."""
+    """The number of pairs by kind of link, from `nvidia-smi topo -m`: NV18 (NVLink), PIX, PXB, PHB, NODE, SYS."""
     rows = [line.split() for line in re.sub(r"\x1b\[\d*m", "", table).splitlines()]
     rows = [row for row in rows if row and re.fullmatch(r"GPU\d+", row[0]) and len(row) > 1 and row[1][:3] != "GPU"]
     return Counter(row[column + 1] for number, row in enumerate(rows) for column in range(number + 1, len(rows)))

@@ -1,7 +1,6 @@
-"""The doctor on several hosts: one on each, started as ringrun starts ranks, and what lies between them.
+"""The doctor on this host, and on several: one doctor on each, started as ringrun starts ranks.
 
-Each host's doctor writes lines of JSON: the port at which it listens, its report and, once it has been told where the
-others listen, whom it reached.
+Each host's doctor writes lines of JSON: the port at which it listens, its report, and the hosts that it reached.
 """
 
 from __future__ import annotations
@@ -13,16 +12,50 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from lightning_ring.launch.hosts import Host
-from lightning_ring.tools.doctor.asking import end, start
-from lightning_ring.tools.doctor.compare import compare
-from lightning_ring.tools.doctor.finding import Finding, broken, ok
+from lightning_ring.tools.doctor import gpus, launching, network, packages, reduction, resources
+from lightning_ring.tools.doctor.asking import Request, end, end_all, start
+from lightning_ring.tools.doctor.findings import Finding, HostReport, broken, compare, ok
 from lightning_ring.tools.doctor.reduction import check_across, what_was_said
-from lightning_ring.tools.doctor.report import HostReport
-from lightning_ring.tools.doctor.request import Request
+
+FAMILIES: dict[str, Callable[[Request], list[Finding]]] = {
+    "versions": packages.check_versions,
+    "launcher": launching.check_launcher,
+    "mpi": launching.check_mpi,
+    "threads": resources.check_threads,
+    "memory": resources.check_memory,
+    "network": network.check,
+    "gpus": gpus.check,
+    "imports": packages.check_imports,
+    "all-reduce": reduction.check,
+}
+
+
+def examine(request: Request, chosen: Sequence[str]) -> Iterator[tuple[str, list[Finding]]]:
+    """Each chosen family and its findings, in order, as soon as it is done. Families run side by side: most of them
+    wait for other processes."""
+    families = [family for family in FAMILIES if family in chosen]
+    with ThreadPoolExecutor(max_workers=max(1, len(families))) as pool:
+        try:
+            futures = [pool.submit(_guarded, family, request) for family in families]
+            for family, future in zip(families, futures, strict=True):
+                yield family, future.result()
+        except BaseException:  # told to stop: else the pool would wait for its threads' processes
+            end_all()
+            raise
+
+
+def _guarded(family: str, request: Request) -> list[Finding]:
+    try:
+        return FAMILIES[family](request)
+    except Exception as error:  # the doctor has to survive errors that it did not foresee
+        found = f"this check failed: {type(error).__name__}: {error}"
+        return [broken(family, found, "The other lines hold. Please report this one to lightning_ring.")]
+
 
 PREFIX = "lightning_ring.tools.doctor.host "
 _START_SECONDS = 30.0  # mpirun, ssh and Python, besides the checks
@@ -62,7 +95,7 @@ class HostDoctor:
             self._process.stdin.flush()
 
     def let_go(self) -> None:
-        """Nobody needs it any more. An empty line says so: that a pipe is closed does not reach it through mpirun."""
+        """Tell the doctor to end, by an empty line: the end of a pipe does not reach it through mpirun."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.write("\n")
@@ -98,7 +131,7 @@ class HostDoctor:
 def examine_hosts(
     hosts: Sequence[Host], chosen: Sequence[str], request: Request
 ) -> tuple[list[HostReport], list[Finding]]:
-    """Every host's report, and what was found between them."""
+    """Every host's report, and findings on the links between them."""
     doctors = []
     for host in hosts:  # this one keeps what its shell has, for that may be what is wrong
         environ = dict(request.environ) if host.is_local else request.child_environ
@@ -147,9 +180,8 @@ def _knock(doctors: Sequence[HostDoctor]) -> list[Finding]:
     findings, reached = [], []
     for doctor in doctors:
         if not doctor.wait_for("reached", deadline):
-            findings.append(
-                broken("ports", f"{doctor.host} did not say whom it reaches", "Run the doctor there alone.")
-            )
+            found = f"{doctor.host} did not report the hosts that it reaches"
+            findings.append(broken("ports", found, "Run the doctor there alone."))
             continue
         for host, attempts in doctor.messages["reached"].items():
             way = next((address for address, error in attempts.items() if not error), None)

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from lightning_ring.job.rendezvous.interfaces import ipv4_addresses, reachable_candidates
-from lightning_ring.tools.doctor.finding import Finding, broken, ok, warning
-from lightning_ring.tools.doctor.request import Request
+from lightning_ring.tools.doctor.asking import Request
+from lightning_ring.tools.doctor.findings import Finding, broken, ok, warning
 
 _SECONDS = 3.0
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -52,10 +52,9 @@ def _own_addresses() -> list[str]:
 
 @contextlib.contextmanager
 def open_door() -> Iterator[int]:
-    """A port on all addresses that greets whoever connects, until the context ends.
+    """A port on all addresses that greets every connection, until the context ends.
 
-    Raises:
-        OSError: This process cannot listen.
+    Raises `OSError`: this process cannot listen.
     """
     with socket.create_server(("", 0), backlog=64) as door:
         threading.Thread(target=_greet, args=(door,), daemon=True).start()
@@ -72,7 +71,7 @@ def _greet(door: socket.socket) -> None:
 
 
 def knock(address: str, port: int) -> str:
-    """Connect to a door on ``address``; what went wrong, empty if it greeted."""
+    """Connect to a door on ``address``; returns the error, empty if it greeted."""
     try:
         with socket.create_connection((address, port), timeout=_SECONDS) as connection:
             connection.settimeout(_SECONDS)
@@ -118,7 +117,7 @@ def _named_interfaces(environ: Mapping[str, str]) -> list[Finding]:
 
 
 def _master(environ: Mapping[str, str]) -> list[Finding]:
-    """Where torch.distributed would meet, if somebody fixed that."""
+    """The rendezvous of torch.distributed, if the environment sets it."""
     address, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT")
     if address is None and port is None:
         return []

@@ -1,4 +1,4 @@
-"""Run as a program by every rank of a trial: an all-reduce through each backend, checked; rank 0 prints what came out.
+"""Run as a program by every rank of a trial: an all-reduce through each backend, checked; rank 0 prints the results.
 
     python -m lightning_ring.tools.doctor.rank cpu auto gloo mpi
 
@@ -40,9 +40,8 @@ def main(arguments: list[str]) -> None:
     info = discover_ranks()
     device = torch.device("cpu")
     if arguments[0] == "cuda":
-        index = pick_gpu(
-            info.local_rank, info.local_size, torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
-        )
+        count, visible = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
+        index = pick_gpu(info.local_rank, info.local_size, count, visible)
         device = torch.device("cuda", index)
         torch.cuda.set_device(device)
     job = connect(info, device, _TIMEOUT)

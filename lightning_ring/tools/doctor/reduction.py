@@ -1,4 +1,4 @@
-"""Ranks that really start, meet and sum, the way a job of the user's would."""
+"""Ranks that start, meet and reduce as a job's ranks do."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_ring.launch.hosts import Host
-from lightning_ring.tools.doctor.asking import Answer, ask
-from lightning_ring.tools.doctor.finding import Finding, broken, ok, warning
-from lightning_ring.tools.doctor.imports import torch_facts
-from lightning_ring.tools.doctor.mpi import chosen_mpirun
-from lightning_ring.tools.doctor.request import Request
+from lightning_ring.tools.doctor.asking import Answer, Request, ask
+from lightning_ring.tools.doctor.findings import Finding, broken, ok, warning
+from lightning_ring.tools.doctor.launching import chosen_mpirun
+from lightning_ring.tools.doctor.packages import torch_facts
 
 _PREFIX = "lightning_ring.tools.doctor "  # as in rank.py, which imports torch
 _MOST_SAID = 500  # letters
@@ -24,9 +23,9 @@ _NOISE = ("Traceback", "File ", "lightning_ring: /", "lightning_ring: 2 processe
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What ranks reported; ``how`` they were started, in words."""
+    """The reports of ranks."""
 
-    how: str
+    how: str  # they were started
     asked: Sequence[str]
     reports: Sequence[dict[str, Any]]
     answer: Answer
@@ -103,7 +102,7 @@ def _failure(trial: Trial, backend: str) -> Finding:
 
 
 def what_was_said(stderr: str) -> str:
-    """Of what ranks and launchers wrote, what says most: the first error, else the first block between dashed lines."""
+    """The most informative text of ranks and launchers: the first error, else the first block between dashed lines."""
     lines = [line.strip() for line in stderr.splitlines()]
     lines = [line for line in lines if line and not line.startswith(_NOISE)]
     error = next((line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)), None)

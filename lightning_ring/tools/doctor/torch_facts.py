@@ -1,4 +1,4 @@
-"""Run as a program: what torch says of itself and of the GPUs, as one line of JSON.
+"""Run as a program: facts about torch and the GPUs, as one line of JSON.
 
 Every question may fail by itself; that torch cannot be imported, or brings the process down, the caller sees.
 """

@@ -9,6 +9,7 @@ from lightning_ring.tools.plan.model import Cluster, PredictedStep, Settings, pr
 from lightning_ring.tools.plan.profile import Profile
 
 CAPS_MB = (1.0, 2.0, 4.0, 6.0, 10.0, 25.0, 50.0, 100.0, 200.0)
+MOST_CHANGES = 5
 WORTH = 0.01  # of a step
 
 
@@ -22,26 +23,22 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """For one number of ranks: the step now, changes in order, the step after them, and the rest of it.
-
-    Attributes:
-        faster_link: What twice the network's bandwidth, and nothing else, would save of the step now.
-    """
+    """For one number of ranks: the step now, changes in order, the step after them, and the rest of it."""
 
     now: PredictedStep
     changes: tuple[Change, ...]
     then: PredictedStep
     settings: Settings
-    faster_link: float
+    faster_link: float  # what twice the network's bandwidth, and nothing else, would save of the step now
     data: float
 
 
-def advise(profile: Profile, cluster: Cluster, settings: Settings, most: int = 5) -> Advice:
-    """What suits best after one change may not after the next: a bucket size may be changed twice."""
+def advise(profile: Profile, cluster: Cluster, settings: Settings) -> Advice:
+    """The best settings after one change may not be the best after the next: a bucket size may be changed twice."""
     now = best = predict(profile, cluster, settings)
     chosen = settings
     changes: list[Change] = []
-    while len(changes) < most:
+    while len(changes) < MOST_CHANGES:
         others = _changes(profile, cluster, chosen, settings)
         tried = [(predict(profile, cluster, other), words, other) for words, other in others]
         step, words, other = min(tried, key=lambda each: each[0].seconds)

@@ -71,7 +71,7 @@ class Settings:
 
 @dataclass(slots=True)
 class PlannedBucket:
-    """Gradients that travel together: bytes by dtype's own size and on the wire, and when the last one is ready."""
+    """Gradients that travel together: bytes in their own dtype and on the wire, and the time of the last gradient."""
 
     members: list[Gradient] = field(default_factory=list)
     num_bytes: int = 0
@@ -124,9 +124,8 @@ def predict(profile: Profile, cluster: Cluster, settings: Settings) -> Predicted
     delay = _delay_of_forward(profile, buckets, gathered, between)
     shorter = phases.optimizer * (1 - 1 / cluster.world_size)
     busy = scattered.busy + flags_seconds + gathered.busy
-    return PredictedStep(
-        cluster.world_size, phases.alone - shorter + exposed + delay, exposed + delay, busy, phases.alone
-    )
+    waits = exposed + delay
+    return PredictedStep(cluster.world_size, phases.alone - shorter + waits, waits, busy, phases.alone)
 
 
 def cut_buckets(
@@ -157,12 +156,7 @@ def wire_bytes(gradient: Gradient, compression: str | None, world_size: int) -> 
 
 
 class _Wire:
-    """A collective's stages, each of which takes one message at a time, first in, first out.
-
-    Attributes:
-        free: When the last stage has sent what was given to it.
-        busy: Seconds in which the slowest stage was at work.
-    """
+    """A collective's stages, each of which takes one message at a time, first in, first out."""
 
     def __init__(self, collective: str, cluster: Cluster, settings: Settings) -> None:
         nested = settings.topology == "hierarchical" and cluster.num_nodes > 1 and cluster.local_size > 1
@@ -175,10 +169,12 @@ class _Wire:
 
     @property
     def free(self) -> float:
+        """When the last stage has sent all messages."""
         return self._free[-1]
 
     @property
     def busy(self) -> float:
+        """Seconds of work of the slowest stage."""
         return max(self._busy)
 
     def send(self, ready: float, num_bytes: float) -> float:

@@ -57,8 +57,7 @@ NETWORKS = {
 def parse_link(text: str, option: str) -> Link:
     """``"ib-hdr"``, ``"8xib-hdr"`` (so many adapters a host), ``"30,10"`` (µs, Gbit/s), or a file of ``bench --json``.
 
-    Raises:
-        ConfigurationError: It is none of these; the message lists the names.
+    Raises `ConfigurationError`: it is none of these; the message lists the names.
     """
     if text.endswith(".json"):
         return read_bench(text)
@@ -83,11 +82,10 @@ def parse_link(text: str, option: str) -> Link:
     return Link.of(f"{alpha:g} µs, {gbit:g} Gbit/s", CostModel(alpha * 1e-6, gbit / 8 * _GB))
 
 
-def read_bench(path: str, backend: str = "auto") -> Link:
-    """What ``lightning-ring bench --json`` fitted for ``backend``, or for the first backend in the file without it.
+def read_bench(path: str) -> Link:
+    """What ``lightning-ring bench --json`` fitted for the backend auto, or else for the first backend of the file.
 
-    Raises:
-        ConfigurationError: No such file, or nothing in it was fitted for all three collectives.
+    Raises `ConfigurationError`: no such file, or nothing in it was fitted for all three collectives.
     """
     content = read_json(path)
     models: list[dict[str, Any]] = content.get("models", []) if isinstance(content, dict) else []
@@ -105,5 +103,5 @@ def read_bench(path: str, backend: str = "auto") -> Link:
             f"{path} holds no α and B for all of all-reduce, reduce-scatter and all-gather. Measure them with "
             "`lightning-ring bench --sizes 64K,256K,1M,4M,16M --json FILE.json`."
         )
-    name = backend if backend in whole else next(iter(whole))
+    name = "auto" if "auto" in whole else next(iter(whole))
     return Link(f"{Path(path).name} ({name})", whole[name])

@@ -35,23 +35,16 @@ class Gradient:
 
 @dataclass(frozen=True, slots=True)
 class Phases:
-    """Seconds of one step, without communication, except for ``exposed`` and ``total``.
-
-    Attributes:
-        backward: From its begin to the last gradient.
-        optimizer: Of all parameters; of one rank's shard times the number of shards, where it was sharded.
-        exposed: What the step waited for communication.
-        total: The step as it was.
-    """
+    """Seconds of one step, without communication, except for ``exposed`` and ``total``."""
 
     data: float
     copy: float
     forward: float
-    backward: float
-    optimizer: float
+    backward: float  # from its begin to the last gradient
+    optimizer: float  # of all parameters; of one rank's shard times the number of shards, where it was sharded
     other: float
-    exposed: float
-    total: float
+    exposed: float  # what the step waited for communication
+    total: float  # the step as it was
 
     @property
     def alone(self) -> float:
@@ -61,8 +54,7 @@ class Phases:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """How it was recorded. ``compression`` is the compressor's name; ``bucket_cap_mb`` is MiB, ``"auto"``, or `None`:
-    the default."""
+    """The run that was recorded."""
 
     world_size: int
     num_nodes: int
@@ -71,16 +63,14 @@ class Run:
     steps: int
     topology: str = "flat"
     sharded: bool = False
-    compression: str | None = None
-    bucket_cap_mb: float | str | None = None
+    compression: str | None = None  # name of the compressor
+    bucket_cap_mb: float | str | None = None  # MiB, "auto", or `None`: the default
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """``digest`` is that of all parameters' names, shapes and dtypes."""
-
     name: str
-    digest: str
+    digest: str  # of all parameters' names, shapes and dtypes
     num_parameters: int
 
     def __str__(self) -> str:
@@ -89,19 +79,12 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """
-    Attributes:
-        gradients: In the order in which backward produced them.
-        link_level: Whether ``link`` was measured inside a ``"node"``, or over the ``"network"``; `None`: not at all.
-        link: Cost of a message, by collective.
-    """
-
     model: Model
     run: Run
     phases: Phases
-    gradients: tuple[Gradient, ...]
-    link_level: str | None = None
-    link: Mapping[str, CostModel] | None = None
+    gradients: tuple[Gradient, ...]  # in the order in which backward produced them
+    link_level: str | None = None  # ``link`` was measured inside a "node", or over the "network"; `None`: not at all
+    link: Mapping[str, CostModel] | None = None  # cost of a message, by collective
 
 
 def fingerprint(parameters: Iterable[tuple[str, Sequence[int], str]]) -> str:
@@ -170,10 +153,7 @@ def _finite(value: Any) -> Any:
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:
-    """
-    Raises:
-        ConfigurationError: ``path`` cannot be read, or does not hold JSON.
-    """
+    """Raises `ConfigurationError`: ``path`` cannot be read, or does not hold JSON."""
     try:
         return json.loads(Path(path).read_text())
     except OSError as error:
@@ -213,10 +193,7 @@ def _check_number(name: str, value: Any) -> None:
 
 
 def check_same_model(first: str, one: Profile, second: str, other: Profile) -> None:
-    """
-    Raises:
-        ConfigurationError: The two are of different models; the message names both.
-    """
+    """Raises `ConfigurationError`: the two are of different models; the message names both."""
     if one.model.digest != other.model.digest:
         raise ConfigurationError(
             f"{first} is a profile of {one.model}, and {second} one of {other.model}. Only runs of one model can be "

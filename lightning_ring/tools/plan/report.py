@@ -72,14 +72,11 @@ def table_lines(table: Table, batch_size: int) -> Iterator[str]:
         yield line
 
 
-def advice_line(advice: Advice) -> str:
-    return f"what to change first: {in_words(advice)}"
-
-
-def check_line(path: str, run: Mapping[str, Any], predicted: float, measured: float) -> str:
+def check_line(check: Mapping[str, Any]) -> str:
+    predicted, measured = 1e3 * check["predicted_seconds"], 1e3 * check["measured_seconds"]
     return (
-        f"{path}: {run['world_size']} rank(s) on {run['num_nodes']} node(s), predicted {1e3 * predicted:.1f} ms a "
-        f"step, measured {1e3 * measured:.1f} ms, error {predicted / measured - 1:+.1%}"
+        f"{check['profile']}: {check['world_size']} rank(s) on {check['num_nodes']} node(s), predicted {predicted:.1f} "
+        f"ms a step, measured {measured:.1f} ms, error {check['error']:+.1%}"
     )
 
 

@@ -15,11 +15,9 @@ from lightning_ring.cli import doctor as command
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.launch.supervisor import processes_of_sessions
 from lightning_ring.tools.doctor.asking import ask
-from lightning_ring.tools.doctor.compare import compare
-from lightning_ring.tools.doctor.finding import ok, warning
+from lightning_ring.tools.doctor.findings import HostReport, compare, last_line, lines, ok, short, warning
 from lightning_ring.tools.doctor.gpus import pairs_by_link
 from lightning_ring.tools.doctor.reduction import what_was_said
-from lightning_ring.tools.doctor.report import HostReport, last_line, lines, short
 from tests.processes import clean_env, mpirun_path, run
 from tests.tools.doctor.planting import doctor, own_environment, program
 

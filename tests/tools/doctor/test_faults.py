@@ -179,7 +179,7 @@ def test_compromised_release_of_lightning(tmp_path, healthy):
     changed = change_metadata(environment, "lightning", "^Version: .*", "Version: 2.6.2")
     changed.rename(changed.with_name("lightning-2.6.2.dist-info"))
     report = doctor(only=["versions"], python=environment / "bin" / "python")
-    assert_found(report, healthy, "lightning", "broken", "2.6.2, a compromised release", "!=2.6.2", "replace it")
+    assert_found(report, healthy, "lightning", "broken", "2.6.2, a compromised release", "!=2.6.2", "replace all keys")
 
 
 def test_torch_that_is_too_old_for_lightning_ring(tmp_path, healthy):

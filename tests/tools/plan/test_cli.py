@@ -18,7 +18,7 @@ from lightning_ring.cli import main as dispatcher
 from lightning_ring.cli import plan
 from lightning_ring.comm.cost import CostModel
 from lightning_ring.errors import ConfigurationError
-from lightning_ring.tools.bench import report
+from lightning_ring.tools.bench import session
 from lightning_ring.tools.plan.networks import NETWORKS, parse_link, read_bench
 from lightning_ring.tools.plan.profile import Model, Phases, Run, fingerprint, read_profile, write_profile
 from tests.processes import clean_env
@@ -234,9 +234,11 @@ def test_links_by_name_number_and_measurement(tmp_path: Path) -> None:
     (tmp_path / "bench.json").write_text(json.dumps({"models": models}))
     measured = parse_link(str(tmp_path / "bench.json"), "--network")
     assert measured.costs["reduce_scatter"] == CostModel(2e-5, 2e8)
-    written = report.as_json([], [models[0] | {"bandwidth": math.inf}, *models[1:]], {"world_size": 2}, {})
+    written = session.bench_json(
+        [], [*models[:3], models[3] | {"bandwidth": math.inf}, *models[4:]], {"world_size": 2}, {}
+    )
     (tmp_path / "bench.json").write_text(json.dumps(written, allow_nan=False))
-    assert read_bench(str(tmp_path / "bench.json"), "gloo").costs["all_reduce"] == CostModel(1e-5, math.inf)
+    assert read_bench(str(tmp_path / "bench.json")).costs["all_reduce"] == CostModel(1e-5, math.inf)
     (tmp_path / "bench.json").write_text(json.dumps({"models": models[:2]}))
     with pytest.raises(ConfigurationError, match="holds no α and B for all"):
         parse_link(str(tmp_path / "bench.json"), "--network")

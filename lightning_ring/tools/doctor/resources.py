@@ -1,4 +1,4 @@
-"""Memory and files that processes share, and how much of them this account may have."""
+"""Cores, threads, shared memory and files of this host, and their limits."""
 
 from __future__ import annotations
 
@@ -7,11 +7,76 @@ import resource
 import shutil
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
-from lightning_ring.tools.doctor.asking import ask
-from lightning_ring.tools.doctor.finding import Finding, broken, ok, warning
-from lightning_ring.tools.doctor.request import Request
+from lightning_ring.host.cores import available_cores, bound_cores, cgroup_quota
+from lightning_ring.tools.doctor.asking import Request, ask
+from lightning_ring.tools.doctor.findings import Finding, broken, ok, warning
+
+_PLACING = ("OMP_PROC_BIND", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
+_BINDING = (
+    "PRTE_MCA_hwloc_default_binding_policy",
+    "PRTE_MCA_rmaps_default_mapping_policy",
+    "OMPI_MCA_hwloc_base_binding_policy",
+    "OMPI_MCA_rmaps_base_mapping_policy",
+)
+
+
+def check_threads(request: Request) -> list[Finding]:
+    cores, quota = len(bound_cores()), cgroup_quota()
+    usable = available_cores()
+    return [
+        _cores(cores, quota, usable, request.ranks),
+        _threads(request.environ, usable, request.ranks),
+        _placing(request.environ, request.ranks),
+    ]
+
+
+def _cores(cores: int, quota: float, usable: int, ranks: int) -> Finding:
+    there = os.cpu_count() or 1
+    found = f"{ranks} rank(s) on {cores} of {there} cores"
+    if quota < cores:
+        found += f", {quota:g} at a time (the container's or job's quota)"
+    if ranks > usable and cores < there:
+        advice = "Let them have more: `taskset -cp` shows what binds this shell (Slurm: --cpus-per-task)."
+        return warning("cores", f"{found}: the ranks are bound to the same core(s)", advice)
+    if ranks > usable:
+        return warning("cores", f"{found}: the ranks take turns", f"Start {usable}, or allow the job more cores.")
+    return ok("cores", found)
+
+
+def _threads(environ: Mapping[str, str], usable: int, ranks: int) -> Finding:
+    name = next((name for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS") if environ.get(name)), None)
+    if name is None:
+        return ok("threads", "OMP_NUM_THREADS is not set: each rank takes its share of the cores")
+    first = environ[name].split(",")[0]
+    threads = int(first) if first.isdigit() else 0
+    good = max(1, usable // ranks)
+    if threads < 1:
+        return warning("threads", f"{name}={environ[name]} is no number", f"Set it to {good}, or unset it.")
+    found = f"{name}={threads}, {ranks} rank(s), {usable} core(s)"
+    if threads > 1 and threads * ranks > usable:
+        advice = f"{threads * ranks} threads wait for each other. Set {name}={good}, or unset it."
+        return warning("threads", found, advice)
+    if threads * ranks * 2 <= usable:
+        return warning("threads", found, f"Cores stay idle. Set {name}={good}, or unset it.")
+    return ok("threads", found)
+
+
+def _placing(environ: Mapping[str, str], ranks: int) -> Finding:
+    """OpenMP places each process's threads by itself, knowing nothing of other ranks: all from the first core on."""
+    unset = ("false", "none")
+    placed = [f"{name}={environ[name]}" for name in _PLACING if environ.get(name, "false").lower() not in unset]
+    if placed and ranks > 1:
+        advice = "Every rank puts its threads on the same first cores. Unset it, or bind each rank to cores of its own."
+        return warning("binding", ", ".join(placed), advice)
+    bound = [f"{name}={environ[name]}" for name in _BINDING if environ.get(name, "none") != "none"]
+    if bound:
+        advice = "ringrun binds nothing; with plain mpirun this may give a rank, with all its threads, one core."
+        return warning("binding", ", ".join(bound), advice)
+    return ok("binding", "nothing binds ranks (plain mpirun binds each to a core: add --bind-to none, or use ringrun)")
+
 
 _SHM = Path("/dev/shm")
 _INFINIBAND = Path("/sys/class/infiniband")
@@ -20,9 +85,8 @@ _SHM_LEAST = 16 * _MIB  # two ranks' segments of Open MPI
 _SHM_GOOD = 512 * _MIB  # batches in flight of a few data-loader workers
 _TMP_LEAST = 64 * _MIB
 _FILES_LEAST, _FILES_GOOD = 256, 1024
-_SOCKET_PATH = (
-    107  # bytes, Linux; Python's data-loader workers put "/pymp-xxxxxxxx/listener-xxxxxxxx" behind the folder
-)
+# bytes, Linux; Python's data-loader workers put "/pymp-xxxxxxxx/listener-xxxxxxxx" behind the folder
+_SOCKET_PATH = 107
 _SOCKET_NAME = 36
 _MAP = """
 import mmap, os, sys
@@ -33,7 +97,7 @@ memory[:5] = b"there"
 """
 
 
-def check(request: Request) -> list[Finding]:
+def check_memory(request: Request) -> list[Finding]:
     return [*_dev_shm(), _memfd(request), _temporary_folder(), _open_files(), *_locked_memory()]
 
 
@@ -55,7 +119,7 @@ def _dev_shm() -> list[Finding]:
 
 
 def _memfd(request: Request) -> Finding:
-    """What ranks of one node do: one makes a file without a name, another maps it by its number and writes."""
+    """One process makes a file without a name, another maps it by its number and writes, as ranks of a node do."""
     name = "shared memory"
     otherwise = "Ranks of one node will use MPI or Gloo, which is slower."
     if not hasattr(os, "memfd_create"):
@@ -66,9 +130,7 @@ def _memfd(request: Request) -> Finding:
         path = f"/proc/{os.getpid()}/fd/{file}"
         answer = ask([sys.executable, "-c", _MAP, path], request.at_most(10), request.child_environ)
         if answer.problem or os.pread(file, 5, 0) != b"there":
-            advice = (
-                f"{otherwise} Ranks must see each other in /proc: one container, one user (in containers --pid=host)."
-            )
+            advice = f"{otherwise} Ranks must see each other in /proc: one container (or --pid=host), one user."
             return warning(name, f"another process could not map it: {answer.last_error}", advice)
     except OSError as error:
         return warning(name, f"cannot be made: {error}", otherwise)
@@ -102,9 +164,8 @@ def _open_files() -> Finding:
     if soft == resource.RLIM_INFINITY or soft >= _FILES_GOOD:
         return ok("open files", found)
     most = "65536" if hard == resource.RLIM_INFINITY else str(min(hard, 65536))
-    more = (
-        f"`ulimit -n {most}` before the job" if int(most) >= _FILES_GOOD else "ask for more (limits.conf: nofile 65536)"
-    )
+    ask_for = "ask for more (limits.conf: nofile 65536)"
+    more = f"`ulimit -n {most}` before the job" if int(most) >= _FILES_GOOD else ask_for
     advice = f"A rank has a connection to every other one, files for its data and pipes to its workers: {more}."
     return (broken if soft < _FILES_LEAST else warning)("open files", f"limit {found}", advice)
 

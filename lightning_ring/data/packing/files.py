@@ -1,12 +1,23 @@
-"""Files that are there whole, or not at all."""
+"""Writing files atomically, and the rows of ``report.csv``."""
 
 from __future__ import annotations
 
+import csv
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import StringIO
 from pathlib import Path
 from typing import BinaryIO
+
+HEADER = b"what,name,detail\n"
+
+
+def report_row(what: str, name: str, detail: str) -> bytes:
+    """A line of the report. ``what``: "left out", "converted" or "empty class"."""
+    line = StringIO()
+    csv.writer(line, lineterminator="\n").writerow([what, name, detail])
+    return line.getvalue().encode("utf-8", "surrogateescape")  # a name may hold bytes that are no UTF-8
 
 
 @contextmanager
@@ -25,16 +36,11 @@ def whole_file(path: Path, through: Path | None = None) -> Iterator[BinaryIO]:
     except BaseException:
         part.unlink(missing_ok=True)
         raise
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Put the names in ``folder`` on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
+    folder = os.open(path.parent, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        os.fsync(folder)  # the name, too, is on the disk
     finally:
-        os.close(descriptor)
+        os.close(folder)
 
 
 def write_whole(path: Path, data: bytes) -> None:
