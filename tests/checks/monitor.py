@@ -134,7 +134,7 @@ def check_every_rank_has_the_same_report_and_its_parts_add_up() -> None:
             total = report.rows[rank].times.total
             assert total > 0
             assert abs(parts(report, rank) - total) < 1e-6 * total
-        assert report.rows[0].images == 4
+        assert report.rows[0].times.images == 4
         assert abs(report.images_per_second - 4 * SIZE / max(row.times.total for row in report.rows)) < 1e-6
         assert report.scalars()["ring/hidden_communication_ms"] >= 0
 
