@@ -1,4 +1,4 @@
-"""torch.distributed: Gloo between CPUs, and with it NCCL between GPUs (`nccl_backend`)."""
+"""torch.distributed: Gloo between CPUs, and with it NCCL between GPUs (`nccl`)."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,9 +16,6 @@ from lightning_ring.comm.padded_rows import PaddedRows
 from lightning_ring.comm.ring import check_reducible, finish_
 from lightning_ring.comm.waiting import transport_error
 from lightning_ring.errors import ConfigurationError, RingError
-
-if TYPE_CHECKING:
-    from lightning_ring.comm.backends.gloo import GlooCommunicator
 
 _OPS = {op: getattr(dist.ReduceOp, op.name) for op in ReduceOp}
 
@@ -32,7 +29,7 @@ class NCCLCommunicator(Communicator):
     measured on one GPU (``force_communication=True``).
     """
 
-    def __init__(self, group: dist.ProcessGroup, host: GlooCommunicator) -> None:
+    def __init__(self, group: dist.ProcessGroup, host: Communicator) -> None:
         self._group = group
         self._host = host
         self._closed = False
