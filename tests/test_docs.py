@@ -51,3 +51,8 @@ def test_readme_keeps_to_its_size() -> None:
     lines = (ROOT / "README.md").read_text().splitlines()
     assert len(lines) < 200
     assert [line for line in lines if len(line) > 100] == []
+
+
+def test_the_plain_loop_is_included() -> None:
+    # in a block of plain "python" ruff formats the line of the include as if it were code
+    assert '\n--8<-- "docs/examples/plain_loop.py:loop"\n' in (ROOT / "docs" / "architecture.md").read_text()
