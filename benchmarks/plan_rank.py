@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lightning_ring.algorithms import algorithm_class
-from lightning_ring.algorithms.averaging import Averaging
+from lightning_ring.algorithms.algorithm import Algorithm
 from lightning_ring.algorithms.sharded import Sharded
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.cost import default_cap_mb
@@ -123,7 +123,7 @@ def replay(profile: Profile, comm: Communicator, way: str, steps: int) -> list[f
     num_elements = sum(gradient.numel for gradient in profile.gradients)
     optimizer = SleepingOptimizer(model.parameters(), phases.optimizer / num_elements)
     cap = default_cap_mb("cpu", comm.world_size)
-    algorithm: Averaging = algorithm_class(way)(bucket_cap_mb=cap)
+    algorithm: Algorithm = algorithm_class(way)(bucket_cap_mb=cap)
     algorithm.attach(model, [optimizer], comm, print)
     if isinstance(algorithm, Sharded):
         algorithm.overlaps = True
