@@ -37,7 +37,8 @@ def main(arguments: Sequence[str]) -> int:
     checks = [check(path, other, profile, options, network, node) for path, other in others]
     print(*report.heading(profile, network, node, per_node, settings), sep="\n")
     print("", *report.table_lines(table, profile.run.batch_size), sep="\n")
-    print("", f"what to change first: {in_words(advice)}", report.ASSUMED, report.ERROR_RANGE, sep="\n")
+    print("", *report.slower_topology(table), f"what to change first: {in_words(advice)}", sep="\n")
+    print(report.ASSUMED, report.ERROR_RANGE, sep="\n")
     print(*map(report.check_line, checks), sep="\n", end="\n" if checks else "")
     if options.json is not None:
         content = report.as_json(profile, network, node, per_node, settings, table, advice, checks)
@@ -61,6 +62,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--ranks-per-node", type=int, metavar="N", help="default: as recorded")
     parser.add_argument("--ranks", metavar="N,...", help="these numbers of ranks (default: powers of two to 10,000)")
     parser.add_argument("--at", type=int, metavar="N", help="ranks that the advice is for (default: 64)")
+    parser.add_argument(
+        "--topology",
+        choices=("auto", "flat", "hierarchical"),
+        default="auto",
+        help="of RingStrategy (default: auto, whatever was recorded: it depends on the nodes)",
+    )
     parser.add_argument("--compression", choices=("none", *PREDICTABLE), help="default: as recorded")
     parser.add_argument("--bucket-cap-mb", type=float, metavar="MIB", help="default: as recorded")
     parser.add_argument(
@@ -99,7 +106,7 @@ def chosen_links(options: argparse.Namespace, profile: Profile, per_node: int) -
 
 
 def chosen_settings(options: argparse.Namespace, profile: Profile) -> Settings:
-    """The settings of the run, except for those that the command line sets."""
+    """The settings of the run, except for its topology, which depends on the nodes, and what the command line sets."""
     run = profile.run
     cap = options.bucket_cap_mb
     if cap is not None and not 0 < cap < float("inf"):
@@ -112,7 +119,7 @@ def chosen_settings(options: argparse.Namespace, profile: Profile) -> Settings:
             f"{options.profile} was recorded with compression {compression!r}, whose messages `plan` cannot predict. "
             f"Say --compression none, or one of {', '.join(PREDICTABLE)}."
         )
-    return Settings(run.topology, run.sharded, None if compression == "none" else compression, cap)
+    return Settings(options.topology, run.sharded, None if compression == "none" else compression, cap)
 
 
 def chosen_sizes(asked: str | None, per_node: int) -> list[int]:
@@ -144,14 +151,14 @@ def _cluster(size: int, per_node: int, network: Link, node: Link | None) -> Clus
 def tabulate(
     profile: Profile, network: Link, node: Link | None, per_node: int, settings: Settings, sizes: Sequence[int]
 ) -> dict[str, list[report.PredictedStep]]:
-    """Steps of each way, for all sizes. The sharded one nests by node wherever that can be."""
+    """Steps of ``ring`` as one ring and nested by node, and of ``ring_sharded`` as ``settings`` have it."""
     ways = {
         "flat": replace(settings, topology="flat", shard_optimizer=False),
         "hierarchical": replace(settings, topology="hierarchical", shard_optimizer=False),
-        "sharded": replace(settings, topology="hierarchical", shard_optimizer=True),
+        "sharded": replace(settings, shard_optimizer=True),
     }
-    if per_node == 1:
-        del ways["hierarchical"]  # the same as flat
+    if per_node == 1 or profile.run.device != "cpu":
+        del ways["hierarchical"]  # the same as flat, or refused by the strategy
     return {
         way: [predict(profile, _cluster(size, per_node, network, node), chosen) for size in sizes]
         for way, chosen in ways.items()
@@ -170,7 +177,9 @@ def check(
         network = Link(path, other.link)
     if per_node > 1 and run.world_size > 1 and node is None:
         raise ConfigurationError(f"--check {path}: {per_node} ranks shared a node; say how they talk (--node ...).")
-    settings = chosen_settings(argparse.Namespace(profile=path, compression=None, bucket_cap_mb=None), other)
+    settings = chosen_settings(
+        argparse.Namespace(profile=path, compression=None, bucket_cap_mb=None, topology=run.topology), other
+    )
     step = predict(profile, _cluster(run.world_size, per_node, network, node), settings)
     return {
         "profile": path,

@@ -175,7 +175,10 @@ class RingProfile(Callback):
             model = Model(type(module).__name__, digest, sum(param.numel() for _, param in parameters))
             run = describe(trainer, comm, self._batch_size, self.steps)
             write_profile(Profile(model, run, phases, tuple(gradients), level, link), self.path)
-            rank_zero_info(f"lightning_ring: RingProfile wrote {self.path}: `lightning-ring plan {self.path}` reads it")
+            network = "" if level == "network" else " --network 10gbit"  # without a measured one it has to be named
+            rank_zero_info(
+                f"lightning_ring: RingProfile wrote {self.path}. Next: lightning-ring plan {self.path}{network}"
+            )
 
     def _gradients(self, module: LightningModule) -> list[Gradient]:
         """A parameter that got none still travels, and holds its bucket back until backward ends."""

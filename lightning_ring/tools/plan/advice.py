@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from lightning_ring.tools.plan.model import Cluster, PredictedStep, Settings, predict
+from lightning_ring.tools.plan.model import Cluster, PredictedStep, Settings, nests, predict
 from lightning_ring.tools.plan.profile import Profile
 
 CAPS_MB = (1.0, 2.0, 4.0, 6.0, 10.0, 25.0, 50.0, 100.0, 200.0)
@@ -57,19 +57,16 @@ def advise(profile: Profile, cluster: Cluster, settings: Settings) -> Advice:
 def _changes(profile: Profile, cluster: Cluster, settings: Settings, asked: Settings) -> Iterator[tuple[str, Settings]]:
     if settings.compression is None and any(gradient.dtype == "float32" for gradient in profile.gradients):
         yield "compression='bf16'", replace(settings, compression="bf16")
-    if settings.topology == "flat" and can_nest(profile, cluster):
-        yield "topology='hierarchical'", replace(settings, topology="hierarchical")
+    for topology in ("auto", "flat"):
+        other = replace(settings, topology=topology)
+        if nests(profile, cluster, other) != nests(profile, cluster, settings):
+            yield f"topology={topology!r}", other
     if not settings.shard_optimizer:
         yield "shard_optimizer=True", replace(settings, shard_optimizer=True)
     for cap in CAPS_MB:
         again = settings.bucket_cap_mb is not None and settings.bucket_cap_mb != asked.bucket_cap_mb
         before = f" instead of {settings.bucket_cap_mb:g}" if again else ""
         yield f"bucket_cap_mb={cap:g}{before}", replace(settings, bucket_cap_mb=cap)
-
-
-def can_nest(profile: Profile, cluster: Cluster) -> bool:
-    """On CUDA NCCL arranges its rings by node itself, and `RingStrategy` refuses ``topology="hierarchical"``."""
-    return profile.run.device == "cpu" and cluster.num_nodes > 1 and cluster.local_size > 1
 
 
 def in_words(advice: Advice) -> str:

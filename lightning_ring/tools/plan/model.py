@@ -62,7 +62,7 @@ class Cluster:
 class Settings:
     """The arguments of `RingStrategy` that the prediction depends on."""
 
-    topology: str = "flat"
+    topology: str = "auto"
     shard_optimizer: bool = False
     compression: str | None = None
     bucket_cap_mb: float | None = None
@@ -98,29 +98,38 @@ class PredictedStep:
         return self.alone / self.seconds
 
 
+def nests(profile: Profile, cluster: Cluster, settings: Settings) -> bool:
+    """Whether ranks take a ring in each node and rings across nodes, as `RingStrategy` decides it."""
+    several = cluster.num_nodes > 1 and cluster.local_size > 1
+    return several and (
+        settings.topology == "hierarchical" or (settings.topology == "auto" and profile.run.device == "cpu")
+    )
+
+
 def predict(profile: Profile, cluster: Cluster, settings: Settings) -> PredictedStep:
     """A step of ``profile``'s model on ``cluster``."""
     phases = profile.phases
     if cluster.world_size == 1:
         return PredictedStep(1, phases.alone, 0.0, 0.0, phases.alone)
-    if profile.run.device == "cpu" and cluster.num_nodes > 1 and settings.topology == "flat":
+    nested = nests(profile, cluster, settings)
+    if profile.run.device == "cpu" and cluster.num_nodes > 1 and not nested:
         cluster = replace(cluster, node=cluster.network)  # inside a node, too, one ring over all ranks talks TCP
     cap = settings.bucket_cap_mb or default_cap_mb(profile.run.device, cluster.world_size)
     buckets = cut_buckets(profile.gradients, cap, settings.compression, cluster.world_size)
     between = phases.data + phases.copy + phases.other
     if not settings.shard_optimizer:
-        reduced = _Wire("all_reduce", cluster, settings)
+        reduced = _Wire("all_reduce", cluster, nested)
         ends = [reduced.send(bucket.ready, bucket.wire_bytes) for bucket in buckets]
         exposed = max(0.0, ends[-1] - phases.backward)
         return PredictedStep(cluster.world_size, phases.alone + exposed, exposed, reduced.busy, phases.alone)
-    scattered = _Wire("reduce_scatter", cluster, settings)
+    scattered = _Wire("reduce_scatter", cluster, nested)
     for bucket in buckets:
         scattered.send(bucket.ready, bucket.wire_bytes)
     # which parameters some rank used travels behind the last bucket, 4 bytes for each
     flags = cluster.network if cluster.num_nodes > 1 else cluster.node
     flags_seconds = flags.seconds("all_reduce", 4 * len(profile.gradients), cluster.world_size)
     exposed = max(0.0, scattered.free + flags_seconds - phases.backward)
-    gathered = _Wire("all_gather", cluster, settings)
+    gathered = _Wire("all_gather", cluster, nested)
     delay = _delay_of_forward(profile, buckets, gathered, between)
     shorter = phases.optimizer * (1 - 1 / cluster.world_size)
     busy = scattered.busy + flags_seconds + gathered.busy
@@ -158,8 +167,7 @@ def wire_bytes(gradient: Gradient, compression: str | None, world_size: int) -> 
 class _Wire:
     """A collective's stages, each of which takes one message at a time, first in, first out."""
 
-    def __init__(self, collective: str, cluster: Cluster, settings: Settings) -> None:
-        nested = settings.topology == "hierarchical" and cluster.num_nodes > 1 and cluster.local_size > 1
+    def __init__(self, collective: str, cluster: Cluster, nested: bool) -> None:
         self._stages = _nested_stages(collective, cluster) if nested else [_flat_stage(collective, cluster)]
         self._num_pieces: Callable[[float], int] = lambda num_bytes: 1
         if nested and collective == "all_reduce":

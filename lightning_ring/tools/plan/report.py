@@ -43,6 +43,27 @@ def heading(
     if node is not None and ranks_per_node > 1:
         yield f"in a node, of {ranks_per_node} ranks: {_in_words(node)}"
     yield f"buckets of {_cap_in_words(settings.bucket_cap_mb, run.device)}, compression {settings.compression}"
+    yield f"topology {settings.topology}{_taken(settings.topology, run.device, ranks_per_node)}"
+
+
+def _taken(topology: str, device: str, ranks_per_node: int) -> str:
+    """What the strategy makes of ``topology="auto"`` on several nodes, and what the sharded column assumes."""
+    if topology != "auto":
+        return ""
+    if device != "cpu":
+        return ": one ring, which NCCL arranges by node"
+    return ", which is hierarchical on several nodes" if ranks_per_node > 1 else ", which is flat: one rank a node"
+
+
+def slower_topology(table: Table) -> Iterator[str]:
+    """A line where the topology that the strategy takes by itself is predicted to be the slower one."""
+    if "hierarchical" not in table:
+        return
+    pairs = zip(table["flat"], table["hierarchical"], strict=True)
+    slower = [nested.world_size for flat, nested in pairs if nested.seconds > 1.01 * flat.seconds]
+    if slower:
+        sizes = ", ".join(f"{size:,}" for size in slower)
+        yield f"topology='auto' takes the hierarchical one, which is slower here on {sizes} ranks: set topology='flat'."
 
 
 def _cap_in_words(cap_mb: float | None, device: str) -> str:

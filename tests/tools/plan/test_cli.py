@@ -6,6 +6,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from dataclasses import asdict, replace
@@ -74,6 +75,28 @@ def test_table_json_and_plot(path: str, tmp_path: Path, capsys: pytest.CaptureFi
     assert all(step["efficiency"] > 0 for steps in found["predictions"].values() for step in steps)
     assert found["settings"]["bucket_cap_mb"] == 5
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_advice_and_table_are_for_the_topology_that_the_strategy_takes(
+    path: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["plan", path, "--network", "10gbit", "--ranks-per-node", "4", "--ranks", "64"]
+
+    def planned(*more: str) -> str:
+        assert dispatcher.main([*asked, *more]) == 0
+        return capsys.readouterr().out
+
+    usual = planned("--node", "nvlink4")
+    assert "topology auto, which is hierarchical on several nodes" in usual
+    assert "topology=" not in usual  # nothing to advise
+    nested = planned("--node", "nvlink4", "--topology", "hierarchical")
+    row = re.search(r"^ +64 .*$", usual, re.MULTILINE)
+    assert row is not None
+    assert row[0] in nested
+    assert "topology='auto' saves most" in planned("--node", "nvlink4", "--topology", "flat")
+    slow = planned("--node", "5000,0.1")
+    assert "topology='auto' takes the hierarchical one, which is slower here on 64 ranks: set topology='flat'" in slow
+    assert "topology='flat' saves most" in slow
 
 
 def strictly(path: Path) -> Any:

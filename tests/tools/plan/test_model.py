@@ -125,7 +125,7 @@ def test_a_flat_ring_over_nodes_pays_each_hop_on_its_own_link_and_on_cpu_all_on_
     network, node = link(50, 1), link(2, 10)
     for device, latency in (("cuda", 3 * 50e-6 + 4 * 2e-6), ("cpu", 7 * 50e-6)):
         found = replace(ONE, run=replace(ONE.run, device=device))
-        step = predict(found, Cluster(8, 2, network, node), Settings())
+        step = predict(found, Cluster(8, 2, network, node), Settings("flat"))
         assert step.exposed == pytest.approx(2 * (latency + 7 / 8 * 8 * MIB / 1e9)), device
     inside = predict(ONE, Cluster(2, 2, network, node), Settings())
     assert inside.exposed == pytest.approx(2 * (2e-6 + 4 * MIB / 10e9))

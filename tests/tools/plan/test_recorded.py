@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -38,11 +39,15 @@ def slow(**arguments: Any) -> Slow:
     return Slow(**arguments)
 
 
-def test_one_rank_is_enough_to_plan_for_many(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_rank_is_enough_to_plan_for_many(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "profile.json"
     frozen = slow(layers=4)
     frozen.layers[0].requires_grad_(False)
-    recorded = fit(frozen, 9, RingProfile(path, steps=5, warmup=2))
+    with caplog.at_level("INFO"):
+        recorded = fit(frozen, 9, RingProfile(path, steps=5, warmup=2))
+    hint = caplog.text.partition("Next: lightning-ring plan ")[2].splitlines()[0]
     again = slow(layers=4)
     again.layers[0].requires_grad_(False)
     assert torch.equal(recorded, fit(again, 9))
@@ -55,7 +60,7 @@ def test_one_rank_is_enough_to_plan_for_many(tmp_path: Path, capsys: pytest.Capt
     assert (found.run.world_size, found.run.batch_size, found.link_level, found.link) == (1, 4, None, None)
     assert found.phases.exposed == 0
     assert found.phases.forward >= 4 * 0.004
-    assert plan.main([str(path), "--network", "1gbit"]) == 0
+    assert plan.main(shlex.split(hint)) == 0
     assert "Slow (4,224 parameters" in capsys.readouterr().out
 
 
