@@ -32,6 +32,10 @@ def saved_configuration(arguments: list[str]) -> DictConfig:
     if not isinstance(given.get("ckpt_path"), str):
         raise SystemExit(USAGE)
     checkpoint = Path(given.ckpt_path)
+    if checkpoint.is_dir():
+        inside = sorted(checkpoint.rglob("*.ckpt"))
+        names = " or ".join(f"ckpt_path={file}" for file in inside) or "it holds none"
+        raise SystemExit(f"{checkpoint} is a folder. Name a checkpoint in it: {names}")
     saved = checkpoint.absolute().parent.parent / ".hydra" / "config.yaml"
     for file in (checkpoint, saved):
         if not file.is_file():

@@ -46,8 +46,25 @@ def rank_zero_folder(folder: str) -> str:
 OmegaConf.register_new_resolver("rank_zero_folder", rank_zero_folder, use_cache=True, replace=True)
 
 
+def check_before_imports(config: DictConfig) -> None:
+    """Mistakes that need not wait for torch, which takes seconds to import, nor for ranks.
+
+    Raises:
+        ConfigurationError: A GPU is asked for, and this machine has none.
+    """
+    from lightning_ring.errors import ConfigurationError
+
+    devices = ("nvidia[0-9]*", "kfd", "dxg")  # CUDA, ROCm, and CUDA in WSL
+    if config.trainer.accelerator in ("gpu", "cuda") and not any(any(Path("/dev").glob(name)) for name in devices):
+        raise ConfigurationError(
+            f"{config.name} trains on a GPU (trainer.accelerator={config.trainer.accelerator}), and this machine has "
+            "none. On CPUs: trainer=cpu trainer.devices=2, and a data.batch_size that fits them."
+        )
+
+
 def train(config: DictConfig) -> dict[str, float]:
     """One run: fit, then test the best checkpoint (the last weights where there is none). Returns the test metrics."""
+    check_before_imports(config)
     import lightning as L  # here, because it takes seconds for which --help need not wait
     from lightning.pytorch.callbacks import LambdaCallback
 
@@ -58,6 +75,10 @@ def train(config: DictConfig) -> dict[str, float]:
     strategy = instantiate(config.strategy)
     # A callback, because the process that only starts the ranks must not open a log.
     callbacks.append(LambdaCallback(on_fit_start=lambda trainer, _: log_configuration(trainer, config)))
+    before: list[int] = []  # epochs and steps of the run that this one goes on from
+    callbacks.append(
+        LambdaCallback(on_train_start=lambda trainer, _: before.extend((trainer.current_epoch, trainer.global_step)))
+    )
     trainer = instantiate(config.trainer, strategy=strategy, logger=logger, callbacks=callbacks)
 
     start = time.perf_counter()
@@ -65,6 +86,8 @@ def train(config: DictConfig) -> dict[str, float]:
     seconds = time.perf_counter() - start
     metrics: dict[str, float] = {}
     epochs, steps = trainer.current_epoch, trainer.global_step
+    if before:
+        epochs, steps = epochs - before[0], steps - before[1]
     if config.test:
         best = trainer.checkpoint_callback and trainer.checkpoint_callback.best_model_path
         metrics = test(trainer, model, data, best or None)
@@ -73,7 +96,7 @@ def train(config: DictConfig) -> dict[str, float]:
         result = {"ranks": trainer.world_size, "epochs": epochs, "steps": steps, "seconds": seconds}
         (folder / RESULT).write_text(json.dumps(result | {"metrics": metrics}))
         print(f"logs and checkpoints: {folder}")
-        print(f"trained {epochs} epochs on {trainer.world_size} ranks in {seconds:.0f} s")
+        print(f"trained {counted(epochs, 'epoch')} on {counted(trainer.world_size, 'rank')} in {seconds:.0f} s")
         if metrics:
             print(describe(metrics), flush=True)
     return metrics
@@ -94,6 +117,10 @@ def test(trainer: Any, model: Any, data: Any, ckpt_path: str | None) -> dict[str
 def log_configuration(trainer: Any, config: DictConfig) -> None:
     for logger in trainer.loggers:
         logger.log_hyperparams(OmegaConf.to_container(config, resolve=True))
+
+
+def counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def describe(metrics: dict[str, float]) -> str:

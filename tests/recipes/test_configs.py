@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from pathlib import Path
 
@@ -10,9 +11,11 @@ import pytest
 import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
+from omegaconf import OmegaConf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import recipes.train
+from lightning_ring import RingStrategy
 from lightning_ring.errors import ConfigurationError
 from tests.processes import ROOT
 
@@ -86,7 +89,7 @@ def test_digits_fill_a_batch_of_the_model(composed):
 )
 def test_lars_has_the_reference_rows_of_mlperf(row, values, composed):
     config = composed("experiment=imagenet_resnet50_lars", f"lars_batch={row}")
-    optimizer, warmup, epochs = config.optimizer, config.schedule.schedule.warmup, config.trainer.max_epochs
+    optimizer, warmup, epochs = config.optimizer, config.schedule.warmup_epochs, config.trainer.max_epochs
     rates = (optimizer.lr, warmup, optimizer.momentum, optimizer.weight_decay)
     assert (config.data.batch_size, *rates, epochs) == values
     assert config.model.label_smoothing == 0.1
@@ -98,6 +101,46 @@ def test_goyals_schedule_warms_up_from_the_unscaled_rate_and_steps_by_epochs(com
     assert rate[0] == pytest.approx(0.1)
     assert rate[5] == rate[29] == pytest.approx(0.1 * config.data.batch_size / 256)
     assert [rate[30], rate[60], rate[80]] == pytest.approx([0.32, 0.032, 0.0032])
+
+
+@pytest.mark.parametrize("schedule", options("schedule"))
+@pytest.mark.parametrize("experiment", [name for name in options("experiment") if name.startswith("imagenet")])
+def test_every_schedule_fits_the_experiments_in_epochs(experiment, schedule, composed):
+    config = composed(f"experiment={experiment}", f"schedule={schedule}", "trainer.max_epochs=90")
+    factor = instantiate(config.schedule)(total=900)
+    warmup = config.schedule.warmup_epochs
+    assert factor(0) < 1
+    if warmup is not None:
+        assert factor(round(10 * warmup)) == 1
+    assert factor(899) < 0.2
+
+
+def test_the_number_of_classes_of_the_data_is_the_models(composed):
+    config = composed("experiment=imagenet_resnet50", "data.num_classes=4")
+    model, _ = recipes.train.model_and_data(config)
+    assert model.network.fc.out_features == 4
+
+
+@pytest.mark.parametrize("name", ["ring", "ring_sharded"])
+def test_every_argument_of_the_strategy_can_be_set_and_has_its_default(name, composed):
+    config = composed("experiment=debug", f"strategy={name}").strategy
+    lightnings = {"accelerator", "parallel_devices", "checkpoint_io", "precision_plugin"}
+    arguments = {
+        key: parameter.default
+        for key, parameter in inspect.signature(RingStrategy).parameters.items()
+        if key not in lightnings
+    }
+    given = {key: instantiate(value) if OmegaConf.is_dict(value) else value for key, value in config.items()}
+    assert given.pop("_target_") == "lightning_ring.RingStrategy"
+    assert given == arguments | {"shard_optimizer": name == "ring_sharded"}
+    assert instantiate(config).options.shard_optimizer == (name == "ring_sharded")
+
+
+def test_a_gpu_that_is_not_there_is_told_before_torch_is_imported(composed, monkeypatch):
+    monkeypatch.setattr(Path, "glob", lambda folder, pattern: iter(()))
+    with pytest.raises(ConfigurationError, match=r"imagenet_resnet50 trains on a GPU.*trainer=cpu trainer.devices=2"):
+        recipes.train.check_before_imports(composed("experiment=imagenet_resnet50"))
+    recipes.train.check_before_imports(composed("experiment=imagenet_resnet50", "trainer=cpu"))
 
 
 def test_residual_blocks_start_as_the_identity(composed):

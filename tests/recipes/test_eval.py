@@ -38,6 +38,10 @@ def test_what_is_missing_is_named(tmp_path):
         recipes.eval.saved_configuration([])
     with pytest.raises(SystemExit, match=f"{tmp_path}/last.ckpt is not there"):
         recipes.eval.saved_configuration([f"ckpt_path={tmp_path}/last.ckpt"])
+    with pytest.raises(SystemExit, match=f"{tmp_path} is a folder. Name a checkpoint in it: it holds none"):
+        recipes.eval.saved_configuration([f"ckpt_path={tmp_path}"])
     (tmp_path / "last.ckpt").touch()
+    with pytest.raises(SystemExit, match=f"is a folder. Name a checkpoint in it: ckpt_path={tmp_path}/last.ckpt"):
+        recipes.eval.saved_configuration([f"ckpt_path={tmp_path}"])
     with pytest.raises(SystemExit, match=r"\.hydra/config\.yaml is not there"):
         recipes.eval.saved_configuration([f"ckpt_path={tmp_path}/last.ckpt"])

@@ -13,10 +13,11 @@ from tests.processes import ROOT, run
 
 def test_table_compares_with_the_first_run_and_with_what_was_published():
     runs = [Run(1, 10, 100, 80.0, {"test/accuracy": 0.98}), Run(4, 10, 100, 25.0, {"test/accuracy": 0.97})]
-    lines = table(runs).splitlines()
+    lines = table(runs, published=True).splitlines()
     assert lines[2] == "| 1 | 10 | 100 | 80.0 s | 1.00 | 100 % | 0.9800 | 78 min, 1.00 |"
     assert lines[3] == "| 4 | 10 | 100 | 25.0 s | 3.20 | 80 % | 0.9700 | 23 min, 3.39 |"
     assert len({line.count("|") for line in lines[:4]}) == 1
+    assert "min" not in table(runs)  # another experiment's numbers are compared with nothing
 
 
 def test_ranks_that_share_cores_are_told(monkeypatch):
