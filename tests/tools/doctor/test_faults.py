@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from lightning_ring.launch.mpirun import Mpirun
+from lightning_ring.tools.doctor import launching
 from tests.processes import mpirun_path
 from tests.tools.doctor.planting import (
     Report,
@@ -261,3 +263,13 @@ def test_setting_that_stops_mpirun_but_not_the_rest():
     assert gloo is not None
     assert gloo["state"] == "ok"
     assert gloo["found"].startswith("2 ranks without MPI: every sum right")
+
+
+@pytest.mark.parametrize(("uid", "state"), [(0, "warning"), (1000, "ok")])
+def test_what_mpirun_refuses_by_hand_is_told(uid, state, monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: uid)
+    (found,) = launching._by_hand(Mpirun("mpirun", "openmpi", 5, "mpirun (Open MPI) 5.0.11"))
+    assert found.state == state
+    assert "--oversubscribe" in found.found
+    assert ("--allow-run-as-root" in found.found) == (uid == 0)
+    assert launching._by_hand(Mpirun("mpirun", "mpich", 5, "")) == []
