@@ -59,9 +59,8 @@ def check(asked: argparse.Namespace, folder: Path) -> list[Row]:
     profile = read_profile(path)
     rows: list[Row] = []
     node = measure_node(folder, asked.bench_seconds) if "hierarchical" in asked.layouts else None
-    print(
-        f"{'link':>9} {'hosts':>6} {'ranks':>6}  {'':26} {'predicted ms':>13} {'measured ms':>12} {'error':>7} {'core ms':>8}"
-    )
+    numbers = f"{'predicted ms':>13} {'measured ms':>12} {'error':>7} {'core ms':>8}"
+    print(f"{'link':>9} {'hosts':>6} {'ranks':>6}  {'':26} {numbers}")
     for rate in asked.rates:
         with open_hosts(2, rate) as hosts:
             network = measure_network(hosts, folder, asked.bench_seconds)
