@@ -47,6 +47,7 @@ class Row:
     way: str
     predicted: float
     measured: float
+    processor: float  # seconds of all cores together, in a measured step
 
     @property
     def error(self) -> float:
@@ -58,7 +59,8 @@ def check(asked: argparse.Namespace, folder: Path) -> list[Row]:
     profile = read_profile(path)
     rows: list[Row] = []
     node = measure_node(folder, asked.bench_seconds) if "hierarchical" in asked.layouts else None
-    print(f"{'link':>9} {'hosts':>6} {'ranks':>6}  {'':26} {'predicted ms':>13} {'measured ms':>12} {'error':>7}")
+    numbers = f"{'predicted ms':>13} {'measured ms':>12} {'error':>7} {'core ms':>8}"
+    print(f"{'link':>9} {'hosts':>6} {'ranks':>6}  {'':26} {numbers}")
     for rate in asked.rates:
         with open_hosts(2, rate) as hosts:
             network = measure_network(hosts, folder, asked.bench_seconds)
@@ -74,7 +76,7 @@ def check(asked: argparse.Namespace, folder: Path) -> list[Row]:
 def in_words(row: Row) -> str:
     return (
         f"{row.rate:>9} {row.num_hosts:>6} {row.num_hosts * row.ranks_per_host:>6}  {row.way:26} "
-        f"{1e3 * row.predicted:>13.1f} {1e3 * row.measured:>12.1f} {row.error:>+7.1%}"
+        f"{1e3 * row.predicted:>13.1f} {1e3 * row.measured:>12.1f} {row.error:>+7.1%} {1e3 * row.processor:>8.0f}"
     )
 
 
@@ -147,11 +149,11 @@ def measure(
     out = folder / "out.json"
     rank = [sys.executable, "-m", "benchmarks.plan_rank", str(path), str(out), topology, str(asked.steps), *asked.ways]
     run(hosts.mpirun(num_ranks, *rank))
-    for way, seconds in json.loads(out.read_text()).items():
+    for way, (seconds, processor) in json.loads(out.read_text()).items():
         settings = Settings(topology, way == "ring_sharded")
         step = predict(profile, Cluster(num_ranks, ranks_per_host, network, node or network), settings)
         name = f"{way}, {topology}"
-        yield Row(rate, len(hosts.names), ranks_per_host, name, step.seconds, statistics.median(seconds))
+        yield Row(rate, len(hosts.names), ranks_per_host, name, step.seconds, statistics.median(seconds), processor)
 
 
 def run(command: Sequence[str]) -> None:

@@ -8,6 +8,7 @@ real reducer: a layer for each recorded parameter sleeps in forward and, in back
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from datetime import timedelta
@@ -116,8 +117,14 @@ def build(profile: Profile, pace: Pace) -> nn.Sequential:
     )
 
 
-def replay(profile: Profile, comm: Communicator, way: str, steps: int) -> list[float]:
-    """Seconds of each step."""
+def busy_seconds() -> float:
+    """Processor time of this machine so far, over all cores and all processes, interrupts included (`/proc/stat`)."""
+    user, nice, system, _idle, _iowait, *interrupts = map(int, Path("/proc/stat").read_text().split()[1:8])
+    return (user + nice + system + sum(interrupts)) / os.sysconf("SC_CLK_TCK")
+
+
+def replay(profile: Profile, comm: Communicator, way: str, steps: int) -> tuple[list[float], float]:
+    """Seconds of each step, and processor seconds a step of all ranks together."""
     phases, pace = profile.phases, Pace()
     model = build(profile, pace)
     num_elements = sum(gradient.numel for gradient in profile.gradients)
@@ -129,7 +136,10 @@ def replay(profile: Profile, comm: Communicator, way: str, steps: int) -> list[f
         algorithm.overlaps = True
     seconds = []
     x = torch.zeros(1, requires_grad=True)
-    for _ in range(_WARMUP + steps):
+    for number in range(_WARMUP + steps):
+        if number == _WARMUP:
+            comm.barrier()
+            busy = busy_seconds()
         began = time.perf_counter()
         time.sleep(phases.data + phases.copy + phases.other)
         pace.begin_step()
@@ -141,8 +151,10 @@ def replay(profile: Profile, comm: Communicator, way: str, steps: int) -> list[f
         optimizer.step()
         optimizer.zero_grad()
         seconds.append(time.perf_counter() - began)
+    comm.barrier()
+    busy = busy_seconds() - busy
     algorithm.detach()
-    return seconds[_WARMUP:]
+    return seconds[_WARMUP:], busy / steps
 
 
 def main(path: str, out: str, topology: str, steps: str, *ways: str) -> None:
@@ -155,7 +167,8 @@ def main(path: str, out: str, topology: str, steps: str, *ways: str) -> None:
     found = {}
     for way in ways:
         everyones = comm.all_gather_object(replay(profile, comm, way, int(steps)))
-        found[way] = [max(step) for step in zip(*everyones, strict=True)]
+        times, (busy, *_) = zip(*everyones, strict=True)
+        found[way] = [max(step) for step in zip(*times, strict=True)], busy
     if info.rank == 0:
         Path(out).write_text(json.dumps(found))
     comm.barrier()  # a rank that ended now would be taken for one that failed

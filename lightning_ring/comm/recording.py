@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,7 +18,6 @@ from lightning_ring.errors import RingError
 _log = logging.getLogger("lightning_ring")
 
 T = TypeVar("T")
-_NOT_RECORDED = ("empty", "all_gather", "broadcast_object", "all_gather_object", "barrier", "abandon")
 _NUMBERS = re.compile(r"^backward \d+ \(step \d+\): ")  # a record has the time, and a chart one channel a bucket
 
 
@@ -29,7 +28,7 @@ class CollectiveRecord:
     The caller loses ``returned - called`` and ``waited_until - waited_from``; the rest of the time until ``ended`` is
     hidden under what it computes. Collectives of one communicator begin in the order of their calls, but one may be
     called, and over Gloo also be on the wire, before the last one has ended, and then even end before it. Whoever adds
-    up takes of each what comes after the end of those before it (`monitor.breakdown` does), so that no moment counts
+    up takes of each what comes after the end of those before it (`monitor.step_window` does), so that no moment counts
     twice; when an overlapping one began on the wire is not known.
 
     On CUDA ``ended`` is `None`. ``events`` tell when the stream that called it came to it, and when it was over;
@@ -63,12 +62,13 @@ class RecordedCommunicator(Communicator):
         self.rank, self.world_size = comm.rank, comm.world_size
         self._listeners = listeners
         self._side: torch.cuda.Stream | None = None
-        for name in _NOT_RECORDED:
-            setattr(self, name, getattr(comm, name))
 
     @property
     def shard_indices(self) -> Sequence[int]:
         return self._comm.shard_indices
+
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self._comm.empty(numel, dtype, device)
 
     def all_reduce_(self, tensor: Tensor, *, op: ReduceOp = ReduceOp.SUM, name: str = "") -> Work:
         record = self._called("all_reduce", tensor, name)
@@ -82,6 +82,9 @@ class RecordedCommunicator(Communicator):
         record = self._called("all_gather", flat, name)
         return self._returned(record, self._comm.all_gather_(flat, name=name))
 
+    def all_gather(self, tensor: Tensor, *, name: str = "") -> list[Tensor]:
+        return self._comm.all_gather(tensor, name=name)
+
     def all_to_all(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], *, name: str = "") -> Work:
         record = self._called("all_to_all", outputs[0], name) if outputs else None
         if record is not None:
@@ -91,6 +94,18 @@ class RecordedCommunicator(Communicator):
     def broadcast_(self, tensor: Tensor, *, src: int = 0, name: str = "") -> Work:
         record = self._called("broadcast", tensor, name)
         return self._returned(record, self._comm.broadcast_(tensor, src=src, name=name))
+
+    def broadcast_object(self, obj: T, *, src: int = 0) -> T:
+        return self._comm.broadcast_object(obj, src=src)
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        return self._comm.all_gather_object(obj)
+
+    def barrier(self) -> None:
+        self._comm.barrier()
+
+    def abandon(self) -> None:
+        self._comm.abandon()
 
     def close(self) -> None:
         self._comm.close()
@@ -121,7 +136,7 @@ def unrecorded(comm: Communicator) -> Communicator:
     return comm._comm if isinstance(comm, RecordedCommunicator) else comm
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _RecordedWork:
     _work: Work
     _record: CollectiveRecord | None

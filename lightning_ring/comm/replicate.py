@@ -5,14 +5,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_ring.comm.calls import by_rank
 from lightning_ring.comm.communicator import Communicator
@@ -133,14 +132,13 @@ def broadcast_optimizer_state(optimizer: Optimizer, comm: Communicator, src: int
     tensors: list[Tensor] = []
     state = {index: optimizer.state[param] for index, param in enumerate(params) if param in optimizer.state}
     groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    outline = tree_map_only(Tensor, partial(_outline, tensors), (state, groups)) if comm.rank == src else None
-    outline = comm.broadcast_object(outline, src=src)
+    outline = comm.broadcast_object(_outline((state, groups), tensors) if comm.rank == src else None, src=src)
     if comm.rank != src:
         device = params[0].device if params else torch.device("cpu")
-        tensors = [spec.empty(device) for spec in tree_leaves(outline) if isinstance(spec, _TensorSpec)]
+        tensors = [spec.empty(device) for spec in _specs(outline)]
     broadcast_tensors(tensors, comm, src)
     if comm.rank != src:
-        state, groups = tree_map_only(_TensorSpec, lambda spec: tensors[spec.index], outline)
+        state, groups = _filled(outline, tensors)
         for index, param in enumerate(params):
             optimizer.state.pop(param, None)
             if index in state:
@@ -149,11 +147,34 @@ def broadcast_optimizer_state(optimizer: Optimizer, comm: Communicator, src: int
             group.update(values)
 
 
-def _outline(tensors: list[Tensor], tensor: Tensor) -> _TensorSpec:
-    """What stands for ``tensor``, which is appended to ``tensors``."""
-    tensors.append(tensor)
-    strides = torch.empty_like(tensor, device="meta").stride()  # dense, also of a tensor that repeats elements
-    return _TensorSpec(len(tensors) - 1, tensor.dtype, tuple(tensor.shape), strides, tensor.device.type != "cpu")
+def _outline(value: Any, tensors: list[Tensor]) -> Any:
+    """``value`` with a `_TensorSpec` for each tensor, which is appended to ``tensors``."""
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        strides = torch.empty_like(value, device="meta").stride()  # dense, also of a tensor that repeats elements
+        return _TensorSpec(len(tensors) - 1, value.dtype, tuple(value.shape), strides, value.device.type != "cpu")
+    if isinstance(value, dict):
+        return {key: _outline(item, tensors) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_outline(item, tensors) for item in value)
+    return value
+
+
+def _specs(outline: Any) -> list[_TensorSpec]:
+    if isinstance(outline, _TensorSpec):
+        return [outline]
+    items = outline.values() if isinstance(outline, dict) else outline if type(outline) in (list, tuple) else ()
+    return [spec for item in items for spec in _specs(item)]
+
+
+def _filled(outline: Any, tensors: list[Tensor]) -> Any:
+    if isinstance(outline, _TensorSpec):
+        return tensors[outline.index]
+    if isinstance(outline, dict):
+        return {key: _filled(item, tensors) for key, item in outline.items()}
+    if type(outline) in (list, tuple):
+        return type(outline)(_filled(item, tensors) for item in outline)
+    return outline
 
 
 # --- are the models the same?

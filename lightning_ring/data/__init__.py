@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from lightning_ring.data.loading.transforms import CenterCrop, DeviceTransform, RandomResizedCrop
     from lightning_ring.data.sampling.balanced import BalancedSampler
     from lightning_ring.data.sampling.pk import PKSampler
-    from lightning_ring.data.sampling.sampler import ShuffledSampler
+    from lightning_ring.data.sampling.sampler import OrderedSampler, ShuffledSampler
     from lightning_ring.data.shards.dataset import ShardDataset
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "ImageFolder",
     "Loader",
     "LoaderTimes",
+    "OrderedSampler",
     "PKSampler",
     "RandomResizedCrop",
     "ShardDataset",
@@ -39,7 +40,7 @@ _HOMES = {
     "loading.loader": ("Loader",),
     "sampling.balanced": ("BalancedSampler",),
     "sampling.pk": ("PKSampler",),
-    "sampling.sampler": ("ShuffledSampler",),
+    "sampling.sampler": ("OrderedSampler", "ShuffledSampler"),
     "shards.dataset": ("ShardDataset",),
 }
 

@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
@@ -83,8 +84,9 @@ class GapMeter(Callback):
             everyone = [None] * trainer.world_size  # type: ignore[list-item]
             torch.distributed.all_gather_object(everyone, mine)
         self.report = judge(everyone)
-        if trainer.is_global_zero:
-            print(self.report.table(), flush=True)
+        rank_zero_only(print)(
+            self.report.table(), flush=True
+        )  # the launcher's rank 0: a strategy may know of one process
         if self.only:
             trainer.should_stop = True
 

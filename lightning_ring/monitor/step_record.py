@@ -31,7 +31,7 @@ class StepTimes:
 
     Validation and checkpoints between two steps do not count. Parts up to ``exposed`` add up to ``total``, except on
     CUDA, where ``forward``, ``backward`` and ``optimizer`` are the device's time and the others the host's. The parts
-    hold no communication once it has been taken out of them (`breakdown.break_down`).
+    hold no communication once it has been taken out of them (`step_window.break_down`).
 
     Attributes:
         data: Waiting for the next batch.

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from itertools import pairwise
 
 Schedule = Callable[[int], float]
@@ -33,7 +32,7 @@ def gradual_warmup(warmup: float, *, start_factor: float = 0.0, steps_per_epoch:
         >>> [factor(step) for step in range(6)]
         [0.0, 0.25, 0.5, 0.75, 1.0, 1.0]
     """
-    return _Warmup.of(warmup, start_factor, steps_per_epoch)
+    return _Constant(_Warmup.of(warmup, start_factor, steps_per_epoch))
 
 
 def warmup_multistep(
@@ -61,11 +60,16 @@ def warmup_multistep(
     if steps[0] <= ramp.steps:
         raise ValueError(f"the first milestone {milestones[0]} lies within the warm-up of {warmup}")
     _require("gamma", gamma, 0 < gamma <= 1, "in (0, 1]")
-    return replace(ramp, after=partial(_decay_by_steps, steps, gamma))
+    return _MultiStep(ramp, steps, gamma)
 
 
 def warmup_cosine(
-    total: float, warmup: float = 0, *, start_factor: float = 0.0, end_factor: float = 0.0, steps_per_epoch: float = 1
+    total: float,
+    warmup: float = 0,
+    *,
+    start_factor: float = 0.0,
+    end_factor: float = 0.0,
+    steps_per_epoch: float = 1,
 ) -> Schedule:
     """Gradual warm-up, then half a cosine from 1 down to ``end_factor`` at step ``total``, and that from there on.
 
@@ -75,7 +79,7 @@ def warmup_cosine(
         ValueError: An argument out of range, or ``total`` not longer than ``warmup``.
     """
     ramp, end = _bounds(total, warmup, start_factor, end_factor, steps_per_epoch)
-    return replace(ramp, after=partial(_half_cosine, ramp.steps, end, end_factor))
+    return _Cosine(ramp, end, end_factor)
 
 
 def warmup_poly(
@@ -101,38 +105,13 @@ def warmup_poly(
     """
     ramp, end = _bounds(total, warmup, start_factor, end_factor, steps_per_epoch)
     _require("power", power, power > 0, "> 0")
-    return replace(ramp, after=partial(_polynomial, ramp.steps, end, end_factor, power))
-
-
-def _constant(step: float) -> float:
-    return 1.0
-
-
-def _decay_by_steps(milestones: tuple[float, ...], gamma: float, step: float) -> float:
-    return gamma ** sum(step >= milestone for milestone in milestones)
-
-
-def _half_cosine(start: float, end: float, end_factor: float, step: float) -> float:
-    remaining = (1 + math.cos(math.pi * _progress(step, start, end))) / 2
-    return end_factor + (1 - end_factor) * remaining
-
-
-def _polynomial(start: float, end: float, end_factor: float, power: float, step: float) -> float:
-    remaining = (1 - _progress(step, start, end)) ** power
-    return end_factor + (1 - end_factor) * remaining
-
-
-def _progress(step: float, start: float, end: float) -> float:
-    return min((step - start) / (end - start), 1.0)
+    return _Polynomial(ramp, end, end_factor, power)
 
 
 @dataclass(frozen=True, slots=True)
 class _Warmup:
-    """A straight line from ``start_factor`` to 1 in ``steps`` steps, then ``after``."""
-
     steps: float
     start_factor: float
-    after: Schedule = _constant
 
     @staticmethod
     def of(warmup: float, start_factor: float, steps_per_epoch: float) -> _Warmup:
@@ -141,10 +120,59 @@ class _Warmup:
         _require("steps_per_epoch", steps_per_epoch, steps_per_epoch > 0, "> 0")
         return _Warmup(warmup * steps_per_epoch, start_factor)
 
+    def __call__(self, step: float) -> float:
+        return self.start_factor + (1 - self.start_factor) * step / self.steps
+
+
+@dataclass(frozen=True, slots=True)
+class _Constant:
+    warmup: _Warmup
+
     def __call__(self, step: int) -> float:
-        if step < self.steps:
-            return self.start_factor + (1 - self.start_factor) * step / self.steps
-        return self.after(step)
+        return self.warmup(step) if step < self.warmup.steps else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class _MultiStep:
+    warmup: _Warmup
+    milestones: tuple[float, ...]
+    gamma: float
+
+    def __call__(self, step: int) -> float:
+        if step < self.warmup.steps:
+            return self.warmup(step)
+        return self.gamma ** sum(step >= milestone for milestone in self.milestones)
+
+
+@dataclass(frozen=True, slots=True)
+class _Cosine:
+    warmup: _Warmup
+    total: float
+    end_factor: float
+
+    def __call__(self, step: int) -> float:
+        if step < self.warmup.steps:
+            return self.warmup(step)
+        remaining = (1 + math.cos(math.pi * _progress(step, self.warmup.steps, self.total))) / 2
+        return self.end_factor + (1 - self.end_factor) * remaining
+
+
+@dataclass(frozen=True, slots=True)
+class _Polynomial:
+    warmup: _Warmup
+    total: float
+    end_factor: float
+    power: float
+
+    def __call__(self, step: int) -> float:
+        if step < self.warmup.steps:
+            return self.warmup(step)
+        remaining = (1 - _progress(step, self.warmup.steps, self.total)) ** self.power
+        return self.end_factor + (1 - self.end_factor) * remaining
+
+
+def _progress(step: float, start: float, end: float) -> float:
+    return min((step - start) / (end - start), 1.0)
 
 
 def _bounds(

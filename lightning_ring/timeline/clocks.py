@@ -19,9 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 if TYPE_CHECKING:
     from lightning_ring.comm.communicator import Communicator
-import torch
 
 ROUNDS = 40
 

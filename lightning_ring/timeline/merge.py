@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from lightning_ring.timeline.rank_file import read_other
-from lightning_ring.timeline.settings import rank_file
+from lightning_ring.errors import ConfigurationError
+from lightning_ring.timeline.rank_file import read_events, read_other
+from lightning_ring.timeline.settings import rank_file, rank_files
+from lightning_ring.timeline.tracks import microseconds
 
 if TYPE_CHECKING:
     from lightning_ring.comm.communicator import Communicator
-import json
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any
-
-from lightning_ring.errors import ConfigurationError
-from lightning_ring.timeline.rank_file import read_events
-from lightning_ring.timeline.settings import rank_files
-from lightning_ring.timeline.tracks import microseconds
 
 _PIECE = 4 << 20  # bytes in memory, and on the wire at a time
 

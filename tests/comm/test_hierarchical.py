@@ -66,6 +66,7 @@ def run_nested(
     return run_ranks(sum(map(len, nodes)), rank)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("nodes", NODES, ids=str)
 def test_every_dtype_and_op_equals_a_plain_reduction(nodes):
     world_size = sum(map(len, nodes))

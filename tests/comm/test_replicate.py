@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 import pytest
 import torch
 from torch import nn
@@ -205,3 +207,24 @@ def test_different_optimizers_are_refused_on_every_rank():
             broadcast_optimizer_state(torch.optim.SGD(params, lr=0.1), comm)
 
     run_ranks(2, rank)
+
+
+class Settings(dict):
+    """A dictionary of an optimizer of the user's, which `torch.utils._pytree` would take for one value."""
+
+
+def test_optimizer_state_of_other_types_arrives_with_its_tensors_and_types():
+    def rank(comm):
+        param = torch.nn.Parameter(torch.zeros(2))
+        optimizer = torch.optim.SGD([param], lr=0.1)
+        if comm.rank == 0:
+            optimizer.state[param] = {
+                "size": torch.Size([2, 3]),
+                "own": Settings(moment=torch.full((2,), 3.0)),
+                "defaults": defaultdict(lambda: 1, count=2),
+            }
+        broadcast_optimizer_state(optimizer, comm)
+        state = optimizer.state[param]
+        return type(state["size"]), state["own"]["moment"].tolist(), state["defaults"]["count"]
+
+    assert run_ranks(2, rank) == [(torch.Size, [3.0, 3.0], 2)] * 2

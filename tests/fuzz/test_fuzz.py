@@ -21,6 +21,7 @@ def test_strategies_agree() -> None:
     assert result.returncode == 0, result.stdout
 
 
+@pytest.mark.ranks
 def test_every_seed_is_a_script_and_every_option_is_drawn() -> None:
     programs = [draw(seed) for seed in range(1000)]
     for program in programs[:200]:

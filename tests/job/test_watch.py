@@ -238,6 +238,21 @@ def test_rank_0_stays_until_the_others_have_left():
         leaving.result(timeout=5)
 
 
+def test_the_thread_keeps_its_pipe_until_close_has_written(monkeypatch):
+    write = watch_module.os.write
+
+    def slow_write(fd: int, data: bytes) -> int:
+        time.sleep(0.7)  # longer than the thread waits without news
+        return write(fd, data)
+
+    with job(2) as watches:
+        monkeypatch.setattr(watch_module.os, "write", slow_write)
+        for watch in watches:
+            watch.close()  # raised OSError, or wrote into a file that had got the number meanwhile
+            assert not watch._thread.is_alive()
+        monkeypatch.undo()
+
+
 def test_peers_blames_the_first_of_the_fit():
     peers = PeerEvents()
     peers.add({"kind": "failed", "rank": 3, "text": "old", "fit": 0}, fit=1)

@@ -71,6 +71,7 @@ def peak_bytes(profile):
     return peak
 
 
+@pytest.mark.ranks
 @every_optimizer
 @pytest.mark.parametrize("way", [{}, *([{"fused": True}] if compiler.find_compiler() else [])], ids=str)
 @pytest.mark.parametrize("low_precision", [False, True])

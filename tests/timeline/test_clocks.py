@@ -40,6 +40,7 @@ def test_ranks_of_one_host_need_one_barrier():
     assert run_ranks(3, rank) == [(1, [(0.0, 0.0, True)] * 3)] * 3
 
 
+@pytest.mark.ranks
 def test_another_time_namespace_is_another_clock():
     code = (
         "import time; from lightning_ring.timeline.clocks import clock_identity as c; print(c(), time.perf_counter())"

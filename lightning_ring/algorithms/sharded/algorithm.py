@@ -42,8 +42,10 @@ class Sharded(Algorithm):
     def __init__(
         self, *, bucket_cap_mb: float | Literal["auto"] | None = None, compression: str | Compressor | None = None
     ) -> None:
-        self.overlaps = False  # whether a step returns before all parameters are complete
+        self._overlaps = False
         self._parameters: ShardedParameters | None = None
+        self._set: list[SlicedOptimizer] = []  # others live as long as their optimizers, through the hooks
+        self._sliced: WeakValueDictionary[int, SlicedOptimizer] = WeakValueDictionary()
         self._averaging = Averaging(
             bucket_cap_mb=bucket_cap_mb, compression=compression, shards=True, on_new_parameters=self._follow_module
         )
@@ -63,13 +65,13 @@ class Sharded(Algorithm):
         reducer = self.reducer
         assert reducer is not None
         check_no_aliases(module)
-        self.overlaps = False
+        self._overlaps = False
         self._module, self._comm, self._warn = module, comm, warn
         self._quiet_about_norms = False  # lightning_ring computes one itself, or the warning was given
-        self._parameters = ShardedParameters(comm, reducer)
-        self._reads = ParameterReads(self._parameters, module, warn, self._on_norm)
-        self._set: list[SlicedOptimizer] = []  # others live as long as their optimizers, through the hooks
-        self._sliced: WeakValueDictionary[int, SlicedOptimizer] = WeakValueDictionary()
+        self._set, self._sliced = [], WeakValueDictionary()
+        parameters = ShardedParameters(comm, reducer)
+        self._reads = ParameterReads(parameters, module, warn, self._on_norm)
+        self._parameters = parameters  # last: `detach` is allowed after an `attach` that raised
         try:
             self.set_optimizers(optimizers)
         except BaseException:
@@ -114,6 +116,16 @@ class Sharded(Algorithm):
         return reducer
 
     @property
+    def overlaps(self) -> bool:
+        """Whether a step returns before all parameters are complete. Reading a parameter then waits for it."""
+        return self._parameters is not None and self._overlaps
+
+    @overlaps.setter
+    def overlaps(self, value: bool) -> None:
+        assert self._parameters is not None, "attach() comes first"
+        self._overlaps = value
+
+    @property
     def _attached(self) -> ShardedParameters:
         assert self._parameters is not None, "attach() comes first"
         return self._parameters
@@ -125,6 +137,7 @@ class Sharded(Algorithm):
 
     @contextmanager
     def forward(self, *, wait: bool = True) -> Iterator[None]:
+        assert self._parameters is not None, "attach() comes first"
         self._reads.begin_forward()
         with self._reads.watching(norms=not wait) if self.overlaps else nullcontext():
             yield

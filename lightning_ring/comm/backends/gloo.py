@@ -122,7 +122,7 @@ class GlooCommunicator(RingCommunicator):
         work.wait()  # raises what went wrong
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _StartedWork:
     """The `Work` of a collective that one thread starts, and another one sees end."""
 

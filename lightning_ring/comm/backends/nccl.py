@@ -130,7 +130,7 @@ class NCCLCommunicator(Communicator):
             finish_(reduced, op, self.world_size)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class StreamWork:
     """A collective on the GPU's streams. ``finish`` is queued behind it, once, by the first `wait`."""
 

@@ -433,9 +433,9 @@ class RingStrategy(RankedStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         together = None if self._alone else self._comm
-        self._saved_states.save(checkpoint, self.algorithm, together)
         if together is not None:
-            self._broadcast_buffers()
+            self._broadcast_buffers()  # before the algorithm's state, which may depend on them
+        self._saved_states.save(checkpoint, self.algorithm, together)
         if self._trainer is not None:
             count_trained_batches(checkpoint, self._trainer)
         super().save_checkpoint(checkpoint, filepath, storage_options)

@@ -173,8 +173,8 @@ class JobWatch:
         """Stop watching. Not collective; calling it twice is fine."""
         if self._closed:
             return
+        os.write(self._wake[1], b"x")  # first: once it is closed the thread closes the pipe
         self._closed = True
-        os.write(self._wake[1], b"x")
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=2)
         if self._relay is not None:

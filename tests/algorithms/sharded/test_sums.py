@@ -76,6 +76,7 @@ def _valid(reducer: Reducer, param: nn.Parameter) -> Tensor | None:
     return result.view(param.shape)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("length", [1, 2, 3])
 def test_equals_whole_gradients(length: int) -> None:
     sequences = list(itertools.product(WAYS, repeat=length))
