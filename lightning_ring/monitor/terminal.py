@@ -1,4 +1,4 @@
-"""Progress bars under mpirun."""
+"""Progress under mpirun, and where output is no terminal."""
 
 from __future__ import annotations
 
@@ -6,6 +6,13 @@ import os
 import shutil
 import struct
 import sys
+import time
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ProgressBar, RichProgressBar, TQDMProgressBar
+
+_OF_MPIRUN = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
 
 
 def widen_terminal() -> None:
@@ -23,3 +30,60 @@ def widen_terminal() -> None:
     if os.get_terminal_size(descriptor).columns == 0:
         columns, lines = shutil.get_terminal_size()
         fcntl.ioctl(descriptor, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
+
+
+def shown_on_terminal() -> bool:
+    """Whether a person sees this process's output: mpirun's pseudo-terminal may lead into a file."""
+    if not sys.stdout.isatty():
+        return False
+    if not any(name in os.environ for name in _OF_MPIRUN):
+        return True
+    try:
+        output = os.readlink(f"/proc/{os.getppid()}/fd/1")
+    except OSError:  # another system than Linux, or not allowed
+        return True
+    return output.startswith(("/dev/pts/", "/dev/tty", "/dev/console"))
+
+
+def replace_bars(trainer: Trainer) -> None:
+    """Where output is no terminal, let an `EpochLines` take the place of Lightning's own progress bars.
+
+    They would fill a file with the escape sequences that draw them. A bar of the user's class is left alone.
+    """
+    if shown_on_terminal():
+        return
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    callbacks[:] = [EpochLines() if type(one) in (RichProgressBar, TQDMProgressBar) else one for one in callbacks]
+
+
+class EpochLines(ProgressBar):
+    """One line of text for each epoch, with the metrics that a progress bar shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._enabled = True
+        self._began = 0.0
+
+    def disable(self) -> None:
+        self._enabled = False
+
+    def enable(self) -> None:
+        self._enabled = True
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._began = time.perf_counter()
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._enabled:
+            numbers = self.get_metrics(trainer, pl_module)
+            numbers.pop("v_num", None)
+            shown = [f"{name} {_in_short(value)}" for name, value in numbers.items()]
+            seconds = time.perf_counter() - self._began
+            epoch = (
+                f"epoch {trainer.current_epoch}: {trainer.fit_loop.epoch_loop.batch_idx + 1} batches in {seconds:.1f} s"
+            )
+            self.print(", ".join([epoch, *shown]), flush=True)
+
+
+def _in_short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -26,7 +26,7 @@ from lightning_ring.job.communicators import open_communicator
 from lightning_ring.job.job import Job, connect
 from lightning_ring.job.rendezvous.interfaces import withdraw_interface
 from lightning_ring.monitor.step_timeline import StepTimeline
-from lightning_ring.monitor.terminal import widen_terminal
+from lightning_ring.monitor.terminal import replace_bars, widen_terminal
 from lightning_ring.options import RingOptions
 from lightning_ring.timeline.settings import timeline_settings
 
@@ -87,6 +87,8 @@ class RankedStrategy(DDPStrategy):
         if self.ring_environment.discover().source == "spawn":
             os.environ.setdefault("MASTER_ADDR", "127.0.0.1")  # Lightning hands the port alone to what it spawns
         self.accelerator.setup_device(self.root_device)
+        if self._trainer is not None:
+            replace_bars(self._trainer)
         self.setup_distributed()
 
     def setup_distributed(self) -> None:
