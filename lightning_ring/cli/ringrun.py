@@ -43,9 +43,11 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(options: argparse.Namespace) -> int:
     hosts = chosen_hosts(options)
+    if options.ranks is None and not hosts:
+        raise ConfigurationError("how many ranks? Say -n N, or give hosts and their slots, as in -H host1:4,host2:4.")
     ranks = options.ranks if options.ranks is not None else sum(host.slots for host in hosts)
     if ranks < 1:
-        raise ConfigurationError(f"-n {ranks}: the number of ranks must be 1 or more. Say -n N, or give hosts with -H.")
+        raise ConfigurationError(f"-n {ranks}: the number of ranks must be 1 or more.")
     if hosts:
         check_slots(ranks, hosts)
     command = resolve_command(options.command)

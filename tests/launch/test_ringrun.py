@@ -152,7 +152,7 @@ def test_hostfile(tmp_path):
     ("arguments", "words"),
     [
         (["-n", "3", "-H", "a:1,b:1", "ls"], ["-n 3", "2 slots", "a:1, b:1"]),
-        (["ls"], ["-n 0"]),
+        (["ls"], ["how many ranks?", "-n N", "-H host1:4"]),
         (["-n", "0", "ls"], ["-n 0"]),
         (["-n", "2"], ["No command"]),
         (["-n", "2", "absent.py"], ["absent.py: no such file"]),

@@ -6,6 +6,7 @@ import sys
 from typing import Any, NamedTuple
 
 import torch
+from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.pytorch.accelerators import Accelerator, CPUAccelerator
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
@@ -84,5 +85,7 @@ def choose_launcher(
         return _MultiProcessingLauncher(strategy, start_method=options.start_method)
     if not started and strategy.num_processes * num_nodes == 1:
         return None
+    if not started and _IS_INTERACTIVE:  # a notebook is no script that could be run once a rank
+        return _MultiProcessingLauncher(strategy, start_method="fork")
     use_mpi = options.backend in ("auto", "mpi")
     return RingLauncher(environment, strategy.num_processes, num_nodes, use_mpi=use_mpi)

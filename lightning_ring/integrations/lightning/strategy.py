@@ -90,7 +90,8 @@ class RingStrategy(RankedStrategy):
         uneven: When ranks have different numbers of training batches: ``"error"`` names rank and step; with ``"join"``
             gradients divide by the number of ranks with data, and a finished rank keeps stepping with the others.
         start_method: How plain ``python train.py`` starts its ranks: ``"popen"`` runs the script once a rank, through
-            the mpirun beside this Python where there is one; ``"spawn"`` and ``"fork"`` (notebooks) as DDP has them.
+            the mpirun beside this Python where there is one, and in a notebook forks; ``"spawn"`` and ``"fork"`` as DDP
+            has them.
         timeout: Past it a collective that has not finished raises on every rank.
         stall_warning: After it a collective that has not finished is reported in the log.
         force_communication: Run buckets and collectives in a single process too, to measure them.

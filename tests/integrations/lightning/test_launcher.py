@@ -79,3 +79,22 @@ def test_no_script_no_ranks():
     result = run([sys.executable, "-c", program], timeout=60)
     assert result.returncode == 1
     assert "Write a script, use RingStrategy(start_method='fork')" in result.stdout
+
+
+@pytest.mark.ranks
+def test_in_a_notebook_the_ranks_are_forks(tmp_path):
+    program = f"""
+import sys
+sys.ps1 = ">>> "  # as a notebook and a prompt have it
+import lightning as L, torch
+from lightning.pytorch.demos.boring_classes import BoringModel
+import lightning_ring
+model = BoringModel()
+trainer = L.Trainer(strategy="ring", accelerator="cpu", devices=2, max_steps=2, logger=False,
+    enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir={str(tmp_path)!r})
+trainer.fit(model)
+print("steps", trainer.global_step, "ranks", trainer.world_size)
+"""
+    result = run([sys.executable, "-c", program], timeout=90)
+    assert result.returncode == 0, result.stdout
+    assert result.stdout.count("steps 2 ranks 2") == 1, result.stdout
