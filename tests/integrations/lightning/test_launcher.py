@@ -91,7 +91,8 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 import lightning_ring
 model = BoringModel()
 trainer = L.Trainer(strategy="ring", accelerator="cpu", devices=2, max_steps=2, logger=False,
-    enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir={str(tmp_path)!r})
+    enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    default_root_dir={str(tmp_path)!r})
 trainer.fit(model)
 print("steps", trainer.global_step, "ranks", trainer.world_size)
 """
