@@ -17,6 +17,7 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import lightning as L
@@ -102,7 +103,10 @@ class InTurns(L.Callback):
             trainer.should_stop = True
 
     def on_train_end(self, trainer: L.Trainer, *_: Any) -> None:
-        self._turns.leave({"strategy": type(trainer.strategy).__name__, "state_bytes": optimizer_state_bytes()})
+        algorithm = getattr(trainer.strategy, "algorithm", None)
+        with algorithm.states_shown() if algorithm is not None else nullcontext():  # sharded state is hidden otherwise
+            held = optimizer_state_bytes()
+        self._turns.leave({"strategy": type(trainer.strategy).__name__, "state_bytes": held})
 
 
 def optimizer_state_bytes() -> int:
