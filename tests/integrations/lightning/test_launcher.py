@@ -94,8 +94,9 @@ trainer = L.Trainer(strategy="ring", accelerator="cpu", devices=2, max_steps=2, 
     enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     default_root_dir={str(tmp_path)!r})
 trainer.fit(model)
-print("steps", trainer.global_step, "ranks", trainer.world_size)
+print("ranks", trainer.world_size)
 """
     result = run([sys.executable, "-c", program], timeout=90)
     assert result.returncode == 0, result.stdout
-    assert result.stdout.count("steps 2 ranks 2") == 1, result.stdout
+    assert "`max_steps=2` reached" in result.stdout
+    assert result.stdout.count("ranks 2\n") == 1, result.stdout  # the rest of the notebook runs once
