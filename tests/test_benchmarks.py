@@ -78,6 +78,7 @@ def test_ddp_and_the_ring_are_timed_side_by_side(tmp_path: Path) -> None:
         "--contenders",
         "ddp",
         "ring:bucket_cap_mb=4",
+        "ring_sharded",
         "--steps",
         "2",
         "--rounds",
@@ -86,11 +87,14 @@ def test_ddp_and_the_ring_are_timed_side_by_side(tmp_path: Path) -> None:
     result = run([sys.executable, "-m", "benchmarks.step", *words, "--json", str(tmp_path / "out")], timeout=150)
     assert result.returncode == 0, result.stdout
     found = json.loads((tmp_path / "out").read_text())
-    assert {name: len(times) for name, times in found["seconds"].items()} == {"ddp": 4, "ring:bucket_cap_mb=4": 4}
+    contenders = ("ddp", "ring:bucket_cap_mb=4", "ring_sharded")
+    assert {name: len(times) for name, times in found["seconds"].items()} == dict.fromkeys(contenders, 4)
     strategies = {name: {fact["strategy"] for fact in facts} for name, facts in found["facts"].items()}
-    assert strategies == {"ddp": {"DDPStrategy"}, "ring:bucket_cap_mb=4": {"RingStrategy"}}
+    assert strategies == {name: {"RingStrategy"} for name in contenders} | {"ddp": {"DDPStrategy"}}
     elements = 3 * 8 * 9 + 8 + 288 * 10 + 10
+    sharded = found["facts"].pop("ring_sharded")
     assert all(fact["state_bytes"] == 4 * elements for facts in found["facts"].values() for fact in facts)
+    assert sum(fact["state_bytes"] for fact in sharded) == 4 * elements  # one part a rank
     assert "of the time of ddp" in result.stdout
 
 
