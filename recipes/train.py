@@ -21,6 +21,8 @@ from omegaconf import DictConfig, OmegaConf
 if not __package__:  # run as a script: make `recipes` importable, instead of this folder's modules at the top level
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from recipes.start import check, start_ranks
+
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "RANK", "SLURM_PROCID")
 RESULT = "result.json"
 
@@ -46,25 +48,10 @@ def rank_zero_folder(folder: str) -> str:
 OmegaConf.register_new_resolver("rank_zero_folder", rank_zero_folder, use_cache=True, replace=True)
 
 
-def check_before_imports(config: DictConfig) -> None:
-    """Mistakes that need not wait for torch, which takes seconds to import, nor for ranks.
-
-    Raises:
-        ConfigurationError: A GPU is asked for, and this machine has none.
-    """
-    from lightning_ring.errors import ConfigurationError
-
-    devices = ("nvidia[0-9]*", "kfd", "dxg")  # CUDA, ROCm, and CUDA in WSL
-    if config.trainer.accelerator in ("gpu", "cuda") and not any(any(Path("/dev").glob(name)) for name in devices):
-        raise ConfigurationError(
-            f"{config.name} trains on a GPU (trainer.accelerator={config.trainer.accelerator}), and this machine has "
-            "none. On CPUs: trainer=cpu trainer.devices=2, and a data.batch_size that fits them."
-        )
-
-
 def train(config: DictConfig) -> dict[str, float]:
     """One run: fit, then test the best checkpoint (the last weights where there is none). Returns the test metrics."""
-    check_before_imports(config)
+    check(config)
+    start_ranks(config)
     import lightning as L  # here, because it takes seconds for which --help need not wait
     from lightning.pytorch.callbacks import LambdaCallback
 

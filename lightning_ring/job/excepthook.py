@@ -9,15 +9,17 @@ MPI_Finalize; with plain processes the code is 3, and the other rank is told 5 s
 from __future__ import annotations
 
 import atexit
+import contextlib
 import io
 import os
 import sys
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NoReturn
 
 from lightning_ring.errors import PeerFailedError
-from lightning_ring.job.exit import end_process, say
+from lightning_ring.job.exit import end_process, leave_cause, say
 from lightning_ring.job.ranks import RankInfo
 from lightning_ring.job.watch.peers import comes_from_a_peer
 from lightning_ring.job.watch.watch import JobWatch
@@ -58,13 +60,23 @@ def end_job_on_error(info: RankInfo, watch: JobWatch | None = None) -> None:
             return
         cause = _cause(error)
         if not isinstance(cause, PeerFailedError):
-            previous(kind, error, trace)
+            _print_whole(previous, kind, error, trace)
         _end_after(cause)
 
     sys.excepthook = hook
     sys.exit = _exit
     # before MPI_Finalize: mpi4py calls that after Python's own exit handlers
     atexit.register(_goodbye)
+
+
+def _print_whole(hook: Callable[..., Any], *error: Any) -> None:
+    """Print what ``hook`` prints at once: ranks that fail together would mix the lines of their tracebacks."""
+    stderr, text = sys.stderr, io.StringIO()
+    with contextlib.redirect_stderr(text):
+        hook(*error)
+    with contextlib.suppress(OSError, ValueError):
+        stderr.write(text.getvalue())
+        stderr.flush()
 
 
 def stop_ending_job() -> None:
@@ -95,6 +107,7 @@ def _end_after(error: BaseException) -> NoReturn:
             time.sleep(0.2)  # the launcher takes the first that ends for the culprit
         end_process(1)
     say(f"{info.name} (host {os.uname().nodename}, pid {os.getpid()}) failed and ends the job: {_summary(error)}")
+    leave_cause(f"{info.name} failed: {_summary(error)}")
     if watch is not None:
         watch.report(error)
     end_process(130 if isinstance(error, KeyboardInterrupt) else 1)
@@ -134,6 +147,7 @@ def _goodbye() -> None:
         return
     if code:
         say(f"{info.name} (host {os.uname().nodename}, pid {os.getpid()}) exits with code {code} and ends the job")
+        leave_cause(f"{info.name} exited with code {code}")
         if watch is not None:
             watch.report(SystemExit(code))
         end_process(code)

@@ -23,6 +23,16 @@ def say(line: str) -> None:
         print(f"lightning_ring: {line}", file=sys.stderr, flush=True)
 
 
+def leave_cause(line: str) -> None:
+    """Hand ``line`` to the process that started the ranks, which prints it last. The first rank's counts.
+
+    The file of ``RING_ERROR_FILE`` is made by that process: on another host there is none.
+    """
+    with contextlib.suppress(OSError), open(os.environ.get("RING_ERROR_FILE", ""), "r+") as file:
+        if not file.read(1):
+            file.write(line)
+
+
 def end_process(code: int) -> NoReturn:
     """End this process now, and with it the MPI job, without exit handlers: MPI_Finalize would wait for the others.
 

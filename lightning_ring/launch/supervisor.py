@@ -68,9 +68,10 @@ class Supervisor:
         That is 0, the code of the first child that failed (128 + n if signal n ended it), or 128 + n if signal n told
         this process to stop.
         """
-        with self._catching_signals():
+        with self._catching_signals(), tempfile.NamedTemporaryFile("r", prefix="lightning_ring_") as cause:
             try:
                 for child in self._children:
+                    child.environ = {**child.environ, "RING_ERROR_FILE": cause.name}
                     child.process = _start(child, cwd)
                     for fd in child.pass_fds:  # the child's alone from here on: closed when it dies
                         os.close(fd)
@@ -81,6 +82,8 @@ class Supervisor:
             finally:
                 if self._running() or self._exit_code or self._signals:
                     self._clear()
+            if self._exit_code and not self._signals and (line := cause.read()):
+                say(line)  # last, below what mpirun prints about any rank that did not end with 0
         if self._signals:
             return 128 + self._signals[0]
         return self._exit_code or 0

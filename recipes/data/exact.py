@@ -9,22 +9,6 @@ from torch.utils.data import Dataset, DistributedSampler
 from lightning_ring.errors import ConfigurationError
 
 
-def per_rank_batch_size(global_batch_size: int, world_size: int) -> int:
-    """Images per rank and step, so that ``global_batch_size`` images make one step on any number of ranks.
-
-    Raises:
-        ConfigurationError: ``global_batch_size`` is not a positive multiple of ``world_size``.
-    """
-    if global_batch_size <= 0 or global_batch_size % world_size:
-        lower = global_batch_size // world_size * world_size
-        nearest = " or ".join(str(size) for size in (lower, lower + world_size) if size > 0)
-        raise ConfigurationError(
-            f"data.batch_size={global_batch_size} is the batch of one step over all {world_size} ranks and must be a "
-            f"positive multiple of {world_size}. Set data.batch_size to {nearest}, or change the number of ranks."
-        )
-    return global_batch_size // world_size
-
-
 class ExactSampler(DistributedSampler):
     """Gives rank r samples r, r + world size, ...: each sample once, none repeated to make the ranks even.
 

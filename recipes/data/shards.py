@@ -22,7 +22,8 @@ from lightning_ring.data import (
 )
 from lightning_ring.data.sampling.sampler import OrderedSampler
 from lightning_ring.errors import ConfigurationError
-from recipes.data.exact import even_batch_size, per_rank_batch_size
+from recipes.batch_size import classes_per_batch, per_rank_batch_size
+from recipes.data.exact import even_batch_size
 
 MANIFEST = "manifest.json"
 EVALUATED = ("val", "test", "unseen")
@@ -175,15 +176,9 @@ class Shards(L.LightningDataModule):
             return BalancedSampler(
                 dataset.labels, seed=self.seed, rank=rank, world_size=world_size, fingerprint=fingerprint
             )
-        if rank_batch_size % self.images_per_class:
-            raise ConfigurationError(
-                f"data.batch_size={self.batch_size} gives each rank {rank_batch_size} images, which are not a multiple "
-                f"of data.images_per_class={self.images_per_class}. Change one of them."
-            )
-        p = rank_batch_size // self.images_per_class
         return PKSampler(
             dataset.labels,
-            p,
+            classes_per_batch(self.batch_size, world_size, self.images_per_class),
             self.images_per_class,
             seed=self.seed,
             rank=rank,

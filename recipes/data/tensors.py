@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ring.errors import ConfigurationError
-from recipes.data.exact import ExactSampler, even_batch_size, per_rank_batch_size
+from recipes.batch_size import per_rank_batch_size
+from recipes.data.exact import ExactSampler, even_batch_size
 
 
 class BatchedTensors(TensorDataset):

@@ -14,6 +14,7 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+import recipes.start
 import recipes.train
 from lightning_ring import RingStrategy
 from lightning_ring.errors import ConfigurationError
@@ -139,8 +140,8 @@ def test_every_argument_of_the_strategy_can_be_set_and_has_its_default(name, com
 def test_a_gpu_that_is_not_there_is_told_before_torch_is_imported(composed, monkeypatch):
     monkeypatch.setattr(Path, "glob", lambda folder, pattern: iter(()))
     with pytest.raises(ConfigurationError, match=r"imagenet_resnet50 trains on a GPU.*trainer=cpu trainer.devices=2"):
-        recipes.train.check_before_imports(composed("experiment=imagenet_resnet50"))
-    recipes.train.check_before_imports(composed("experiment=imagenet_resnet50", "trainer=cpu"))
+        recipes.start.check(composed("experiment=imagenet_resnet50"))
+    recipes.start.check(composed("experiment=imagenet_resnet50", "trainer=cpu"))
 
 
 def test_residual_blocks_start_as_the_identity(composed):

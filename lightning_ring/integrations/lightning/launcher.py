@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -11,21 +10,11 @@ from lightning.pytorch.strategies.launchers.launcher import _Launcher
 
 from lightning_ring.errors import ConfigurationError, RankDiscoveryError
 from lightning_ring.integrations.lightning.environment import RingEnvironment
-from lightning_ring.launch.hosts import slots_of_allocation
-from lightning_ring.launch.mpirun import find_mpirun
-from lightning_ring.launch.rerun import own_command
-from lightning_ring.launch.start import mpirun_job, plain_job
+from lightning_ring.launch.script import JobFinished, script_job
 from lightning_ring.launch.supervisor import Supervisor
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-
-
-class JobFinished(SystemExit):
-    """The ranks have run the script, so the process that started them ends with their exit code, in ``code``.
-
-    A Hydra sweep that starts its jobs with plain ``python`` catches it and goes on to the next job if ``code`` is 0.
-    """
 
 
 class RingLauncher(_Launcher):
@@ -34,9 +23,7 @@ class RingLauncher(_Launcher):
     The process that starts them is never a rank. It supervises: forwards signals, names a rank that died, ends the
     others, and then ends itself with the job's exit code; the ranks run the code after ``trainer.fit``.
 
-    ``use_mpi``: through the mpirun that is found (beside this Python first), if any. Otherwise, without one, and where
-    a Slurm job has fewer tasks than ranks, which mpirun refuses, the ranks are plain processes that talk through shared
-    memory, Gloo or NCCL.
+    ``use_mpi`` is that of `script_job`.
     """
 
     def __init__(self, environment: RingEnvironment, num_processes: int, num_nodes: int, *, use_mpi: bool) -> None:
@@ -78,14 +65,7 @@ class RingLauncher(_Launcher):
             self._job.kill(signum)
 
     def _start_and_wait(self, trainer: pl.Trainer | None) -> NoReturn:
-        sys.stdout.flush()  # before the ranks write to the same place
-        sys.stderr.flush()
-        mpirun = find_mpirun() if self._use_mpi and slots_of_allocation(os.environ) >= self._num_processes else None
-        with own_command() as command:
-            if mpirun is not None:
-                self._job = mpirun_job(mpirun, self._num_processes, command, [], os.environ)
-            else:
-                self._job = plain_job(self._num_processes, command, os.environ)
+        with script_job(self._num_processes, use_mpi=self._use_mpi) as self._job:
             code = self._job.run()
         if trainer is not None:
             # Lightning now treats the exit as an interrupted fit; it must not save or log in the ranks' place
