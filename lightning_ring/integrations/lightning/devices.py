@@ -16,6 +16,7 @@ from lightning.pytorch.trainer.connectors.accelerator_connector import _Accelera
 from lightning_ring.errors import RankDiscoveryError
 from lightning_ring.integrations.lightning.environment import RingEnvironment
 from lightning_ring.integrations.lightning.launcher import RingLauncher
+from lightning_ring.integrations.lightning.messages import leave_start_up_messages_to_rank_0
 from lightning_ring.options import RingOptions
 
 
@@ -87,5 +88,7 @@ def choose_launcher(
         return None
     if not started and _IS_INTERACTIVE:  # a notebook is no script that could be run once a rank
         return _MultiProcessingLauncher(strategy, start_method="fork")
+    if not started:
+        leave_start_up_messages_to_rank_0()
     use_mpi = options.backend in ("auto", "mpi")
     return RingLauncher(environment, strategy.num_processes, num_nodes, use_mpi=use_mpi)

@@ -21,6 +21,7 @@ from lightning_ring.comm.recording import Listener, RecordedCommunicator
 from lightning_ring.integrations.lightning.devices import check_request, choose_launcher, devices_for, requested_devices
 from lightning_ring.integrations.lightning.environment import RingEnvironment
 from lightning_ring.integrations.lightning.join import ActiveRanks
+from lightning_ring.integrations.lightning.messages import ignore_deprecations_between_libraries
 from lightning_ring.integrations.lightning.reduce import reduce_, reduce_op_of
 from lightning_ring.job.communicators import open_communicator
 from lightning_ring.job.job import Job, connect
@@ -83,6 +84,7 @@ class RankedStrategy(DDPStrategy):
 
     def setup_environment(self) -> None:
         assert self.accelerator is not None
+        ignore_deprecations_between_libraries()
         self.set_world_ranks()
         if self.ring_environment.discover().source == "spawn":
             os.environ.setdefault("MASTER_ADDR", "127.0.0.1")  # Lightning hands the port alone to what it spawns
