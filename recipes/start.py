@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra import compose
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
@@ -66,7 +67,7 @@ def start_ranks(config: DictConfig) -> None:
 
 def _check_numbers(config: DictConfig) -> None:
     """What was a number in the files must not be text on the command line, except where the Trainer takes both."""
-    if not HydraConfig.initialized():
+    if not GlobalHydra.instance().is_initialized():  # composed by another program
         return
     hydra = HydraConfig.get()
     given = [override.partition("=") for override in hydra.overrides.task]

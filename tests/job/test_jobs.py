@@ -114,6 +114,8 @@ def test_a_rank_that_raises_outside_fit(launcher, tmp_path):
     assert "ValueError: no such photo" in output
     assert f"rank 1 (host {os.uname().nodename}, pid {pids[1]}) failed and ends the job" in output
     assert output.count("Traceback") == (1 if launcher != "torchrun" else output.count("Traceback"))
+    if launcher == "plain":  # the process that started the ranks ends with the cause
+        assert output.splitlines()[-1] == "lightning_ring: rank 1 failed: ValueError: no such photo"
     assert not list(tmp_path.glob("end.*"))
 
 

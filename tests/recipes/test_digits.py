@@ -10,8 +10,8 @@ import sklearn.datasets
 import torch
 
 from lightning_ring.errors import ConfigurationError
-from recipes.data.digits import Digits
 from recipes.batch_size import per_rank_batch_size
+from recipes.data.digits import Digits
 from recipes.data.exact import ExactSampler, even_batch_size
 from recipes.data.scans import load_digits
 from recipes.data.split import stratified_split

@@ -1,0 +1,105 @@
+"""The first second of a run: mistakes that need no torch, and ranks whose parent does without it."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+import pytest
+
+from lightning_ring.errors import ConfigurationError
+from recipes.start import check, start_ranks
+from tests.processes import ROOT, run
+
+TRAIN = str(ROOT / "recipes" / "train.py")
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch):
+    for name in ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "RANK", "WORLD_SIZE", "RING_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def started_by_torchrun(monkeypatch, ranks: str) -> None:
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}.items():
+        monkeypatch.setenv(name, value)
+
+
+MISTAKES = [
+    (["data.batch_size=63"], r"batch_size=63.*2 ranks.*62 or 64"),
+    (["trainer.devices=3"], r"batch_size=64.*3 ranks.*63 or 66"),
+    (["experiment=scan_to_identify", "data.images_per_class=5"], r"32 images, .* data.images_per_class=5"),
+    (["ckpt_path=logs/none.ckpt"], r"ckpt_path=logs/none.ckpt is not there"),
+    (["optimizer.lr=fast"], r"optimizer.lr=fast: expected a number, such as 0.1, its default"),
+    (["optimizer=lamb", "optimizer.lr=fast"], r"such as 0.01, its default"),
+    (["seed=x"], r"seed=x: expected a number, such as 1"),
+]
+
+
+TYPED = """
+import atexit, runpy, sys
+
+atexit.register(lambda: print("torch in the parent:", "torch" in sys.modules))
+sys.argv.pop(0)
+runpy.run_path(sys.argv[0], run_name="__main__")  # the ranks run this file, not the present one
+"""
+
+
+@pytest.fixture
+def typed(tmp_path):
+    """Runs the recipe with the given overrides; its last line says whether the typed process imported torch."""
+    script = tmp_path / "typed.py"
+    script.write_text(TYPED)
+    return lambda *overrides: run(
+        [sys.executable, str(script), TRAIN, f"hydra.run.dir={tmp_path / 'run'}", *overrides], timeout=120
+    )
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("overrides", "says"), MISTAKES)
+def test_a_mistake_is_found_before_ranks_start(overrides, says, typed, tmp_path):
+    """As a command: only Hydra's main function knows what was typed."""
+    result = typed(*overrides)
+    assert result.returncode == 1, result.stdout
+    error, torch_imported = result.stdout.splitlines()[-2:]
+    assert re.fullmatch(rf".*ConfigurationError: .*{says}.*", error)
+    assert torch_imported == "torch in the parent: False"
+    assert "mpirun" not in result.stdout
+    assert not list(tmp_path.glob("**/events.*"))
+
+
+@pytest.mark.ranks
+def test_the_process_that_starts_the_ranks_imports_no_torch(typed):
+    result = typed("trainer.max_epochs=1", "+trainer.limit_train_batches=2", "test=false", "schedule.warmup=0")
+    assert result.returncode == 0, result.stdout
+    assert "trained 1 epoch on 2 ranks" in result.stdout
+    assert "torch in the parent: False" in result.stdout
+    assert result.stdout.count("GPU available") == 1
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [["strategy=ddp"], ["strategy.start_method=fork"], ["trainer.devices=1"], ["trainer.devices=auto"]],
+)
+def test_ranks_that_others_start_are_left_to_them(overrides, composed):
+    start_ranks(composed(*overrides))
+
+
+def test_inside_a_launcher_nothing_is_started(composed, monkeypatch):
+    started_by_torchrun(monkeypatch, "2")
+    start_ranks(composed())
+
+
+def test_batches_are_compared_with_the_ranks_of_the_launcher(composed, monkeypatch):
+    started_by_torchrun(monkeypatch, "3")
+    with pytest.raises(ConfigurationError, match="over all 3 ranks"):
+        check(composed())
+
+
+def test_checkpoints_that_exist_nearby_are_named(composed, tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "best.ckpt").touch()
+    with pytest.raises(ConfigurationError, match=r"There are: .*checkpoints/best.ckpt"):
+        check(composed(f"ckpt_path={tmp_path}/checkpoints/last.ckpt"))
+    check(composed(f"ckpt_path={tmp_path}/checkpoints/best.ckpt"))
+    check(composed("ckpt_path=last"))
