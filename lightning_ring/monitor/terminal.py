@@ -64,6 +64,11 @@ class EpochLines(ProgressBar):
         self._enabled = True
         self._began = 0.0
 
+    @property
+    def is_enabled(self) -> bool:
+        """`LightningModule.print` asks for it; Lightning's base class lacks it."""
+        return self._enabled
+
     def disable(self) -> None:
         self._enabled = False
 

@@ -77,6 +77,9 @@ class Progress(L.LightningModule):
         self.log("loss", loss, prog_bar=True)
         return loss
 
+    def on_train_epoch_end(self) -> None:
+        self.print("said by the module")
+
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), 0.0)
 
@@ -96,6 +99,7 @@ def test_without_a_terminal_each_epoch_is_a_line(bar, capsys):
     trainer.fit(Progress(), torch.ones(6, 2))
     output = capsys.readouterr().out
     assert re.findall(r"^epoch (\d): 6 batches in \d+\.\d s, loss -?[\d.]+$", output, re.MULTILINE) == ["0", "1"]
+    assert output.count("said by the module\n") == 2
     assert "\x1b" not in output
     assert "\r" not in output
 
