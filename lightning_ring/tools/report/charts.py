@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from markupsafe import Markup
 
@@ -13,8 +14,9 @@ NUM_LINES = NUM_COLOURS * NUM_DASHES  # that can be told apart
 _WIDTH, _HEIGHT = 480, 250
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 12, 10, 36
 _MOST_POINTS = 400  # of a line: more are thinned
-_MOST_DOTS = 40
-_SMOOTHED = 60  # from this many points on there is a running mean
+_MOST_DOTS = 200  # of a chart
+_SMOOTHED = 60  # from this many points on a line has a running mean
+_MOST_NOISY_LINES = 6  # of more, only running means are drawn
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,26 +35,29 @@ def look(number: int) -> str:
 
 def line_chart(title: str, lines: Sequence[Line], x_label: str, *, log: bool = False, smooth: bool = False) -> Markup:
     """A figure. ``log`` takes effect where all values are above 0 and the greatest is 20 times the least; ``smooth``
-    adds a running mean to long lines. Values that are not finite are crosses at the upper edge."""
-    finite = [y for line in lines for _, y in line.points if math.isfinite(y)]
+    adds a running mean where lines are long. Values that are not finite are crosses at the upper edge."""
+    smooth = smooth and any(len(line.points) >= _SMOOTHED for line in lines)
+    means = [replace(line, points=running_mean(line.points)) for line in lines] if smooth else []
+    raw = lines if not means or len(lines) <= _MOST_NOISY_LINES else []
+    points = [point for line in raw or means for point in line.points]
+    finite = [y for _, y in points if math.isfinite(y)]
     log = log and min(finite, default=0.0) > 0 and max(finite) > 20 * min(finite)
-    xs = [x for line in lines for x, _ in line.points]
-    axes = _Axes(_span(xs, False), _span(finite, log), log)
-    parts = [*_grid(axes), *(part for line in lines for part in _draw(line, axes, smooth))]
-    notes = ["log scale"] if log else []
-    if smooth and any(len(line.points) >= _SMOOTHED for line in lines):
-        notes.append("thick: running mean")
-    if any(len(line.points) > _MOST_POINTS for line in lines):
-        notes.append("thinned: least and greatest value of each interval")
-    if num_not_finite := len(xs) - len(finite):
-        notes.append(f"×: {num_not_finite:,} values that are NaN or infinite")
+    axes = _Axes(_span([x for x, _ in points], False), _span(finite, log), log)
+    dots = not means and len(points) <= _MOST_DOTS
+    parts = [*_grid(axes), *_draw(raw, axes, smooth, dots), *_draw(means, axes, False, False)]
+    notes = {
+        "log scale": log,
+        "thick: running mean" if raw else "running mean": smooth,
+        "thinned: least and greatest value of each interval": any(len(line.points) > _MOST_POINTS for line in lines),
+        f"×: {len(points) - len(finite):,} values that are NaN or infinite": len(points) > len(finite),
+    }
     return Markup(
-        '<figure class="chart"><figcaption>{title}<small>{notes}</small></figcaption>'
+        '<figure class="chart"><figcaption>{title} <small>{notes}</small></figcaption>'
         '<svg viewBox="0 0 {width} {height}" role="img" aria-label="{title} over {x_label}">{parts}'
-        '<text class="axis" x="{x}" y="{y}" text-anchor="middle">{x_label}</text></svg></figure>'
+        '<text x="{x}" y="{y}" text-anchor="middle">{x_label}</text></svg></figure>'
     ).format(
         title=title,
-        notes="".join(f" {note}" if index == 0 else f"; {note}" for index, note in enumerate(notes)),
+        notes="; ".join(note for note, holds in notes.items() if holds),
         width=_WIDTH,
         height=_HEIGHT,
         x_label=x_label,
@@ -123,21 +128,18 @@ def short(value: float) -> str:
     return f"{value:.3g}"
 
 
-def _draw(line: Line, axes: _Axes, smooth: bool) -> Iterator[Markup]:
-    smooth = smooth and len(line.points) >= _SMOOTHED
-    classes = look(line.number)
-    points = thinned(line.points)
-    yield Markup('<path class="line {} {}" d="{}"/>').format("faint" if smooth else "", classes, _path(points, axes))
-    if smooth:
-        mean = thinned(running_mean(line.points))
-        yield Markup('<path class="line {}" d="{}"/>').format(classes, _path(mean, axes))
-    for x, y in points:
-        if not math.isfinite(y):
-            yield Markup('<text class="lost {}" x="{:.1f}" y="{}">×</text>').format(classes, axes.x(x), _TOP + 6)
-        elif len(points) <= _MOST_DOTS:
-            yield Markup('<circle class="{}" cx="{:.1f}" cy="{:.1f}" r="2.5"><title>{}</title></circle>').format(
-                classes, axes.x(x), axes.y(y), f"{line.name}: {short(y)} at {short(x)}"
-            )
+def _draw(lines: Sequence[Line], axes: _Axes, faint: bool, dots: bool) -> Iterator[Markup]:
+    for line in lines:
+        classes = f"{look(line.number)}{' faint' if faint else ''}"
+        points = thinned(line.points)
+        yield Markup('<path class="line {}" d="{}"/>').format(classes, _path(points, axes))
+        for x, y in points:
+            if not math.isfinite(y):
+                yield Markup('<text class="lost {}" x="{:.1f}" y="{}">×</text>').format(classes, axes.x(x), _TOP + 6)
+            elif dots or len(points) == 1:
+                yield Markup('<circle class="{}" cx="{:.1f}" cy="{:.1f}" r="2.5"><title>{}</title></circle>').format(
+                    classes, axes.x(x), axes.y(y), f"{line.name}: {short(y)} at {short(x)}"
+                )
 
 
 def _path(points: Sequence[tuple[float, float]], axes: _Axes) -> str:
@@ -167,16 +169,13 @@ def thinned(points: Sequence[tuple[float, float]]) -> Sequence[tuple[float, floa
 
 
 def running_mean(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Over a twentieth of the line around each point, without values that are not finite."""
+    """Over a twentieth of the line around each point; values that are not finite stay, and count nowhere else."""
     reach = len(points) // 40
-    sums, counts = [0.0], [0]
-    for _, y in points:
-        finite = math.isfinite(y)
-        sums.append(sums[-1] + (y if finite else 0.0))
-        counts.append(counts[-1] + finite)
+    finite = [math.isfinite(y) for _, y in points]
+    sums = [0.0, *accumulate(y if here else 0.0 for (_, y), here in zip(points, finite, strict=True))]
+    counts = [0, *accumulate(finite)]
     means = []
-    for index, (x, _) in enumerate(points):
+    for index, (x, y) in enumerate(points):
         low, high = max(0, index - reach), min(len(points), index + reach + 1)
-        count = counts[high] - counts[low]
-        means.append((x, (sums[high] - sums[low]) / count if count else math.nan))
+        means.append((x, (sums[high] - sums[low]) / (counts[high] - counts[low]) if finite[index] else y))
     return means

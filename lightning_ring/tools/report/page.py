@@ -18,7 +18,7 @@ from lightning_ring.tools.report.runs import Run, when
 
 _MOST_PICTURE_BYTES = 6_000_000
 _LEARNING_RATE = re.compile(r"(ring/)?lr[-/]|.*learning_rate")
-_NOT_DRAWN = ("epoch", "hp_metric")
+_NOT_DRAWN = ("epoch", "hp_metric", "ring/slowest_rank")
 _PARTS = ("forward", "backward", "exposed communication", "data", "optimizer", "copy", "other")  # in their colours
 
 

@@ -27,7 +27,16 @@ def test_a_running_mean_of_a_straight_line_is_that_line() -> None:
     points[100] = (100.0, math.inf)
     means = running_mean(points)
     assert means[50] == (50.0, 100.0)
-    assert means[100] == (100.0, 200.0)
+    assert means[100] == (100.0, math.inf)
+    assert means[101] == (101.0, pytest.approx(202.2)), "without its neighbour"
+
+
+@pytest.mark.parametrize(("num_lines", "num_paths", "note"), [(2, 4, "thick: running mean"), (7, 7, "running mean")])
+def test_many_noisy_lines_are_drawn_by_their_means_alone(num_lines: int, num_paths: int, note: str) -> None:
+    lines = [Line(number, "a", [(step, step % 7) for step in range(100)]) for number in range(num_lines)]
+    chart = line_chart("accuracy", lines, "step", smooth=True)
+    assert chart.count('class="line') == num_paths
+    assert f"<small>{note}</small>" in chart
 
 
 @pytest.mark.parametrize("low", [0.0, -3.0, 1e-30, 1e9])

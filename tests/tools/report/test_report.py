@@ -181,11 +181,11 @@ def test_the_last_picture_of_each_tag_while_there_is_room(sweep: Path, monkeypat
     page = page_of(sweep)
     assert page.count("data:image/png") == 2
     assert words(page).count(", step 2") == 2
-    assert "left out" not in page
+    assert "Pictures left out" not in page
     monkeypatch.setattr(report_page, "_MOST_PICTURE_BYTES", 100)
     page = page_of(sweep)
     assert page.count("data:image/png") == 1
-    assert "1 pictures are left out" in page
+    assert "MB of them at most: 1." in page
 
 
 def test_a_run_that_went_on_shows_each_fit_and_the_later_value_of_a_step(trained: Path, tmp_path: Path) -> None:
