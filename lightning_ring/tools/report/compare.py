@@ -114,12 +114,13 @@ def step_windows(run: Run) -> Iterator[tuple[str, dict[str, float]]]:
 
 def slowest_ranks(run: Run) -> list[tuple[int, float, float]]:
     """Rank, the share of logged steps in which it was the slowest, and its median milliseconds behind in them."""
-    behind = {point.step: point.value for point in run.scalars.get("ring/slowest_rank_behind_ms", ())}
-    ranks = run.scalars.get("ring/slowest_rank", [])
-    by_rank: dict[int, list[float]] = {}
-    for point in ranks:
-        by_rank.setdefault(int(point.value), []).append(behind.get(point.step, math.nan))
-    rows = [(rank, len(times) / len(ranks), statistics.median(times)) for rank, times in by_rank.items()]
+    by_rank = {
+        int(found[1]): [point.value for point in points]
+        for tag, points in run.scalars.items()
+        if (found := re.fullmatch(r"ring/slowest_rank_behind_ms/rank_(\d+)", tag))
+    }
+    num_steps = sum(map(len, by_rank.values()))
+    rows = [(rank, len(times) / num_steps, statistics.median(times)) for rank, times in by_rank.items()]
     return sorted(rows, key=lambda row: -row[1])
 
 

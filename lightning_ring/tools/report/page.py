@@ -18,7 +18,7 @@ from lightning_ring.tools.report.runs import Run, when
 
 _MOST_PICTURE_BYTES = 6_000_000
 _LEARNING_RATE = re.compile(r"(ring/)?lr[-/]|.*learning_rate")
-_NOT_DRAWN = ("epoch", "hp_metric", "ring/slowest_rank")
+_NOT_DRAWN = re.compile(r"epoch$|hp_metric$|best/|test")
 _PARTS = ("forward", "backward", "exposed communication", "data", "optimizer", "copy", "other")  # in their colours
 
 
@@ -91,7 +91,7 @@ def _charts(runs: Sequence[Run], metric: Metric | None) -> dict[str, list[Markup
     if lines:
         main.append(charts.line_chart("learning rate of the first parameter group", lines, "step"))
     more = [*training, *groups.get("validation", []), *dict.fromkeys(tag for found in rates for tag in found[1:])]
-    ranks = [tag for tag in groups.get("ranks", []) if "world_size" not in tag or _changes(runs, tag)]
+    ranks = [tag for tag in groups.get("ranks", []) if _changes(runs, tag)]
     return {
         "main": main,
         "more": [_chart(runs, tag) for tag in more if tag not in first],
@@ -101,12 +101,12 @@ def _charts(runs: Sequence[Run], metric: Metric | None) -> dict[str, list[Markup
 
 
 def _group(tag: str) -> str:
-    if tag in _NOT_DRAWN or tag.startswith("test"):
+    if _NOT_DRAWN.match(tag):
         return "none"
     if _LEARNING_RATE.match(tag):
         return "learning rates"
     if tag.startswith("ring/"):
-        return "ranks" if re.search("slowest_rank|world_size", tag) else "machine"
+        return "ranks" if tag.endswith("world_size") else "machine"
     return "validation" if compare.VALIDATION.match(tag) else "training"
 
 

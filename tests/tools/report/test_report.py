@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_ring.cli import main as dispatcher
 from lightning_ring.monitor import RingMonitor
 from lightning_ring.tools.report import page as report_page
-from lightning_ring.tools.report.compare import choose_metric, settings
+from lightning_ring.tools.report.compare import choose_metric, settings, slowest_ranks
 from lightning_ring.tools.report.page import write_page
 from lightning_ring.tools.report.runs import read_runs
 from tests.monitor.browser import NAMES, executable, open_browser
@@ -77,7 +77,9 @@ def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, losses in (("2", [3.0, float("nan"), float("inf"), 2.0]), ("10", [3.0, 0.5, 1.0])):
         write_run(
             folder / name,
-            {"train/loss": losses, "val/loss": losses, "lr-SGD": [0.1, 0.2], "ring/forward_ms": [2.0, 4.0]},
+            {"train/loss": losses, "val/loss": losses, "lr-SGD": [0.1, 0.2], "ring/forward_ms": [2.0, 4.0]}
+            | {"ring/slowest_rank_behind_ms/rank_1": [7.0, 5.0, 9.0], "ring/slowest_rank_behind_ms/rank_0": [1.0]}
+            | {"best/val/loss": [0.5]},
             overrides=[f"optimizer.lr={name}", "seed=1"],
             config=f"optimizer: {{lr: {name}}}\ncallbacks: {{checkpoint: {{monitor: val/loss}}}}\n",
             pictures=["val/confusion"],
@@ -143,6 +145,11 @@ def test_runs_are_sorted_by_the_metric_and_what_differs_is_named(sweep: Path) ->
     assert settings(best_first) == {"optimizer.lr": ["10", "2"]}, "not the seed, which is the same"
     table = words(write_page(runs, metric)).partition("Curves")[2].partition("Curves")[0]
     assert re.search(r"10 10 0\.5 1 1 .* 2 2 2 3 2 ", table)
+
+
+def test_the_slowest_ranks_are_named(sweep: Path) -> None:
+    assert slowest_ranks(read_runs([sweep])[0]) == [(1, 0.75, 7.0), (0, 0.25, 1.0)]
+    assert "2 1 75 % of logged steps 7 ms 2 0 25 % of logged steps 1 ms" in words(page_of(sweep))
 
 
 def test_another_metric_can_be_asked_for(sweep: Path) -> None:
@@ -254,7 +261,7 @@ def test_bad_input_is_one_line(sweep: Path, tmp_path: Path, capsys: pytest.Captu
     (tmp_path / "empty").mkdir()
     assert "no such folder. Name the folder of a run" in refused(capsys, str(tmp_path / "missing"), *output)
     assert "holds no TensorBoard event files" in refused(capsys, str(tmp_path / "empty"), *output)
-    assert "no run logged it. Logged were: train/loss, val/loss, lr-SGD." in refused(
+    assert "no run logged it. Logged were: train/loss, val/loss, lr-SGD, best/val/loss." in refused(
         capsys, str(sweep), "--metric", "beauty", *output
     )
     assert "cannot be written" in refused(capsys, str(sweep), "-o", str(tmp_path / "missing" / "x.html"))
