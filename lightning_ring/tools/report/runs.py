@@ -114,11 +114,13 @@ def _numbers_by_value(path: Path) -> list[str]:
 
 
 def _names(folders: list[Path]) -> list[str]:
-    """What tells the folders apart; of a single one its last two parts."""
+    """Paths below the folder above all, without the overrides that all have; of a single one its last two parts."""
     if len(folders) == 1:
         return ["/".join(folders[0].parts[-2:])]
     above = Path(os.path.commonpath(folders))
-    return [folder.relative_to(above).as_posix() if folder != above else folder.name for folder in folders]
+    names = [folder.relative_to(above).as_posix() if folder != above else folder.name for folder in folders]
+    everywhere = set.intersection(*(set(name.split(",")) for name in names))
+    return [",".join(word for word in name.split(",") if word not in everywhere) or name for name in names]
 
 
 def _read_run(folder: Path, name: str) -> Run:

@@ -232,6 +232,12 @@ def test_a_moved_run_differs_in_no_path(tmp_path: Path) -> None:
     assert [run.config for run in read_runs([tmp_path])] == [{"dirpath": "RUN/checkpoints"}] * 2
 
 
+def test_names_hold_what_differs(tmp_path: Path) -> None:
+    for lr in ("0.1", "0.2"):
+        write_run(tmp_path / f"{lr}_lr={lr},epochs=5", {"val/loss": [1.0]})
+    assert [run.name for run in read_runs([tmp_path])] == ["0.1_lr=0.1", "0.2_lr=0.2"]
+
+
 def test_more_runs_than_can_be_told_apart(tmp_path: Path) -> None:
     for number in range(30):
         write_run(tmp_path / f"{number}", {"val/accuracy": [number / 30]})
