@@ -16,6 +16,7 @@ COMMANDS = {
     "bench": ("lightning_ring.cli.bench", "how fast the ring is: bandwidth of every backend, over sizes"),
     "timeline": ("lightning_ring.cli.timeline", "merge the ranks' timelines into one trace, also after a crash"),
     "plan": ("lightning_ring.cli.plan", "how far a recorded job will scale, and what to change first"),
+    "report": ("lightning_ring.cli.report", "one HTML page of a run, or of several compared"),
 }
 
 

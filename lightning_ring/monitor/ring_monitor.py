@@ -19,11 +19,12 @@ from lightning_ring.monitor.failures import LeftOut
 from lightning_ring.monitor.optimizer_numbers import SkippedSteps, gradient_squares, learning_rates, trust_ratios
 from lightning_ring.monitor.rank_rows import Memory, RankRow, RowExchange
 from lightning_ring.monitor.ring_report import UNKNOWN, LoggedStep, RingReport, numbers_on_device
+from lightning_ring.monitor.run_record import record_end, record_start
 from lightning_ring.monitor.step_record import StepTimes
 from lightning_ring.monitor.step_timer import StepTimer
 from lightning_ring.monitor.step_window import RecordedStep, StepWindow
 
-_TIMES, _NORMS, _OPTIMIZERS, _SKIPPED, _MEMORY, _IMAGES, _PAGES, _REPORT, _BAR = _PARTS = (
+_TIMES, _NORMS, _OPTIMIZERS, _SKIPPED, _MEMORY, _IMAGES, _PAGES, _REPORT, _BAR, _RECORD = _PARTS = (
     "step times",
     "gradient norms",
     "numbers of the optimizers",
@@ -33,6 +34,7 @@ _TIMES, _NORMS, _OPTIMIZERS, _SKIPPED, _MEMORY, _IMAGES, _PAGES, _REPORT, _BAR =
     "TensorBoard pages",
     "report",
     "numbers on the progress bar",
+    "record of environment and end",
 )
 
 
@@ -71,14 +73,19 @@ class RingMonitor(Callback):
         fit = self._fit = _Fit(trainer)
         if trainer.is_global_zero:
             fit.dashboard = fit.left_out.run(_PAGES, None, Dashboard, trainer)
+            fit.left_out.run(_RECORD, None, record_start, trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._fit is None:
             return
         self._receive(trainer, self._fit, wait=True)
         self._draw(self._fit, Dashboard.draw)
+        if trainer.is_global_zero:
+            self._fit.left_out.run(_RECORD, None, record_end, trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if self._fit is not None and trainer.is_global_zero:
+            self._fit.left_out.run(_RECORD, None, record_end, trainer, exception)
         self._close()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

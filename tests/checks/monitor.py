@@ -319,6 +319,10 @@ def check_tensorboard_pages_are_written(tmp_path: Path) -> None:
     assert set(tags["histograms"]) == {"ring/trust_ratio", "ring/bucket_gradient_norm"}
     (image,) = events.Images("ring/buckets of a step")
     assert image.width > 600
+    (environment,) = events.Tensors("ring/environment/text_summary")
+    assert f"(ranks {', '.join(map(str, range(SIZE)))})".encode() in environment.tensor_proto.string_val[0], "hosts"
+    assert events.Scalars("ring/world_size")[0].value == SIZE
+    assert events.Tensors("ring/end/text_summary")[0].tensor_proto.string_val == [b"finished"]
     content = plugin_data_pb2.HParamsPluginData()
     content.ParseFromString(events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content)
     shown = content.session_start_info.hparams

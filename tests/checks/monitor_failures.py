@@ -37,6 +37,7 @@ PLACES: tuple[dict[tuple[Any, str], str], ...] = (
         (SkippedSteps, "count"): "skipped steps",
         (RingReport, "bar"): "numbers on the progress bar",
         (dashboard.Dashboard, "add_histograms"): "TensorBoard pages",
+        (ring_monitor, "record_start"): "record of environment and end",
     },
     {
         (step_window.StepWindow, "__init__"): "step times",
@@ -58,7 +59,13 @@ PLACES: tuple[dict[tuple[Any, str], str], ...] = (
     },
 )
 # what rank 0 alone does, or what is not known before all rows are here: of another rank nothing is said
-OF_RANK_0 = ("numbers of the optimizers", "numbers on the progress bar", "TensorBoard pages", "report")
+OF_RANK_0 = (
+    "numbers of the optimizers",
+    "numbers on the progress bar",
+    "TensorBoard pages",
+    "report",
+    "record of environment and end",
+)
 
 
 class Planted(Exception):

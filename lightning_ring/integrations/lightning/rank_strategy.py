@@ -151,6 +151,11 @@ class RankedStrategy(DDPStrategy):
         return self._comm
 
     @property
+    def hosts(self) -> list[str]:
+        """Each rank's, by rank; empty before `setup_environment`."""
+        return [member.host for member in self._job.members] if self._job is not None else []
+
+    @property
     def has_data(self) -> bool:
         """Whether this rank's batch counts; not where it ran out of data and repeats one (``uneven="join"``)."""
         return self._active_ranks.has_data

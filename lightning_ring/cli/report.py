@@ -1,0 +1,47 @@
+"""``lightning-ring report``: one HTML page of a run, or of several compared."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from lightning_ring.errors import ConfigurationError
+
+
+def main(arguments: Sequence[str]) -> int:
+    options = _parser().parse_args(arguments)
+    missing = [name for name in ("tensorboard", "jinja2", "yaml") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigurationError(
+            f"reading runs needs {' and '.join(missing)}, which this Python does not have: "
+            "`pip install 'lightning-ring[monitor]'` brings it."
+        )
+    output = Path(options.output)
+    if output.is_dir() or not os.access(output.absolute().parent, os.W_OK):
+        raise ConfigurationError(f"-o {output}: cannot be written. Name a file in an existing folder.")
+    from lightning_ring.tools.report.compare import choose_metric
+    from lightning_ring.tools.report.page import write_page
+    from lightning_ring.tools.report.runs import read_runs
+
+    runs = read_runs(options.runs)
+    page = write_page(runs, choose_metric(runs, options.metric)).encode()
+    output.write_bytes(page)
+    counted = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
+    print(f"{output}: {counted}, {len(page) / 1e6:.1f} MB")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="lightning-ring report",
+        description="Write one HTML page, which needs no network, of what a run logged to TensorBoard and keeps in its "
+        "folder: result, curves, where a step's time goes, ranks, pictures, configuration, environment. Several runs "
+        "are compared.",
+    )
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run, or above several, such as a sweep's")
+    parser.add_argument("-o", "--output", default="report.html", metavar="FILE", help="default: report.html")
+    parser.add_argument("--metric", metavar="TAG", help="scalar to compare by (default: what checkpoints go by)")
+    return parser

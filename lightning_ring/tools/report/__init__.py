@@ -1,0 +1,1 @@
+"""Reports on runs: one HTML page of what TensorBoard's event files and the run's folder hold."""

@@ -1,0 +1,305 @@
+"""`lightning-ring report`: the page of real and of made-up runs, and what the command refuses."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.loggers import TensorBoardLogger
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_ring.cli import main as dispatcher
+from lightning_ring.monitor import RingMonitor
+from lightning_ring.tools.report import page as report_page
+from lightning_ring.tools.report.compare import choose_metric, settings, slowest_ranks
+from lightning_ring.tools.report.page import write_page
+from lightning_ring.tools.report.runs import read_runs
+from tests.monitor.browser import NAMES, executable, open_browser
+from tests.tools.report.made_up import write_run
+
+VOID = {"meta", "img", "input", "br", "path", "circle"}
+
+
+class Model(L.LightningModule):
+    def __init__(self, fails_at: int | None = None) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = torch.nn.Linear(2, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self.global_step == self.hparams["fails_at"]:
+            raise ValueError("<b>planted</b>")
+        loss = self.net(batch[0]).square().mean()
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.net(batch[0]).square().mean())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit(folder: Path, fails_at: int | None = None) -> Path:
+    logger = TensorBoardLogger(folder)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=2,
+        log_every_n_steps=1,
+        logger=logger,
+        callbacks=[RingMonitor()],
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        enable_progress_bar=False,
+        default_root_dir=folder,
+    )
+    batches = DataLoader(TensorDataset(torch.randn(12, 2)), batch_size=4)
+    trainer.fit(Model(fails_at), batches, batches)
+    return Path(logger.log_dir)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return fit(tmp_path_factory.mktemp("trained"))
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Run 10 is the best; run 2 has NaN and infinite values."""
+    folder = tmp_path_factory.mktemp("sweep")
+    for name, losses in (("2", [3.0, float("nan"), float("inf"), 2.0]), ("10", [3.0, 0.5, 1.0])):
+        write_run(
+            folder / name,
+            {"train/loss": losses, "val/loss": losses, "lr-SGD": [0.1, 0.2], "ring/forward_ms": [2.0, 4.0]}
+            | {"ring/slowest_rank_behind_ms/rank_1": [7.0, 5.0, 9.0], "ring/slowest_rank_behind_ms/rank_0": [1.0]}
+            | {"best/val/loss": [0.5]},
+            overrides=[f"optimizer.lr={name}", "seed=1"],
+            config=f"optimizer: {{lr: {name}}}\ncallbacks: {{checkpoint: {{monitor: val/loss}}}}\n",
+            pictures=["val/confusion"],
+        )
+    return folder
+
+
+def page_of(*folders: Path, metric: str | None = None) -> str:
+    runs = read_runs(folders)
+    return write_page(runs, choose_metric(runs, metric))
+
+
+def words(page: str) -> str:
+    """What a reader sees."""
+    return " ".join(re.sub(r"<style.*?</style>|<[^>]+>", " ", page, flags=re.DOTALL).split())
+
+
+class Balanced(HTMLParser):
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.loaded: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.loaded += [value or "" for name, value in attrs if name in ("src", "href", "srcset", "action")]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert tag in VOID or self.open.pop() == tag
+
+
+def test_a_trained_run_has_every_section_and_asks_for_nothing_else(trained: Path) -> None:
+    page = page_of(trained)
+    parsed = Balanced(page)
+    assert parsed.open == []
+    assert [link for link in parsed.loaded if not link.startswith(("#", "data:image/png;base64,"))] == []
+    assert not re.search(r"https?:|url\(|@import|<script", page)
+    text = words(page)
+    for shown in ("best val_loss", "train_loss", "steps 5", "finished", "lightning_logs", torch.__version__):
+        assert shown in text
+    assert "fails_at" in text, "hparams.yaml"
+    assert "ring/buckets of a step, step 5" in text
+
+
+def test_an_error_that_ends_a_run_is_shown_and_escaped(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="planted"):
+        fit(tmp_path, fails_at=2)
+    page = page_of(tmp_path)
+    assert "ValueError: &lt;b&gt;planted&lt;/b&gt;" in page
+    assert "<b>planted" not in page
+
+
+def test_runs_are_sorted_by_the_metric_and_what_differs_is_named(sweep: Path) -> None:
+    runs = read_runs([sweep])
+    assert [run.name for run in runs] == ["2", "10"], "numbers by value"
+    metric = choose_metric(runs, None)
+    assert metric is not None
+    assert (metric.tag, metric.lower_is_better) == ("val/loss", True)
+    best_first = metric.sorted(runs)
+    assert [run.name for run in best_first] == ["10", "2"]
+    assert settings(best_first) == {"optimizer.lr": ["10", "2"]}, "not the seed, which is the same"
+    table = words(write_page(runs, metric)).partition("Curves")[2].partition("Curves")[0]
+    assert re.search(r"10 10 0\.5 1 1 .* 2 2 2 3 2 ", table)
+
+
+def test_the_slowest_ranks_are_named(sweep: Path) -> None:
+    assert slowest_ranks(read_runs([sweep])[0]) == [(1, 0.75, 7.0), (0, 0.25, 1.0)]
+    assert "2 1 75 % of logged steps 7 ms 2 0 25 % of logged steps 1 ms" in words(page_of(sweep))
+
+
+def test_another_metric_can_be_asked_for(sweep: Path) -> None:
+    assert "Sorted by the best train/loss (lower is better)" in words(page_of(sweep, metric="train/loss"))
+
+
+def test_values_that_are_not_finite_are_counted_and_break_no_chart(sweep: Path) -> None:
+    page = page_of(sweep)
+    assert "×: 2 values that are NaN or infinite" in words(page)
+    assert not re.search(r'(?:d|cx|cy|x|y)="[^"]*(?:nan|inf)', page)
+
+
+def test_colours_do_not_depend_on_the_metric(sweep: Path) -> None:
+    for metric in ("val/loss", "lr-SGD"):
+        assert re.search(r'show-0" checked>.*?dash-0.*?<span>2 ', page_of(sweep, metric=metric), re.DOTALL)
+
+
+def test_names_are_escaped(tmp_path: Path) -> None:
+    for folder in ("<i>a", "b"):
+        write_run(tmp_path / folder, {"val_<u>": [1.0]}, config="x: <s>", pictures=["<em>"])
+    page = page_of(tmp_path)
+    assert not re.search(r"<(i|u|s|em)>", page)
+    assert Balanced(page).open == []
+
+
+@pytest.mark.parametrize("scalars", [{}, {"a": [1.0]}, {"val/x": [float("nan")]}, {"val/loss": [0.0, 1e38, -1e38]}])
+def test_little_or_extreme_data(tmp_path: Path, scalars: dict[str, list[float]]) -> None:
+    write_run(tmp_path / "run", scalars)
+    text = words(page_of(tmp_path))
+    assert ("No scalars were logged." in text) == (not scalars)
+    assert "Not recorded: no run logged step times." in text
+    assert "No images were logged." in text
+
+
+def test_the_last_picture_of_each_tag_while_there_is_room(sweep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = page_of(sweep)
+    assert page.count("data:image/png") == 2
+    assert words(page).count(", step 2") == 2
+    assert "Pictures left out" not in page
+    monkeypatch.setattr(report_page, "_MOST_PICTURE_BYTES", 100)
+    page = page_of(sweep)
+    assert page.count("data:image/png") == 1
+    assert "MB of them at most: 1." in page
+
+
+def test_a_run_that_went_on_shows_each_fit_and_the_later_value_of_a_step(trained: Path, tmp_path: Path) -> None:
+    from torch.utils.tensorboard import SummaryWriter
+
+    for ranks, value, end in ((4, 1.0, "PeerFailedError: rank 3"), (3, 2.0, None)):
+        with SummaryWriter(str(tmp_path)) as writer:
+            writer.add_text("ring/environment", f"| of this fit | |\n|---|---|\n| ranks | {ranks} |", 0)
+            writer.add_scalar("ring/world_size", ranks, ranks)
+            writer.add_scalar("val/loss", value, 5)
+            if end is not None:
+                writer.add_text("ring/end", end, 5)
+    (run,) = read_runs([tmp_path])
+    assert [(fit.environment["ranks"], fit.end) for fit in run.fits] == [("4", "PeerFailedError: rank 3"), ("3", "")]
+    assert run.end == "not recorded: killed, or still running"
+    assert [point.value for point in run.scalars["val/loss"]] == [2.0]
+    assert "ring/world_size" in words(write_page([run], None)), "it changed"
+
+
+def test_a_damaged_folder_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
+    write_run(tmp_path, {"val/loss": [1.0] * 50}, config="a: [1")
+    (events,) = tmp_path.glob("*.tfevents.*")
+    events.write_bytes(events.read_bytes()[:-300])
+    (tmp_path / "hparams.yaml").write_text("c: !!python/object/apply:os.system ['false']\nd: !x {e: 1}\n")
+    (tmp_path / "result.json").write_text("{")
+    (run,) = read_runs([tmp_path])
+    assert 30 < len(run.scalars["val/loss"]) < 50
+    assert run.config == {"config.yaml": "cannot be read: ParserError", "c": '["false"]', "d.e": "1"}
+    assert run.result == {}
+
+
+def test_a_moved_run_differs_in_no_path(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        write_run(tmp_path / name, {"val/loss": [1.0]}, config="dirpath: ${hydra:runtime.output_dir}/checkpoints")
+        (tmp_path / name / ".hydra" / "hydra.yaml").write_text(f"hydra: {{runtime: {{output_dir: /old/{name}}}}}")
+        (tmp_path / name / "hparams.yaml").write_text(f"dirpath: /old/{name}/checkpoints")
+    assert [run.config for run in read_runs([tmp_path])] == [{"dirpath": "RUN/checkpoints"}] * 2
+
+
+def test_names_hold_what_differs(tmp_path: Path) -> None:
+    for lr in ("0.1", "0.2"):
+        write_run(tmp_path / f"{lr}_lr={lr},epochs=5", {"val/loss": [1.0]})
+    assert [run.name for run in read_runs([tmp_path])] == ["0.1_lr=0.1", "0.2_lr=0.2"]
+
+
+def test_more_runs_than_can_be_told_apart(tmp_path: Path) -> None:
+    for number in range(30):
+        write_run(tmp_path / f"{number}", {"val/accuracy": [number / 30]})
+    page = page_of(tmp_path)
+    assert "Charts and pictures show 24 of 30 runs" in words(page)
+    assert 'id="show-23"' in page
+    assert 'id="show-24"' not in page
+    assert "<span>29 <" in page, "the best are drawn"
+    assert "<span>5 <" not in page
+
+
+@pytest.fixture
+def without_jinja(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "jinja2" else find(name))
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert dispatcher.main(["report", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    return error
+
+
+def test_bad_input_is_one_line(sweep: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = ["-o", str(tmp_path / "report.html")]
+    (tmp_path / "empty").mkdir()
+    assert "no such folder. Name the folder of a run" in refused(capsys, str(tmp_path / "missing"), *output)
+    assert "holds no TensorBoard event files" in refused(capsys, str(tmp_path / "empty"), *output)
+    assert "no run logged it. Logged were: train/loss, val/loss, lr-SGD, best/val/loss." in refused(
+        capsys, str(sweep), "--metric", "beauty", *output
+    )
+    assert "cannot be written" in refused(capsys, str(sweep), "-o", str(tmp_path / "missing" / "x.html"))
+    assert not Path(output[1]).exists()
+
+
+@pytest.mark.usefixtures("without_jinja")
+def test_missing_packages_name_the_extra(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "pip install 'lightning-ring[monitor]'" in refused(capsys, str(sweep))
+
+
+def test_the_command_writes_the_page(sweep: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "page.html"
+    assert dispatcher.main(["report", str(sweep / "2"), str(sweep / "10"), str(sweep), "-o", str(output)]) == 0
+    assert capsys.readouterr().out == f"{output}: 2 runs, {output.stat().st_size / 1e6:.1f} MB\n"
+
+
+@pytest.mark.ranks
+@pytest.mark.skipif(executable() is None, reason=f"none of {', '.join(NAMES)} is installed")
+def test_it_fits_a_phone_and_runs_can_be_hidden(sweep: Path, trained: Path, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    page.write_text(page_of(sweep, trained))
+    with open_browser(tmp_path / "profile") as browser:
+        browser.size(360, 800)
+        browser.open(page.as_uri())
+        browser.wait_for("3 runs compared", "Environment")
+        assert browser.evaluate("document.scrollingElement.scrollWidth - document.scrollingElement.clientWidth") == 0
+        shown = "[...document.querySelectorAll('.charts .run-0')].filter(line => line.checkVisibility()).length"
+        assert browser.evaluate(shown) > 0
+        browser.evaluate("document.querySelector('#show-0').click()")
+        assert browser.evaluate(shown) == 0
+        dark = "getComputedStyle(document.body).backgroundColor"
+        assert browser.evaluate(dark) == "rgb(255, 255, 255)"
+        browser.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])
+        assert browser.evaluate(dark) == "rgb(20, 23, 27)"
