@@ -19,6 +19,7 @@ from lightning_ring.retrieval import nearest
 MOST_COUNTED = 20  # classes of a confusion matrix that has numbers in its cells
 MOST_NAMES = 40  # of classes along an axis
 
+
 class Pictures(Callback):
     """Rank 0 writes pictures of the images that it sees; on several ranks they are its part of all.
 
@@ -124,7 +125,7 @@ def shown(images: Tensor) -> Tensor:
 
 
 def confusion(predicted: Tensor, labels: Tensor, names: Sequence[str], title: str = "") -> Figure:
-    """A row a class, a column what it was taken for; colour: share of the row. Up to 20 classes have counts in cells."""
+    """A row a class, a column what it was taken for; colour: share of the row. Up to 20 classes have counts."""
     num_classes = len(names)
     counts = torch.bincount(labels * num_classes + predicted, minlength=num_classes**2).view(num_classes, num_classes)
     share = counts / counts.sum(1, keepdim=True).clamp_min(1)
@@ -138,7 +139,7 @@ def confusion(predicted: Tensor, labels: Tensor, names: Sequence[str], title: st
     axes.set_yticks(shown, [names[label] for label in shown], fontsize=8)
     for row, column in counts.nonzero().tolist() if num_classes <= MOST_COUNTED else ():
         colour = "white" if share[row, column] > 0.5 else "black"
-        axes.text(column, row, int(counts[row, column]), ha="center", va="center", color=colour, fontsize=9)
+        axes.text(column, row, str(int(counts[row, column])), ha="center", va="center", color=colour, fontsize=9)
     return figure
 
 

@@ -211,6 +211,8 @@ class RingMonitor(Callback):
             return
         fit.left_out.tell_of([row.left_out for row in report.rows])
         scalars = fit.left_out.run(_REPORT, {}, report.scalars)
+        fit.logged.update(name for name, value in scalars.items() if value)  # what is always 0 gets no chart
+        scalars = {name: value for name, value in scalars.items() if name in fit.logged}
         for logger in trainer.loggers if scalars else ():
             logger.log_metrics(scalars, step=report.step)  # an error in it is the user's to see, as under DDP
         if fit.dashboard is not None:
@@ -237,6 +239,7 @@ class _Fit:
         self.squares: dict[int, Tensor] = {}
         self.pending: LoggedStep | None = None
         self.dashboard: Dashboard | None = None
+        self.logged: set[str] = set()
         self.warned_of_batch = False
 
     def close(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,16 @@ def test_without_tensorboard_there_is_one_warning_and_training_goes_on(
     assert "pip install 'lightning-ring[monitor]'" in said[0]
     assert run.global_step == 4
     assert "ring/step_ms" in (Path(run.logger.log_dir) / "metrics.csv").read_text()
+
+
+def test_charts_are_those_that_have_values() -> None:
+    charts = dashboard.layout(trust_ratios=False, communicates=False, judged_by=["val/R@1", "val/loss", None])
+    assert list(charts) == ["Training", "Throughput", "Data", "Optimizer"]
+    assert list(charts["Optimizer"]) == ["optimizer, ms"]
+    assert list(charts["Training"]) == ["loss", "accuracy", "R@1", "gradient norm", "learning rate"]
+    (tags,) = charts["Training"]["R@1"][1]
+    shown = [tag for tag in ("val/R@1", "test_unseen/R@1", "val/R@10", "ring/R@1") if re.match(tags, tag)]
+    assert shown == ["val/R@1", "test_unseen/R@1"]
 
 
 class Mine(TQDMProgressBar):
