@@ -16,6 +16,7 @@ from lightning_ring.comm.communicator import Communicator
 from lightning_ring.monitor.batch_size import first_dimension
 from lightning_ring.monitor.dashboard import Dashboard
 from lightning_ring.monitor.failures import LeftOut
+from lightning_ring.monitor.narrow_bars import narrow
 from lightning_ring.monitor.optimizer_numbers import SkippedSteps, gradient_squares, learning_rates, trust_ratios
 from lightning_ring.monitor.rank_rows import Memory, RankRow, RowExchange
 from lightning_ring.monitor.ring_report import UNKNOWN, LoggedStep, RingReport, numbers_on_device
@@ -70,6 +71,7 @@ class RingMonitor(Callback):
         self._close()
         fit = self._fit = _Fit(trainer)
         if trainer.is_global_zero:
+            narrow(trainer)
             fit.dashboard = fit.left_out.run(_PAGES, None, Dashboard, trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
