@@ -50,7 +50,7 @@ class Classifier(L.LightningModule):
         images, labels = batch
         logits = self(images)
         loss = F.cross_entropy(logits, labels, label_smoothing=self.label_smoothing)
-        self.log("train/loss", loss.detach())
+        self.log("train/loss", loss.detach(), prog_bar=True)
         self.log("train/accuracy", accuracy(logits, labels))
         return loss
 

@@ -10,10 +10,14 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import TensorBoardLogger
+from matplotlib.figure import Figure  # no pyplot: it would look for a display
 from torch import Tensor
 from torchvision.utils import make_grid
 
 from lightning_ring.retrieval import nearest
+
+MOST_COUNTED = 20  # classes of a confusion matrix that has numbers in its cells
+MOST_NAMES = 40  # of classes along an axis
 
 
 class Pictures(Callback):
@@ -22,13 +26,14 @@ class Pictures(Callback):
     In training: the first batch of each epoch in ``every``, as the model gets it, augmented. After each evaluation,
     from its first ``most`` images a loader:
 
-    - of a model that classifies: the confusion matrix, and precision and recall of the ``curves`` worst classes;
+    - of a model that classifies: the confusion matrix with the data module's ``class_names``, and precision and recall
+      of the ``curves`` worst classes; in validation after the first epoch and each ``every``-th;
     - of one that embeds: ``strips`` queries, each beside the five images nearest to it (green: its class; red:
       another), and, in the test, all embeddings for TensorBoard's projector.
 
     Args:
         images: Of a training batch.
-        every: Epochs between two pictures of a training batch.
+        every: Epochs between two pictures of a training batch, and of the classes.
         most: Images of an evaluation to keep.
         strips: Queries shown with what they find.
         curves: Classes with a precision-recall curve.
@@ -76,19 +81,21 @@ class Pictures(Callback):
         kept.append((shown(images), labels.cpu(), outputs.float().cpu()))
 
     def _draw(self, trainer: L.Trainer, module: Any, stage: str) -> None:
-        writer, step = _writer(trainer), trainer.global_step
+        writer, step, epoch = _writer(trainer), trainer.global_step, trainer.current_epoch
+        counts = stage == "test" or epoch == 0 or (epoch + 1) % self.every == 0  # a figure takes 0.4 s
         for loader, parts in self.seen.items():
             if writer is None or not parts:
                 continue
             images, labels, outputs = (torch.cat(column) for column in zip(*parts, strict=True))
             name = stage if loader == 0 else f"{stage}_unseen"
             if not hasattr(module, "embedder"):
-                self._classified(writer, name, labels, outputs, step)
+                if counts:
+                    self._classified(trainer, name, labels, outputs)
                 continue
-            if loader == 0 and module.classification_weight:
+            if counts and loader == 0 and module.classification_weight:
                 with torch.no_grad():
                     logits = module.logits(outputs.to(module.device)).float().cpu()
-                self._classified(writer, name, labels, logits, step)
+                self._classified(trainer, name, labels, logits)
             embeddings = F.normalize(outputs)
             writer.add_image(f"{name}/nearest", strips(images, labels, embeddings, self.strips), step)
             if stage == "test":
@@ -96,11 +103,18 @@ class Pictures(Callback):
                 writer.add_embedding(embeddings, labels.tolist(), thumbnails, step, tag=name)
         self.seen.clear()
 
-    def _classified(self, writer: Any, name: str, labels: Tensor, logits: Tensor, step: int) -> None:
-        writer.add_image(f"{name}/confusion", confusion(logits.argmax(1), labels, logits.shape[1]), step)
-        for label in worst_classes(logits.argmax(1), labels)[: self.curves]:
+    def _classified(self, trainer: L.Trainer, name: str, labels: Tensor, logits: Tensor) -> None:
+        writer, step, predicted = _writer(trainer), trainer.global_step, logits.argmax(1)
+        names = getattr(trainer.datamodule, "class_names", None)  # type: ignore[attr-defined]
+        classes = names or [str(label) for label in range(logits.shape[1])]
+        right = (predicted == labels).sum()
+        title = f"{name}, step {step}: {right} of {len(labels)} images right"
+        if trainer.world_size > 1:
+            title += ", on rank 0"
+        writer.add_figure(f"{name}/confusion", confusion(predicted, labels, classes, title), step)
+        for label in worst_classes(predicted, labels)[: self.curves]:
             share = logits.softmax(1)[:, label]
-            writer.add_pr_curve(f"{name}/class {label}", (labels == label).numpy(), share.numpy(), step)
+            writer.add_pr_curve(f"{name}/class {classes[label]}", (labels == label).numpy(), share.numpy(), step)
 
 
 def shown(images: Tensor) -> Tensor:
@@ -110,12 +124,23 @@ def shown(images: Tensor) -> Tensor:
     return (images - low) / (high - low).clamp_min(1e-6)
 
 
-def confusion(predicted: Tensor, labels: Tensor, num_classes: int, smallest: int = 400) -> Tensor:
-    """``[1, side, side]``: row: the class; column: what it was taken for; white: all of the row's images."""
+def confusion(predicted: Tensor, labels: Tensor, names: Sequence[str], title: str = "") -> Figure:
+    """A row a class, a column what it was taken for; colour: share of the row. Up to 20 classes have counts."""
+    num_classes = len(names)
     counts = torch.bincount(labels * num_classes + predicted, minlength=num_classes**2).view(num_classes, num_classes)
     share = counts / counts.sum(1, keepdim=True).clamp_min(1)
-    pixels = max(1, smallest // num_classes)
-    return share.repeat_interleave(pixels, 0).repeat_interleave(pixels, 1)[None]
+    figure = Figure(figsize=(7, 6.5), dpi=100, layout="constrained")
+    axes = figure.add_subplot(title=title, xlabel="predicted class", ylabel="class")
+    image = axes.imshow(share.numpy(), cmap="Blues", vmin=0, vmax=1)
+    figure.colorbar(image, label="share of the images of a class", shrink=0.8)
+    shown = range(0, num_classes, -(-num_classes // MOST_NAMES))
+    upright = max(map(len, names)) <= 3
+    axes.set_xticks(shown, [names[label] for label in shown], rotation=0 if upright else 90, fontsize=8)
+    axes.set_yticks(shown, [names[label] for label in shown], fontsize=8)
+    for row, column in counts.nonzero().tolist() if num_classes <= MOST_COUNTED else ():
+        colour = "white" if share[row, column] > 0.5 else "black"
+        axes.text(column, row, str(int(counts[row, column])), ha="center", va="center", color=colour, fontsize=9)
+    return figure
 
 
 def worst_classes(predicted: Tensor, labels: Tensor) -> list[int]:

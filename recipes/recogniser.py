@@ -99,7 +99,7 @@ class Recogniser(L.LightningModule):
             triplet = self.triplets(embeddings, labels)
             loss = loss + self.triplet_weight * triplet
             self.log("train/triplet_loss", triplet.detach())
-        self.log("train/loss", loss.detach())
+        self.log("train/loss", loss.detach(), prog_bar=True)
         return loss
 
     def triplets(self, embeddings: Tensor, labels: Tensor) -> Tensor:

@@ -79,7 +79,7 @@ def train(options: argparse.Namespace) -> None:
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             images, labels = batch
             loss = cross_entropy(self.net(images), labels.long())
-            self.log("train/loss", loss)
+            self.log("train/loss", loss, prog_bar=True)
             return loss
 
         def configure_optimizers(self) -> torch.optim.Optimizer:

@@ -9,6 +9,7 @@ import shutil
 import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,11 @@ from omegaconf import DictConfig, OmegaConf
 if not __package__:  # run as a script: make `recipes` importable, instead of this folder's modules at the top level
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from recipes.run_folder import label, new_folder, quoted_path
 from recipes.start import check, start_ranks
+from recipes.sweep import RESULT, goes_on_after
 
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "RANK", "SLURM_PROCID")
-RESULT = "result.json"
 
 
 def launcher_rank() -> int:
@@ -33,19 +35,20 @@ def launcher_rank() -> int:
 
 
 def rank_zero_folder(folder: str) -> str:
-    """``folder`` on rank 0, elsewhere a temporary one.
+    """``folder`` on rank 0, as `new_folder` makes it; elsewhere a temporary one.
 
     Every rank that mpirun, srun or torchrun starts resolves ``${now:}`` for itself, and Hydra makes that folder before
     ranks can talk. Only rank 0's is used: it alone logs, and Lightning hands its checkpoint folder to the others.
     """
     if launcher_rank() == 0:
-        return folder
+        return new_folder(folder)
     temporary = tempfile.mkdtemp(prefix="lightning-ring-")
     atexit.register(shutil.rmtree, temporary, ignore_errors=True)
     return temporary
 
 
 OmegaConf.register_new_resolver("rank_zero_folder", rank_zero_folder, use_cache=True, replace=True)
+OmegaConf.register_new_resolver("label", label, replace=True)
 
 
 def train(config: DictConfig) -> dict[str, float]:
@@ -54,6 +57,8 @@ def train(config: DictConfig) -> dict[str, float]:
     start_ranks(config)
     import lightning as L  # here, because it takes seconds for which --help need not wait
     from lightning.pytorch.callbacks import LambdaCallback
+
+    from recipes.hparams import log_configuration, log_result
 
     L.seed_everything(config.seed, workers=True, verbose=False)
     model, data = model_and_data(config)
@@ -78,6 +83,7 @@ def train(config: DictConfig) -> dict[str, float]:
     if config.test:
         best = trainer.checkpoint_callback and trainer.checkpoint_callback.best_model_path
         metrics = test(trainer, model, data, best or None)
+    log_result(trainer, config, metrics)
     if trainer.is_global_zero:
         folder = Path(HydraConfig.get().runtime.output_dir)
         result = {"ranks": trainer.world_size, "epochs": epochs, "steps": steps, "seconds": seconds}
@@ -99,11 +105,6 @@ def test(trainer: Any, model: Any, data: Any, ckpt_path: str | None) -> dict[str
     """The metrics of all loaders of the test."""
     tested = trainer.test(model, data, ckpt_path=ckpt_path, verbose=False)
     return {name: float(value) for loader in tested for name, value in loader.items()}
-
-
-def log_configuration(trainer: Any, config: DictConfig) -> None:
-    for logger in trainer.loggers:
-        logger.log_hyperparams(OmegaConf.to_container(config, resolve=True))
 
 
 def counted(number: int, noun: str) -> str:
@@ -128,23 +129,31 @@ def main() -> None:
     itself would print them and exit.
     """
     os.environ["HYDRA_FULL_ERROR"] = "1"
-    folder_made = False
+    sys.argv[1:] = map(quoted_path, sys.argv[1:])
+    folder_made, failed = False, 0
 
     @hydra.main(version_base="1.3", config_path="../configs", config_name="train")
     def run(config: DictConfig) -> dict[str, float] | None:
-        nonlocal folder_made
+        nonlocal folder_made, failed
         folder_made = True
         try:
             return train(config)
-        except SystemExit as end:  # the process that started the ranks, when they are done
-            if end.code:
+        except (Exception, SystemExit) as end:
+            if isinstance(end, SystemExit) and not end.code:
+                return None  # the process that started the ranks, when they are done
+            if not goes_on_after(end):
                 raise
-            return None  # so that a sweep goes on
+            failed += 1
+            if isinstance(end, Exception):  # ranks have printed theirs
+                traceback.print_exception(concise(end, folder_made))
+            return None
 
     try:
         run()
     except Exception as error:
         raise concise(error, folder_made) from None
+    if failed:
+        raise SystemExit(f"Runs of the sweep that failed: {failed}. Their errors are above.")
 
 
 def concise(error: Exception, folder_made: bool) -> BaseException:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import re
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -39,10 +41,14 @@ class Dashboard:
         self._drawn = time.monotonic()
         self._drawing_seconds = _FIRST_GUESS_SECONDS
         _log_hyperparameters(trainer, hyperparameters(trainer))
-        adapts = any(hasattr(optimizer, "trust_ratios") for optimizer in trainer.optimizers)
+        charts = layout(
+            trust_ratios=any(hasattr(optimizer, "trust_ratios") for optimizer in trainer.optimizers),
+            communicates=getattr(trainer.strategy, "communicator", None) is not None,
+            judged_by=[getattr(callback, "monitor", None) for callback in trainer.checkpoint_callbacks],
+        )
         for logger in self._loggers:
             if not getattr(logger, "_ring_layout_written", False):  # a writer takes one layout, a logger several fits
-                logger.experiment.add_custom_scalars(layout(adapts))
+                logger.experiment.add_custom_scalars(charts)
                 logger._ring_layout_written = True  # type: ignore[attr-defined]
 
     def add_histograms(self, report: RingReport) -> None:
@@ -74,14 +80,30 @@ class Dashboard:
         self._drawing_seconds = self._drawn - begin
 
 
-def layout(trust_ratios: bool) -> dict[str, dict[str, list[Any]]]:
-    """The custom scalars' page: categories, charts, and expressions for the tags in each."""
+def layout(
+    trust_ratios: bool, communicates: bool, judged_by: Sequence[str | None] = ()
+) -> dict[str, dict[str, list[Any]]]:
+    """The custom scalars' page: categories, charts, and expressions for the tags in each.
+
+    ``judged_by``: metrics that choose checkpoints. ``val/R@1`` gives a chart of R@1 in all stages.
+    """
+    metrics = {name.rpartition("/")[2] for name in judged_by if name and not re.search("loss|acc", name)}
     ratios = {"trust ratio, percentiles": ["ring/trust_ratio/.*"]} if trust_ratios else {}
     parts = ("data", "copy", "forward", "backward", "exposed_communication", "optimizer", "other")
+    communication = {
+        "Communication": {
+            "hidden and exposed, ms": ["ring/hidden_communication_ms$", "ring/exposed_communication_ms$"],
+            "exposed, share of a step": ["ring/communication_share$"],
+            "bus bandwidth, GB/s": ["ring/bus_bandwidth_gb_per_s$"],
+            "sent, MB a step and rank": ["ring/sent_mb_per_step$"],
+            "slowest rank, ms behind the others": ["ring/slowest_rank_behind_ms/.*"],
+        }
+    }
     pages = {
         "Training": {
             "loss": ["(?!ring/).*loss.*"],
             "accuracy": ["(?!ring/).*acc.*"],
+            **{name: [f"(?!ring/).*{re.escape(name)}$"] for name in sorted(metrics)},
             "gradient norm": ["ring/gradient_norm.*"],
             "learning rate": ["ring/lr/.*"],
         },
@@ -90,26 +112,15 @@ def layout(trust_ratios: bool) -> dict[str, dict[str, list[Any]]]:
             "images per second, a rank": ["ring/images_per_second_per_rank$"],
             "where a step goes, ms": [f"ring/{part}_ms$" for part in parts],
             "step, ms": ["ring/step_ms$"],
-            "memory, MB": ["ring/memory_mb$", "ring/cuda_.*_mb$"],
+            "memory, GB": ["ring/memory_gb$", "ring/cuda_.*_gb$"],
         },
-        "Communication": {
-            "hidden and exposed, ms": ["ring/hidden_communication_ms$", "ring/exposed_communication_ms$"],
-            "exposed, share of a step": ["ring/communication_share$"],
-            "bus bandwidth, GB/s": ["ring/bus_bandwidth_gb_per_s$"],
-            "sent, MB a step and rank": ["ring/sent_mb_per_step$"],
-            "slowest rank, ms behind the others": ["ring/slowest_rank_behind_ms$"],
-            "slowest rank": ["ring/slowest_rank$"],
-        },
+        **(communication if communicates else {}),
         "Data": {
             "waiting for data, ms": ["ring/data_ms$", "ring/data_ms_slowest$"],
             "waiting for data, share of the slowest rank's step": ["ring/data_share$"],
             "copying to the device, ms": ["ring/copy_ms$"],
         },
-        "Optimizer": {
-            "optimizer, ms": ["ring/optimizer_ms$"],
-            "steps skipped for gradients that are not finite": ["ring/skipped_steps$"],
-            **ratios,
-        },
+        "Optimizer": {"optimizer, ms": ["ring/optimizer_ms$"], **ratios},
     }
     return {page: {name: ["Multiline", tags] for name, tags in charts.items()} for page, charts in pages.items()}
 

@@ -16,6 +16,7 @@ from lightning_ring.comm.communicator import Communicator
 from lightning_ring.monitor.batch_size import first_dimension
 from lightning_ring.monitor.dashboard import Dashboard
 from lightning_ring.monitor.failures import LeftOut
+from lightning_ring.monitor.narrow_bars import narrow
 from lightning_ring.monitor.optimizer_numbers import SkippedSteps, gradient_squares, learning_rates, trust_ratios
 from lightning_ring.monitor.rank_rows import Memory, RankRow, RowExchange
 from lightning_ring.monitor.ring_report import UNKNOWN, LoggedStep, RingReport, numbers_on_device
@@ -72,6 +73,7 @@ class RingMonitor(Callback):
         self._close()
         fit = self._fit = _Fit(trainer)
         if trainer.is_global_zero:
+            narrow(trainer)
             fit.dashboard = fit.left_out.run(_PAGES, None, Dashboard, trainer)
             fit.left_out.run(_RECORD, None, record_start, trainer)
 
@@ -218,6 +220,8 @@ class RingMonitor(Callback):
             return
         fit.left_out.tell_of([row.left_out for row in report.rows])
         scalars = fit.left_out.run(_REPORT, {}, report.scalars)
+        fit.logged.update(name for name, value in scalars.items() if value)  # what is always 0 gets no chart
+        scalars = {name: value for name, value in scalars.items() if name in fit.logged}
         for logger in trainer.loggers if scalars else ():
             logger.log_metrics(scalars, step=report.step)  # an error in it is the user's to see, as under DDP
         if fit.dashboard is not None:
@@ -244,6 +248,7 @@ class _Fit:
         self.squares: dict[int, Tensor] = {}
         self.pending: LoggedStep | None = None
         self.dashboard: Dashboard | None = None
+        self.logged: set[str] = set()
         self.warned_of_batch = False
 
     def close(self) -> None:

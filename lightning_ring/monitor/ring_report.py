@@ -14,6 +14,7 @@ from lightning_ring.monitor.rank_rows import RankRow, RowExchange
 
 _MS = 1e3
 _MB = 1e6
+_GB = 1e9
 _TIMES = {part: part for part in ("data", "copy", "forward", "backward", "optimizer", "other")}
 _TIMES["exposed"] = "exposed_communication"
 PERCENTILES = (5, 50, 95)
@@ -76,9 +77,13 @@ class RingReport:
         return max((row.times.sent / row.times.busy for row in self.rows if row.times.busy > 0), default=0.0)
 
     def scalars(self) -> dict[str, float]:
-        """By name; what cannot be told is left out."""
+        """By name; what cannot be told is left out.
+
+        In units and digits with which TensorBoard's ticks differ: it writes three digits. The slowest rank is in the
+        name of a scalar, because TensorBoard would smooth a rank's number.
+        """
         found = {
-            "memory_mb": _most(row.memory.resident for row in self.rows) / _MB,
+            "memory_gb": round(_most(row.memory.resident for row in self.rows) / _GB, 2),
             "skipped_steps": self.skipped,
             **{f"lr/{name}": lr for name, lr in self.learning_rates.items()},
             **self._times(),
@@ -144,17 +149,17 @@ class RingReport:
                 "hidden_communication_ms": self._mean("hidden") * _MS,
                 "communication_share": self.communication_share,
                 "bus_bandwidth_gb_per_s": self.bus_bandwidth / 1e9,
-                "sent_mb_per_step": self._mean("sent") / _MB,
+                "sent_mb_per_step": float(f"{self._mean('sent') / _MB:.2g}"),
             }
         if len(self.rows) > 1:
             rank, behind = self.slowest
-            found |= {"slowest_rank": rank, "slowest_rank_behind_ms": behind * _MS}
+            found[f"slowest_rank_behind_ms/rank_{rank}"] = behind * _MS
         return found
 
     def _cuda_memory(self) -> dict[str, float]:
         names = ("allocated", "reserved", "peak")
-        most = {name: _most(getattr(row.memory, name) for row in self.rows) / _MB for name in names}
-        return {f"cuda_{name}_mb": size for name, size in most.items() if most["reserved"] > 0}
+        most = {name: round(_most(getattr(row.memory, name) for row in self.rows) / _GB, 2) for name in names}
+        return {f"cuda_{name}_gb": size for name, size in most.items() if most["reserved"] > 0}
 
     def _percentiles(self) -> dict[str, float]:
         if not self.trust_ratios.numel():

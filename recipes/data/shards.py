@@ -111,6 +111,7 @@ class Shards(L.LightningDataModule):
         for split in ("val", "test"):
             if split in self.datasets:
                 number_as(train, self.datasets[split])
+        self.class_names = train.classes
         self.class_counts = np.bincount(train.labels, minlength=self.num_classes)
 
     def _require(self, *splits: str) -> None:

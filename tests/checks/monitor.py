@@ -316,6 +316,7 @@ def check_tensorboard_pages_are_written(tmp_path: Path) -> None:
     assert [one.title for one in layout.category] == ["Training", "Throughput", "Communication", "Data", "Optimizer"]
     tags = events.Tags()
     assert {"ring/images_per_second", "ring/trust_ratio/p50", "ring/lr/LARS"} <= set(tags["scalars"])
+    assert "ring/skipped_steps" not in tags["scalars"], "what is always 0 gets no chart"
     assert set(tags["histograms"]) == {"ring/trust_ratio", "ring/bucket_gradient_norm"}
     (image,) = events.Images("ring/buckets of a step")
     assert image.width > 600
