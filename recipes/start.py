@@ -12,9 +12,9 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_ring.errors import ConfigurationError
-from lightning_ring.job.launchers import launcher_variables
 from lightning_ring.launch.script import JobFinished, script_job
 from recipes.batch_size import classes_per_batch, per_rank_batch_size
+from recipes.launcher import launcher_size
 
 _NAMES_OF_CHECKPOINTS = ("best", "last", "hpc", "registry")  # Lightning finds these itself
 _DEVICE_FILES = ("nvidia[0-9]*", "kfd", "dxg")  # of CUDA, ROCm, and CUDA in WSL
@@ -58,7 +58,7 @@ def start_ranks(config: DictConfig) -> None:
         and type(devices) is int
         and devices > 1
         and config.trainer.num_nodes == 1
-        and launcher_variables(os.environ) is None
+        and launcher_size() is None
         and "RING_LAUNCHER_PID" not in os.environ
     ):
         with script_job(devices, use_mpi=strategy.backend in ("auto", "mpi")) as job:
@@ -97,7 +97,7 @@ def _check_checkpoint(name: str | None) -> None:
 
 def _world_size(config: DictConfig) -> int | None:
     """The ranks that will train; ``None`` where only torch can count the devices."""
-    if (variables := launcher_variables(os.environ)) is not None:
-        return variables.world_size
+    if (size := launcher_size()) is not None:
+        return size
     devices = config.trainer.devices
     return devices * config.trainer.num_nodes if type(devices) is int and devices > 0 else None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,8 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_ring.job.launchers import launcher_variables
 from lightning_ring.launch.script import JobFinished
+from recipes.launcher import launcher_rank, launcher_size
 
 RESULT = "result.json"
 TABLE = "sweep.csv"
@@ -42,8 +41,7 @@ class SweepTable(Callback):
             write_table(Path(config.hydra.sweep.dir))
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
-        variables = launcher_variables(os.environ)
-        if variables is None or variables.rank == 0:
+        if launcher_rank() == 0:
             folder = Path(config.hydra.sweep.dir)
             print(f"\n{table(write_table(folder))}\n\n{folder / TABLE}", flush=True)
 
@@ -97,7 +95,7 @@ def goes_on_after(error: BaseException) -> bool:
 
     Not among ranks that a launcher started, each of which runs the sweep: the others would wait for this one.
     """
-    if HydraConfig.get().mode != RunMode.MULTIRUN or launcher_variables(os.environ) is not None:
+    if HydraConfig.get().mode != RunMode.MULTIRUN or launcher_size() is not None:
         return False
     if isinstance(error, SystemExit):
         return isinstance(error, JobFinished) and error.code not in _STOPPED

@@ -22,16 +22,10 @@ from omegaconf import DictConfig, OmegaConf
 if not __package__:  # run as a script: make `recipes` importable, instead of this folder's modules at the top level
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from recipes.launcher import launcher_rank
 from recipes.run_folder import label, new_folder, quoted_path
 from recipes.start import check, start_ranks
 from recipes.sweep import RESULT, goes_on_after
-
-RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "RANK", "SLURM_PROCID")
-
-
-def launcher_rank() -> int:
-    """This process's rank as its launcher's variables say; 0 where there is no launcher."""
-    return next((int(os.environ[name]) for name in RANK_VARIABLES if name in os.environ), 0)
 
 
 def rank_zero_folder(folder: str) -> str:
@@ -58,6 +52,7 @@ def train(config: DictConfig) -> dict[str, float]:
     import lightning as L  # here, because it takes seconds for which --help need not wait
     from lightning.pytorch.callbacks import LambdaCallback
 
+    from lightning_ring.monitor.terminal import replace_bars
     from recipes.hparams import log_configuration, log_result
 
     L.seed_everything(config.seed, workers=True, verbose=False)
@@ -72,6 +67,7 @@ def train(config: DictConfig) -> dict[str, float]:
         LambdaCallback(on_train_start=lambda trainer, _: before.extend((trainer.current_epoch, trainer.global_step)))
     )
     trainer = instantiate(config.trainer, strategy=strategy, logger=logger, callbacks=callbacks)
+    replace_bars(trainer)  # RingStrategy does it too; here for all strategies
 
     start = time.perf_counter()
     trainer.fit(model, data, ckpt_path=config.ckpt_path)

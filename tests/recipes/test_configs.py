@@ -14,6 +14,7 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+import recipes.launcher
 import recipes.start
 import recipes.train
 from lightning_ring import RingStrategy
@@ -243,7 +244,7 @@ def test_every_logger_writes_to_the_folder_of_the_run(logger, composed, tmp_path
 
 
 def test_folder_of_a_run_is_rank_zeros_only(monkeypatch, tmp_path):
-    for name in recipes.train.RANK_VARIABLES:
+    for name in recipes.launcher.RANK_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     folder = str(tmp_path / "logs" / "x")
     assert recipes.train.rank_zero_folder(folder) == folder

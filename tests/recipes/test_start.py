@@ -96,6 +96,22 @@ def test_batches_are_compared_with_the_ranks_of_the_launcher(composed, monkeypat
         check(composed())
 
 
+def test_ranks_of_ddp_have_fewer_variables(composed, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    check(composed("strategy=ddp"))
+
+
+@pytest.mark.ranks
+def test_the_recipe_trains_with_ddp_too(typed):
+    short = ["trainer.max_epochs=1", "+trainer.limit_train_batches=2", "schedule.warmup=0"]
+    result = typed("strategy=ddp", *short)
+    assert result.returncode == 0, result.stdout
+    assert "trained 1 epoch on 2 ranks" in result.stdout
+    assert "\x1b" not in result.stdout  # a line an epoch, as with ring
+    assert "\r" not in result.stdout
+
+
 def test_checkpoints_that_exist_nearby_are_named(composed, tmp_path):
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "best.ckpt").touch()
