@@ -36,7 +36,10 @@ def new_folder(folder: str) -> str:
     raise AssertionError
 
 
+_PATHS = ("ckpt_path", "hydra.run.dir", "hydra.sweep.dir", "data.folder")
+
+
 def quoted_path(argument: str) -> str:
     """``ckpt_path=FOLDER/seed=1,lr=2/...`` in quotes: Hydra itself refuses a further ``=``, and splits at a comma."""
     key, _, value = argument.partition("=")
-    return f"{key}='{value}'" if key == "ckpt_path" and "=" in value and value[0] not in "'\"" else argument
+    return f"{key}='{value}'" if key in _PATHS and "=" in value and value[0] not in "'\"" else argument

@@ -66,12 +66,14 @@ def start_ranks(config: DictConfig) -> None:
 
 
 def _check_numbers(config: DictConfig) -> None:
-    """What was a number in the files must not be text on the command line, except where the Trainer takes both."""
+    """What was a number in the files must not be text on the command line, but for ``devices=auto``."""
     if not GlobalHydra.instance().is_initialized():  # composed by another program
         return
     hydra = HydraConfig.get()
     given = [override.partition("=") for override in hydra.overrides.task]
-    changed = [key for key, _, _ in given if key not in hydra.runtime.choices and not key.startswith(("trainer.", "+"))]
+    changed = [
+        key for key, _, _ in given if key not in hydra.runtime.choices and key != "trainer.devices" and key[0] != "+"
+    ]
     if not changed:
         return
     groups = ["".join(parts) for parts in given if parts[0] in hydra.runtime.choices]
@@ -92,7 +94,7 @@ def _check_checkpoint(name: str | None) -> None:
     folder = next(folder for folder in Path(name).absolute().parents if folder.is_dir())
     near = sorted(folder.rglob("*.ckpt"))[:3] if folder != Path.cwd() and folder != Path("/") else []
     hint = f" There are: {', '.join(map(str, near))}." if near else " Runs keep theirs in FOLDER/checkpoints/."
-    raise ConfigurationError(f"ckpt_path={name} is not there; of its path {folder} exists.{hint}")
+    raise ConfigurationError(f"ckpt_path={name} does not exist; the nearest folder that does is {folder}.{hint}")
 
 
 def _world_size(config: DictConfig) -> int | None:

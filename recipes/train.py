@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 if not __package__:  # run as a script: make `recipes` importable, instead of this folder's modules at the top level
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from recipes.launcher import launcher_rank
+from recipes.launcher import launcher_rank, launcher_size
 from recipes.run_folder import label, new_folder, quoted_path
 from recipes.start import check, start_ranks
 from recipes.sweep import RESULT, goes_on_after
@@ -153,7 +153,10 @@ def main() -> None:
 
 
 def concise(error: Exception, folder_made: bool) -> BaseException:
-    """``error`` without the frames of Hydra where its message alone says what to do, else ``error`` as it is."""
+    """``error`` without the frames of Hydra where its message alone says what to do, else ``error`` as it is.
+
+    A message alone ends this process where there are no ranks yet; they have to see the exception.
+    """
     from lightning_ring.errors import ConfigurationError, RingError
 
     cause = error.__cause__
@@ -165,6 +168,8 @@ def concise(error: Exception, folder_made: bool) -> BaseException:
         return ConfigurationError(
             f"The log folder cannot be written: {error}. Give one that can be, as in hydra.run.dir=FOLDER"
         )
+    if isinstance(error, RingError) and launcher_size() is None and "RING_LAUNCHER_PID" not in os.environ:
+        return SystemExit(str(error))
     return error.with_traceback(None) if isinstance(error, RingError) else error
 
 

@@ -20,7 +20,7 @@ from tests.processes import ROOT
 ORDER = ["README.md", "docs/index.md", "docs/guides/launch.md", "docs/guides/recipes.md"]
 """These first, since others use what they make; then all the others by name."""
 NOT_HERE = {
-    r"\b(FOLDER|PHOTOS|IMAGES|DATE_TIME)\b": "needs files of the reader's",
+    r"\b(FOLDER|PHOTOS|IMAGES|DATE_TIME)|\bRUN\b": "needs files of the reader's",
     r"\bhost1\b|\ba:4\b": "needs other hosts",
     r"\bsudo\b": "needs root",
     r"^#!|^#SBATCH|\bsrun\b|\bsbatch\b": "needs Slurm",
@@ -91,7 +91,7 @@ class Shell:
         code = Path(f"/tmp/follow_docs.{os.getpid()}")
         code.unlink(missing_ok=True)
         assert self._process.stdin is not None
-        self._process.stdin.write(f"{command} </dev/null\necho $? >{code}.new; mv {code}.new {code}\n".encode())
+        self._process.stdin.write(f"{{ {command}; }} </dev/null\necho $? >{code}.new; mv {code}.new {code}\n".encode())
         self._process.stdin.flush()
         deadline = time.monotonic() + (SERVER_SECONDS if server else timeout)
         while not code.exists() and time.monotonic() < deadline:

@@ -10,7 +10,15 @@ import time
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ProgressBar, RichProgressBar, TQDMProgressBar
+from lightning.pytorch.callbacks import (
+    ModelSummary,
+    ProgressBar,
+    RichModelSummary,
+    RichProgressBar,
+    TQDMProgressBar,
+)
+
+from lightning_ring.monitor.narrow_bars import short
 
 _OF_MPIRUN = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
 
@@ -46,14 +54,18 @@ def shown_on_terminal() -> bool:
 
 
 def replace_bars(trainer: Trainer) -> None:
-    """Where output is no terminal, let an `EpochLines` take the place of Lightning's own progress bars.
+    """Where output is no terminal, let `EpochLines` and plain text take the place of Lightning's bars and Rich tables.
 
-    They would fill a file with the escape sequences that draw them. A bar of the user's class is left alone.
+    They would fill a file with the escape sequences that draw them. Callbacks of the user's classes are left alone.
     """
     if shown_on_terminal():
         return
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    callbacks[:] = [EpochLines() if type(one) in (RichProgressBar, TQDMProgressBar) else one for one in callbacks]
+    for place, one in enumerate(callbacks):
+        if type(one) in (RichProgressBar, TQDMProgressBar):
+            callbacks[place] = EpochLines()
+        elif type(one) is RichModelSummary:
+            callbacks[place] = ModelSummary(one._max_depth)
 
 
 class EpochLines(ProgressBar):
@@ -80,8 +92,7 @@ class EpochLines(ProgressBar):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._enabled:
-            numbers = self.get_metrics(trainer, pl_module)
-            numbers.pop("v_num", None)
+            numbers = short(self.get_metrics(trainer, pl_module))
             shown = [f"{name} {_in_short(value)}" for name, value in numbers.items()]
             seconds = time.perf_counter() - self._began
             epoch = (

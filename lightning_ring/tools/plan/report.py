@@ -77,7 +77,7 @@ def _cap_in_words(cap_mb: float | None, device: str) -> str:
 
 def _in_words(link: Link) -> str:
     cost = link.costs["all_reduce"]
-    return f"{link.name}: {1e6 * cost.alpha_seconds:.3g} µs a message, {cost.bandwidth / 1e9:.3g} GB/s"
+    return f"{link.name}: {1e6 * cost.alpha_seconds:,.4g} µs a message, {cost.bandwidth / 1e9:.3g} GB/s"
 
 
 def table_lines(table: Table, batch_size: int) -> Iterator[str]:
