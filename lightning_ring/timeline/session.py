@@ -90,7 +90,9 @@ def start_session(
     if rank == 0:
         try:
             agreed = (str(_take_name(path)), max_bytes, uuid.uuid4().hex[:12], _now())
-        except (OSError, ConfigurationError) as error:
+        except OSError as error:
+            problem = _cannot_write(str(error))
+        except ConfigurationError as error:
             problem = str(error)
     if comm is not None:
         agreed, problem = comm.broadcast_object((agreed, problem))
@@ -147,12 +149,16 @@ def _open_together(
         who = "; ".join(f"rank {rank}: {found}" for rank, found in enumerate(problems) if found)
         if file is not None:
             file.discard()
-        raise ConfigurationError(
-            f"The timeline cannot be written ({who}). Give timeline= or RING_TIMELINE a path of its own that every "
-            "rank's host can write, or leave it out."
-        )
+        raise ConfigurationError(_cannot_write(who))
     assert file is not None
     return file
+
+
+def _cannot_write(why: str) -> str:
+    return (
+        f"The timeline cannot be written ({why}). Give timeline= or RING_TIMELINE a path of its own that every rank's "
+        "host can write, or leave it out."
+    )
 
 
 def _now() -> str:

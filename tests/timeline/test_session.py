@@ -93,3 +93,9 @@ def test_a_home_is_found(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     start_session(Path("~/home.json"), None, max_bytes=SIZE, about={}).finish()
     assert (tmp_path / "home.json").exists()
+
+
+def test_a_folder_that_nobody_can_make_names_the_variable() -> None:
+    said = refused(Path("/proc/nope/trace.json"))
+    assert "/proc/nope" in said
+    assert "Give timeline= or RING_TIMELINE a path" in said
