@@ -92,7 +92,7 @@ def _check_checkpoint(name: str | None) -> None:
     if name is None or name in _NAMES_OF_CHECKPOINTS or "://" in name or Path(name).exists():
         return
     folder = next(folder for folder in Path(name).absolute().parents if folder.is_dir())
-    near = sorted(folder.rglob("*.ckpt"))[:3] if folder != Path.cwd() and folder != Path("/") else []
+    near = sorted((*folder.glob("*.ckpt"), *folder.glob("checkpoints/*.ckpt")))[:3]  # not below: a disk may be large
     hint = f" There are: {', '.join(map(str, near))}." if near else " Runs keep theirs in FOLDER/checkpoints/."
     raise ConfigurationError(f"ckpt_path={name} does not exist; the nearest folder that does is {folder}.{hint}")
 
