@@ -269,3 +269,12 @@ def test_debug_experiment_takes_two_steps_and_its_checkpoint_resumes(composed, t
 def test_run_is_the_same_for_the_same_seed(composed):
     losses = [recipes.train.train(composed("experiment=debug", f"seed={seed}"))["test/loss"] for seed in (1, 1, 2)]
     assert losses[0] == losses[1] != losses[2]
+
+
+def test_the_last_checkpoint_is_the_last_also_where_it_is_not_the_best(composed, tmp_path):
+    # of epochs, the first has the least number
+    best = ("callbacks.checkpoint.monitor=epoch", "+callbacks.checkpoint.mode=min")
+    recipes.train.train(composed("experiment=debug", "trainer.max_epochs=3", *best))
+    steps = {name: torch.load(tmp_path / "checkpoints" / f"{name}.ckpt", weights_only=False)["global_step"]
+             for name in ("best", "last")}  # fmt: skip
+    assert steps == {"best": 2, "last": 6}
