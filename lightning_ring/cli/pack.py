@@ -95,12 +95,18 @@ def _bar(unit: str, doing: str) -> Any:
     return tqdm(desc=doing, unit=f" {unit}s", unit_scale=unit == "byte", dynamic_ncols=True, disable=None)
 
 
+def _count(number: int, noun: str) -> str:
+    plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"
+    return f"{number} {noun if number == 1 else plural}"
+
+
 def _summarise(manifest: Manifest, target: Path) -> None:
     counts = manifest.counts
     size = sum(shard.bytes for shard in manifest.shards) / 2**20
     done = ", ".join(f"{counts[how]} {how}" for how in ("copied", "shrunk", "turned", "converted") if counts[how])
     print(
-        f"{target}: {manifest.samples} images of {len(manifest.classes)} classes in {len(manifest.shards)} shards, "
+        f"{target}: {_count(manifest.samples, 'image')} of {_count(len(manifest.classes), 'class')} "
+        f"in {_count(len(manifest.shards), 'shard')}, "
         f"{size:.1f} MiB ({done})"
     )
     report = target / "report.csv"
@@ -133,5 +139,6 @@ def _verify(options: argparse.Namespace, workers: int) -> int:
         print(f"{root}: {len(problems)} problems. Restore these files, or pack the images again.", file=sys.stderr)
         return 1
     manifest = read_manifest(root)
-    print(f"{root}: all {manifest.samples} images in {len(manifest.shards)} shards are as they were packed.")
+    images, shards = _count(manifest.samples, "image"), _count(len(manifest.shards), "shard")
+    print(f"{root}: {images} in {shards}, all as they were packed.")
     return 0

@@ -42,7 +42,10 @@ def heading(
     yield f"between {'nodes' if ranks_per_node > 1 else 'ranks'}: {_in_words(network)}"
     if node is not None and ranks_per_node > 1:
         yield f"in a node, of {ranks_per_node} ranks: {_in_words(node)}"
-    yield f"buckets of {_cap_in_words(settings.bucket_cap_mb, run.device)}, compression {settings.compression}"
+    yield (
+        f"buckets of {_cap_in_words(settings.bucket_cap_mb, run.device)}, "
+        f"{'no compression' if settings.compression is None else f'compression {settings.compression}'}"
+    )
     yield f"topology {settings.topology}{_taken(settings.topology, run.device, ranks_per_node)}"
 
 
@@ -137,6 +140,7 @@ def _link_json(link: Link) -> dict[str, Any]:
 def plot(table: Table, title: str, path: str) -> None:
     """Efficiency and step time over the number of ranks, a line a way."""
     from matplotlib.figure import Figure  # no pyplot: it would look for a display
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
     figure = Figure(figsize=(10, 4), layout="constrained")
     efficiency, seconds = figure.subplots(1, 2)
@@ -149,5 +153,10 @@ def plot(table: Table, title: str, path: str) -> None:
     for axes in (efficiency, seconds):
         axes.set(xlabel="ranks", xscale="log")
         axes.grid(True, which="both", alpha=0.2)
+    for axis in (efficiency.xaxis, seconds.xaxis, seconds.yaxis):  # 5,000 instead of 5 × 10³
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5) if axis is seconds.yaxis else (1,)))
+        axis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+        axis.set_minor_formatter(NullFormatter())
+    for axes in (efficiency, seconds):
         axes.legend()
     figure.savefig(path, dpi=120)
