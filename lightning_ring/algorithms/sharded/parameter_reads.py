@@ -59,7 +59,7 @@ class ParameterReads:
         self._ids: dict[int, Parameter] = {}
         self._mode = _Watch(self)
         self._watching = False
-        self._watched = False  # at any time
+        self._watched = False  # since this forward began
         self._hooks: dict[nn.Module, Any] = {}
         parameters.reducer.on_gradient = self._on_gradient
         self.follow()
@@ -94,6 +94,7 @@ class ParameterReads:
 
     def begin_forward(self) -> None:
         self._seen.clear()
+        self._watched = self._watching
 
     def remove(self) -> None:
         for hook in self._hooks.values():

@@ -56,7 +56,8 @@ class StallReporter:
         self._verdicts: set[int] = set()  # communicators that have theirs
         self._closed = False
         watch.on_event(self._hear)
-        threading.Thread(target=self._run, name="ring-stall", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="ring-stall", daemon=True)
+        self._thread.start()
 
     # -- from the main thread
 
@@ -73,6 +74,7 @@ class StallReporter:
     def close(self) -> None:
         self._closed = True
         self._events.put({"kind": _CLOSE})  # wakes it
+        self._thread.join(timeout=1)  # it may be writing to a stream that blocks
 
     # -- from threads that wait
 
