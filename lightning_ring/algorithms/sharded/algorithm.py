@@ -138,8 +138,7 @@ class Sharded(Algorithm):
     @contextmanager
     def forward(self, *, wait: bool = True) -> Iterator[None]:
         assert self._parameters is not None, "attach() comes first"
-        self._reads.begin_forward()
-        with self._reads.watching(norms=not wait) if self.overlaps else nullcontext():
+        with self._reads.forward(norms=not wait) if self.overlaps else nullcontext():
             yield
         if wait:
             self.wait_parameters()
@@ -174,15 +173,15 @@ class Sharded(Algorithm):
     def _stepped(self, changed: list[Parameter]) -> None:
         parameters = self._attached
         parameters.gather(changed)
-        if self.overlaps and self._reads.trusted:
+        if self.overlaps and self._reads.may_overlap:
             parameters.hide()
         else:
             parameters.wait()
 
     # -- reading parameters and gradients
 
-    def reading(self) -> AbstractContextManager[None]:
-        return self._reads.watching(norms=True) if self.overlaps else nullcontext()
+    def watching_norms(self) -> AbstractContextManager[None]:
+        return self._reads.watching_norms() if self.overlaps else nullcontext()
 
     def wait_parameters(self) -> None:
         if self._parameters is not None:

@@ -1,20 +1,27 @@
-"""Search for scripted or compiled code, which reads parameters without a call of torch from Python."""
+"""Search for code that reads parameters without a call of torch from Python: scripted, compiled, `torch.func`."""
 
 from __future__ import annotations
 
+import dis
 import inspect
 from collections.abc import Iterator
+from itertools import pairwise
 from types import CellType, CodeType, FunctionType
 from typing import Any
 
 import torch
 from torch import nn
 
+_TRANSFORMS = {  # of functions: inside them a parameter is wrapped
+    name: getattr(torch.func, name)
+    for name in ("grad", "grad_and_value", "vjp", "jvp", "jacrev", "jacfwd", "hessian", "linearize", "vmap")
+}
 _LIBRARIES = ("torch", "lightning", "pytorch_lightning", "lightning_ring")
 
 
 def find_unseen_reader(module: nn.Module) -> str | None:
-    """Name of a scripted or compiled object to which the steps of ``module`` may pass parameters, or `None`.
+    """Name of a scripted or compiled object, or a transform of `torch.func`, to which the steps of ``module`` may pass
+    parameters; `None` if there is none.
 
     The search covers submodules, their attributes, and the globals and closures of the methods of the class of
     ``module``. It does not cover lists or dicts of functions, nor calls in other Python modules. A module returned by
@@ -35,6 +42,8 @@ def find_unseen_reader(module: nn.Module) -> str | None:
 
 def _is_unseen(value: Any) -> bool:
     if isinstance(value, (torch.jit.ScriptModule, torch.jit.ScriptFunction)):
+        return True
+    if any(value is transform for transform in _TRANSFORMS.values()):
         return True
     compiled = inspect.isroutine(value) and hasattr(value, "_torchdynamo_orig_callable")  # by torch.compile(function)
     return compiled and not getattr(value, "_torchdynamo_disable", False)
@@ -59,3 +68,8 @@ def _named_by(function: FunctionType) -> Iterator[tuple[str, Any]]:
         code = codes.pop()
         codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]  # lambdas within
         yield from ((name, function.__globals__[name]) for name in code.co_names if name in function.__globals__)
+        loaded = [one.argval for one in dis.get_instructions(code) if one.opname.startswith("LOAD_")]
+        for owner, name in pairwise(loaded):  # `torch.func.grad`, `torch.vmap`
+            found = function.__globals__.get(owner) if isinstance(owner, str) else None
+            if name in _TRANSFORMS and (owner == "func" or found is torch or found is torch.func):
+                yield f"torch.func.{name}", _TRANSFORMS[name]

@@ -1,46 +1,38 @@
-"""Hooks that wait for a parameter's all-gather where code reads the parameter."""
+"""Find out whether all reads of parameters can be intercepted, before any parameter is on its way during a forward."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
 from lightning_ring.algorithms.sharded.compiled_code import find_unseen_reader
+from lightning_ring.algorithms.sharded.intercept import intercepting_class
 from lightning_ring.algorithms.sharded.norms import NORMS
 from lightning_ring.algorithms.sharded.parameters import ShardedParameters
 
-_DESCRIBES = ("shape", "grad", "requires_grad", "device", "dtype", "is_leaf", "grad_fn", "ndim", "layout", "is_sparse")
-_DESCRIPTORS = [
-    vars(torch._C.TensorBase)[name] if name in vars(torch._C.TensorBase) else getattr(Tensor, name)
-    for name in _DESCRIBES
-]
-_READS_NO_VALUES = {  # no wait for the all-gather
-    *(accessor for descriptor in _DESCRIPTORS for accessor in (descriptor.__get__, descriptor.__set__)),
-    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.is_floating_point, Tensor.__len__, Tensor.__hash__),
-    *(Tensor.requires_grad_, Tensor.register_hook, Tensor.register_post_accumulate_grad_hook),
-}
+_WAITS = "All parameters are waited for after each step, instead of arriving while the next forward goes on."
 
 
 class ParameterReads:
-    """Reading a parameter waits for the all-gather of its bucket.
+    """Tells after a step whether its parameters may be on their way during the next forward.
 
-    Two mechanisms detect a read. A forward pre-hook covers each module's own parameters. Inside `watching`, a
-    `TorchFunctionMode` covers every call of torch from Python (tied weights, ``F.linear(x, emb.weight)``, methods other
-    than ``forward``, tensors that share a parameter's memory, `torch.func`). Scripted or compiled code outside its
-    module's call and other threads are not covered: there, a read before the all-gather has finished is an error
-    (`ParameterBucket.hide`).
+    They may if all reads are intercepted (`intercepting_class`), each of which waits for its bucket. Other reads would
+    be errors (`ParameterBucket.hide`). The first forward, in which all parameters are complete, shows it: parameters
+    note that they are read, and one that gets a gradient unread was read by scripted or compiled code. The same
+    happens in the forward after the first gradient of a parameter. `torch.func` wraps parameters without a call of
+    torch; a `TorchFunctionMode` finds such wrappers in the same forward. If there is a read of these kinds, or
+    `find_unseen_reader` finds code that may contain one, ``trusted`` becomes False and each step waits for all
+    parameters.
 
-    That error is rare. If `find_unseen_reader` finds scripted or compiled code, each step waits for all parameters.
-    Steps also wait once a parameter gets a gradient and no read was detected: its first gradient comes from a forward
-    in which all parameters were complete. ``trusted`` tells whether every read is detected.
-
-    ``on_norm`` is called with the arguments of each norm of tensors inside `watching`.
+    ``on_norm`` is called with the arguments of each norm of tensors inside `watching_norms`.
     """
 
     def __init__(
@@ -55,46 +47,71 @@ class ParameterReads:
         self._parameters = parameters
         self._module = module
         self._warn = warn
-        self._seen: set[int] = set()
-        self._ids: dict[int, Parameter] = {}
+        self._verified: set[int] = set()  # ids of parameters whose reads are known to be intercepted
+        self._seen: set[int] = set()  # read in this forward
+        self._verifies = False  # the gradients that come are those of a forward that noted reads
+        self._verify_next = True
+        self._in_forward = False
+        self._addresses: set[int] = set()  # of the parameters, in that forward
         self._mode = _Watch(self)
-        self._watching = False
-        self._watched = False  # since this forward began
+        self._has_mode = False
+        self._thread = threading.get_ident()
+        self._noting = intercepting_class(self._note)
         self._hooks: dict[nn.Module, Any] = {}
         parameters.reducer.on_gradient = self._on_gradient
         self.follow()
         if unseen := find_unseen_reader(module):
             self.trusted = False
             warn(
-                f"{unseen} is scripted or compiled, and may read parameters where lightning_ring cannot see it. All "
-                "parameters are waited for after each step, instead of arriving while the next forward goes on."
+                f"{unseen} (scripted, compiled, or a transform of torch.func) may read parameters where lightning_ring "
+                f"cannot see it. {_WAITS}"
             )
 
     def follow(self) -> None:
-        """Watch new modules and parameters too."""
-        self._ids.update((id(param), param) for param in self._module.parameters())
+        """Wait before new modules of ``torch.compile(module)``: compiled code reads without a call of torch."""
         for module in self._module.modules():
-            scripted = isinstance(module, torch.jit.ScriptModule)  # does not support hooks
-            if module not in self._hooks and not scripted and next(_own_parameters(module), None) is not None:
-                self._hooks[module] = module.register_forward_pre_hook(_BeforeForward(self), prepend=True)
+            if module not in self._hooks and getattr(module, "_orig_mod", None) is not None:
+                self._hooks[module] = module.register_forward_pre_hook(_BeforeCompiled(self), prepend=True)
+
+    @property
+    def may_overlap(self) -> bool:
+        """Whether parameters may be on their way when a step returns."""
+        return self.trusted and not self._verify_next and not (self._verifies and self._in_forward)
 
     @contextmanager
-    def watching(self, *, norms: bool) -> Iterator[None]:
-        """Around code that may read parameters or, with ``norms``, compute norms of gradients."""
-        # an overridden `optimizer_step` contains the training step: a mode entered twice would see its own calls
-        if self._watching or (not self.trusted and not norms):
+    def forward(self, *, norms: bool) -> Iterator[None]:
+        """Around a training step; with ``norms`` also watch for norms of gradients."""
+        self._seen.clear()
+        self._verifies, self._verify_next = self.trusted and self._verify_next, False
+        if not self._verifies:
+            with self.watching_norms() if norms else nullcontext():
+                yield
+            return
+        params = [param for param in self._module.parameters() if id(param) not in self._verified]
+        noting = [param for param in params if type(param) is Parameter]  # others never travel during a forward
+        self._verified.update(id(param) for param in params if type(param) is not Parameter)
+        self._addresses = {param.data_ptr() for param in params if param.numel()}
+        self._set_class(noting, self._noting)
+        self._in_forward = True
+        try:
+            # code that `torch.compile` makes inside a mode would be made again without it
+            with self.watching_norms() if norms or not self._hooks else nullcontext():
+                yield
+        finally:
+            self._in_forward = False
+            self._set_class([param for param in noting if type(param) is self._noting], Parameter)
+
+    @contextmanager
+    def watching_norms(self) -> Iterator[None]:
+        if self._has_mode:  # an overridden `optimizer_step` contains the training step
             yield
             return
-        self._watched = self._watching = True
+        self._has_mode = True
         try:
             with self._mode:
                 yield
         finally:
-            self._watching = False
-
-    def begin_forward(self) -> None:
-        self._seen.clear()
-        self._watched = self._watching
+            self._has_mode = False
 
     def remove(self) -> None:
         for hook in self._hooks.values():
@@ -102,54 +119,57 @@ class ParameterReads:
         self._hooks.clear()
         self._parameters.reducer.on_gradient = None
 
-    def read(self, param_id: int) -> None:
-        self._seen.add(param_id)
-        if not self._parameters.complete:
-            self._parameters.wait_for(param_id)
+    def before_compiled(self, module: nn.Module) -> None:
+        if not torch.compiler.is_compiling():  # compiled code would not contain this
+            for param in module.parameters():
+                self._note(param)
+                self._parameters.wait_for(param)
 
-    def look_at(self, value: Any) -> None:
-        """``value`` is an argument of a call of torch."""
-        if id(value) in self._ids:
-            self.read(id(value))
-        elif not self._parameters.complete and isinstance(value, Tensor):
-            self._parameters.wait_for_memory(value)
+    def look_for_wrapped(self, values: Iterable[Any]) -> None:
+        """Stop trusting where ``values``, arguments of a call of torch, contain a parameter wrapped by `torch.func`."""
+        if self._in_forward and self.trusted and any(_unwrapped_address(value) in self._addresses for value in values):
+            self.trusted = False
+            self._warn(f"torch.func transforms a function of parameters. {_WAITS}")
 
-    def before_forward(self, module: nn.Module) -> None:
-        if torch.compiler.is_compiling():
-            return  # compiled code would not contain this
-        if self.trusted or not self._parameters.complete:
-            for param in _own_parameters(module):
-                self.read(id(param))
+    def _note(self, param: Parameter) -> None:
+        if threading.get_ident() == self._thread:
+            self._seen.add(id(param))
+            if type(param) is self._noting:
+                self._set_class([param], Parameter)
+
+    @staticmethod
+    def _set_class(params: Iterable[Parameter], kind: type[Parameter]) -> None:
+        for param in params:
+            param.__class__ = kind
 
     def _on_gradient(self, param: Parameter) -> None:
-        if id(param) in self._seen or not self.trusted or not self._watched:
+        if id(param) in self._verified or not self.trusted:
             return
-        name = next((name for name, other in self._module.named_parameters() if other is param), "a parameter")
-        self.trusted = False
-        self._warn(
-            f"{name} got a gradient, but neither its module's forward nor any call of torch from Python was seen "
-            "reading it (scripted or compiled code). From now on all parameters are waited for after each step, "
-            "instead of arriving while the next forward goes on."
-        )
+        if not self._verifies:
+            self._verify_next = True
+        elif id(param) in self._seen:
+            self._verified.add(id(param))
+        else:
+            name = next((name for name, other in self._module.named_parameters() if other is param), "a parameter")
+            self.trusted = False
+            self._warn(
+                f"{name} got a gradient, but no call of torch from Python was seen reading it (scripted or compiled "
+                f"code, or torch.func). {_WAITS}"
+            )
 
 
-class _BeforeForward:
-    """The hook on each module. In a copy of the module, or a pickled module, it does nothing."""
+class _BeforeCompiled:
+    """The hook on a compiled module. In a copy of the module, or a pickled module, it does nothing."""
 
     def __init__(self, reads: ParameterReads | None = None) -> None:
         self._reads = reads
 
     def __call__(self, module: nn.Module, _: Any) -> None:
         if self._reads is not None:
-            self._reads.before_forward(module)
+            self._reads.before_compiled(module)
 
     def __reduce__(self) -> Any:
-        return _BeforeForward, ()
-
-
-def _own_parameters(module: nn.Module) -> Iterator[Parameter]:
-    compiled = getattr(module, "_orig_mod", None) is not None  # by torch.compile(module): hooks inside do not run
-    return module.parameters(recurse=compiled)
+        return _BeforeCompiled, ()
 
 
 class _Watch(TorchFunctionMode):
@@ -158,21 +178,17 @@ class _Watch(TorchFunctionMode):
         super().__init__()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if not torch.compiler.is_compiling() and func not in _READS_NO_VALUES:
-            self._look_at(args)
-            if kwargs:
-                self._look_at(kwargs.values())
+        if not torch.compiler.is_compiling():
             if func in NORMS:
                 self._reads.on_norm(args)
-        return func(*args, **kwargs)
+            self._reads.look_for_wrapped(args)
+        return func(*args, **(kwargs or {}))
 
-    def _look_at(self, values: Iterable[Any]) -> None:
-        for value in values:
-            kind = type(value)
-            if kind is list or kind is tuple:
-                self._look_at(value)
-            elif kind is dict:
-                self._look_at(value.values())
-            else:
-                self._reads.look_at(value)
+
+def _unwrapped_address(value: Any) -> int | None:
+    """Address of the memory of a tensor that transforms of `torch.func` have wrapped; None of anything else."""
+    if not isinstance(value, Tensor) or not is_functorch_wrapped_tensor(value):
+        return None
+    while is_functorch_wrapped_tensor(value):
+        value = get_unwrapped(value)
+    return int(value.data_ptr())

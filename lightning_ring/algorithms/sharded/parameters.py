@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.nn import Parameter
 
+from lightning_ring.algorithms.sharded.intercept import intercepting_class
 from lightning_ring.algorithms.sharded.memory import is_held_elsewhere, num_holders, unreadable_like
 from lightning_ring.comm.communicator import Communicator, Work
 from lightning_ring.gradients.bucket import Bucket
@@ -17,8 +19,8 @@ from lightning_ring.gradients.shard_reducer import ShardReducer
 
 _TOO_EARLY = (
     "{} was read before its new values had arrived from the ranks that stepped them, by code that lightning_ring does "
-    "not see reading (scripted or compiled code, a thread, C++). Call self.trainer.strategy.wait_parameters() before "
-    "that, or use strategy='ring'."
+    "not see reading (scripted or compiled code, torch.func, a thread, C++). Call "
+    "self.trainer.strategy.wait_parameters() before that, or use strategy='ring'."
 )
 
 
@@ -92,18 +94,18 @@ class ParameterBucket:
             else:
                 param.data = view
 
-    def holds(self, address: int) -> bool:
-        start = self.flat.data_ptr()
-        return start <= address < start + self.flat.nbytes
-
     @property
     def can_be_hidden(self) -> bool:
-        return not self._shared_memory
+        return not self._shared_memory and all(type(shard.param) is Parameter for shard in self.shards)
 
-    def hide(self) -> None:
-        """Until `arrive`, reading a parameter is an error. An alias of its memory stays readable."""
+    def hide(self, intercepting: type[Parameter]) -> None:
+        """Until `arrive`, the parameters are ``intercepting``, and a read that is not intercepted is an error.
+
+        An alias of a parameter's memory stays readable.
+        """
         for shard, unreadable in zip(self.shards, self._unreadable, strict=True):
             shard.param.data = unreadable
+            shard.param.__class__ = intercepting
         self._hidden = True
 
     @property
@@ -116,6 +118,7 @@ class ParameterBucket:
         """The all-gather has finished: make the parameters readable."""
         if self._hidden:
             for shard, view in zip(self.shards, self._views, strict=True):
+                shard.param.__class__ = Parameter
                 shard.param.data = view
             self._hidden = False
         for shard, home in self._shared_memory.items():
@@ -125,6 +128,8 @@ class ParameterBucket:
     def move_out(self) -> None:
         """Give parameters memory of their own again. Only the description of the layout remains."""
         for shard, view in zip(self.shards, self._views, strict=True):
+            if self._hidden:
+                shard.param.__class__ = Parameter
             if self._hidden or shard.param.data_ptr() == view.data_ptr():
                 shard.param.data = view.clone(memory_format=torch.preserve_format)
             shard.weight.data = self.flat.new_empty(0)
@@ -146,6 +151,8 @@ class ShardedParameters:
         self.by_param: dict[Parameter, ParameterShard] = {}  # this rank's, of each parameter in a bucket
         self._bucket_of: dict[int, ParameterBucket] = {}
         self._gathers: dict[ParameterBucket, Work] = {}
+        self._thread = threading.get_ident()
+        self._intercepting = intercepting_class(self._before_read)
 
     def follow(self) -> None:
         """Create a parameter bucket for each new gradient bucket. Collective."""
@@ -185,46 +192,37 @@ class ShardedParameters:
     def device(self) -> torch.device:
         return self.reducer.buckets[0].flat.device
 
-    def wait_for(self, param_id: int) -> None:
-        bucket = self._bucket_of.get(param_id)
+    def wait_for(self, param: Parameter) -> None:
+        bucket = self._bucket_of.get(id(param))
         if bucket is not None and bucket in self._gathers:
             self._wait_for(bucket)
 
-    def wait_for_memory(self, tensor: Tensor) -> None:
-        """Return when the memory of ``tensor`` is complete, such as that of ``alias = param.data``.
-
-        A tensor without memory of its own, as in `torch.func`, may wrap any parameter: wait for all.
-        """
-        try:
-            address = tensor.data_ptr()
-        except RuntimeError:
-            self.wait()
-            return
-        for bucket in list(self._gathers):
-            if bucket.holds(address):
-                self._wait_for(bucket)
-                return
+    def _before_read(self, param: Parameter) -> None:
+        if threading.get_ident() == self._thread:  # a wait in another thread could overtake one of this thread
+            self.wait_for(param)
 
     def hide(self) -> None:
-        """Until its bucket has arrived, reading a parameter without waiting is an error."""
-        with torch._C.DisableTorchFunction():  # in manual optimization `ParameterReads` would take it for a read
+        """Until its bucket has arrived, reading a parameter waits for the bucket."""
+        with torch._C.DisableTorchFunction():  # these are no reads
             for bucket in list(self._gathers):
-                if bucket.can_be_hidden:
-                    bucket.hide()
-                if not bucket.can_be_hidden or bucket.has_aliases:
-                    self._wait_for(bucket)  # an alias cannot be hidden
+                hidden = bucket.can_be_hidden
+                if hidden:
+                    bucket.hide(self._intercepting)
+                if not hidden or bucket.has_aliases:  # an alias cannot be hidden
+                    self._wait_for(bucket)
 
     def show(self) -> None:
         """After an exception: make all parameters readable with their current values; new ones may never arrive."""
-        for bucket in self._gathers:
-            bucket.arrive()
+        with torch._C.DisableTorchFunction():
+            for bucket in self._gathers:
+                bucket.arrive()
 
     def wait(self) -> None:
         while self._gathers:
             self._wait_for(next(iter(self._gathers)))
 
     def _wait_for(self, bucket: ParameterBucket) -> None:
-        # `torch.func` and the mode of `ParameterReads` must not intercept computations of the wait
+        # neither `torch.func` nor a mode takes part in computations of the wait
         with torch._C.DisableTorchFunction(), temporarily_clear_interpreter_stack():
             self._gathers[bucket].wait()
             # removed after the wait, so that an interrupted wait is repeated
@@ -233,5 +231,6 @@ class ShardedParameters:
 
     def release(self) -> None:
         """Give parameters memory of their own, and drop the buckets' flat memory."""
-        for bucket in self.buckets:
-            bucket.move_out()
+        with torch._C.DisableTorchFunction():
+            for bucket in self.buckets:
+                bucket.move_out()

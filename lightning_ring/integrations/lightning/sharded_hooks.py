@@ -17,8 +17,6 @@ from lightning_ring.algorithms.sharded import Sharded
 
 _EACH_BATCH = ("on_train_batch_start", "on_train_batch_end")
 _ALONE = ("on_exception", "on_load_checkpoint")  # on one rank alone, or with nothing to wait for
-_TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
-_MODULE_HOOKS = (*_EACH_BATCH, *_TRANSFERS, "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step")
 _BEFORE_VALIDATION = ("val_dataloader", "on_validation_model_zero_grad", "on_validation_model_eval")
 _AFTER_BACKWARD = ("on_after_backward", "on_before_optimizer_step")  # watched for norms of gradients
 
@@ -50,10 +48,10 @@ class ShardedHooks:
             )
 
     def begin_training(self) -> None:
-        """From now on a step returns before its parameters are complete, and overridden hooks wait for them."""
+        """From now on a step returns before its parameters are complete."""
         self._algorithm.overlaps = True
         self._stop_watching()
-        self._watched = _watch_hooks(self._trainer, self._algorithm.reading, self._wait_parameters)
+        self._watched = _watch_hooks(self._trainer, self._algorithm.watching_norms, self._wait_parameters)
 
     def remove(self) -> None:
         self._stop_watching()
@@ -89,11 +87,10 @@ def _clip_by_norm(plugin: Precision, algorithm: Sharded, optimizer: Optimizer, c
 class _WaitForParameters(pl.Callback):
     """The first of all callbacks: its hooks wait for all parameters, before the hooks of other callbacks.
 
-    The two hooks of every training batch do not wait. Their overrides run inside `Sharded.reading` instead, where
-    reading a parameter waits for that parameter (`_watch_hooks`).
+    The two hooks of every training batch do not wait: there, reading a parameter waits for that parameter.
     """
 
-    reads_parameters = False  # any callback may set this: its hooks are then not watched
+    reads_parameters = False  # any callback may set this: its hooks are then not watched for norms
 
     def __init__(self, wait_parameters: Callable[[], None]) -> None:
         self.wait_parameters = wait_parameters
@@ -113,17 +110,17 @@ for _name in dir(pl.Callback):
 
 
 def _watch_hooks(
-    trainer: pl.Trainer, reading: Callable[[], AbstractContextManager[None]], wait_parameters: Callable[[], None]
+    trainer: pl.Trainer, watching_norms: Callable[[], AbstractContextManager[None]], wait_parameters: Callable[[], None]
 ) -> list[_Watched]:
-    """Run overridden hooks between two training steps inside ``reading()``, and hooks that begin a validation after
-    ``wait_parameters()``."""
+    """Run overridden hooks that may take norms of gradients inside ``watching_norms()``, and hooks that begin a
+    validation after ``wait_parameters()``."""
 
     def complete() -> AbstractContextManager[None]:
         wait_parameters()
         return nullcontext()
 
     return [
-        _Watched(owner, name, complete if name in _BEFORE_VALIDATION else reading)
+        _Watched(owner, name, complete if name in _BEFORE_VALIDATION else watching_norms)
         for owner, name in _overridden(trainer)
     ]
 
@@ -131,31 +128,30 @@ def _watch_hooks(
 def _overridden(trainer: pl.Trainer) -> Iterator[tuple[Any, str]]:
     others = [one for one in trainer.callbacks if getattr(one, "reads_parameters", True)]  # type: ignore[attr-defined]
     for callback in others:
-        for name in (*_EACH_BATCH, *_AFTER_BACKWARD):
+        for name in _AFTER_BACKWARD:
             if getattr(type(callback), name) is not getattr(pl.Callback, name) or name in vars(callback):
                 yield callback, name
-    for name in (*_MODULE_HOOKS, *_AFTER_BACKWARD, *_BEFORE_VALIDATION):
+    for name in ("optimizer_step", *_AFTER_BACKWARD, *_BEFORE_VALIDATION):
         if is_overridden(name, trainer.lightning_module):
             yield trainer.lightning_module, name
     datamodule = getattr(trainer, "datamodule", None)
-    for name in (*_TRANSFERS, "val_dataloader") if datamodule is not None else ():
-        if is_overridden(name, datamodule):
-            yield datamodule, name
+    if datamodule is not None and is_overridden("val_dataloader", datamodule):
+        yield datamodule, "val_dataloader"
 
 
 class _Watched:
-    """The hook ``name`` of ``owner``, run inside ``reading()``. Copying or pickling the owner restores the plain
+    """The hook ``name`` of ``owner``, run inside ``context()``. Copying or pickling the owner restores the plain
     hook."""
 
-    def __init__(self, owner: Any, name: str, reading: Callable[[], AbstractContextManager[None]]) -> None:
+    def __init__(self, owner: Any, name: str, context: Callable[[], AbstractContextManager[None]]) -> None:
         functools.update_wrapper(self, getattr(owner, name))
-        self._owner, self._name, self._reading = owner, name, reading
+        self._owner, self._name, self._context = owner, name, context
         self._of_the_instance = vars(owner).get(name)
         self._hook = getattr(owner, name)
         setattr(owner, name, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self._reading():
+        with self._context():
             return self._hook(*args, **kwargs)
 
     def __reduce__(self) -> Any:

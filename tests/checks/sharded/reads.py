@@ -101,19 +101,15 @@ def _higher_order(module: Any, x: Tensor) -> Any:
     return _sum([grad.square() for grad in grads])
 
 
-WAYS: dict[str, Read] = {
-    "func.grad": lambda m, x: _sum(torch.func.grad(m.pure)(m.params, x)),
+WAYS: dict[str, Read] = {  # the first one in the first step, in which `torch.func` is found
+    "data": lambda m, x: _sum([p.data for p in m.parameters()]),
     "func.grad of values": lambda m, x: _sum(torch.func.grad(m.pure)({k: v.detach() for k, v in m.params.items()}, x)),
-    "func.vjp": lambda m, x: _sum(torch.func.vjp(lambda p: m.pure(p, x), m.params)[1](torch.tensor(1.0))),
     "func.jvp": lambda m, x: _sum(
         torch.func.jvp(lambda w: F.linear(x, w).sin().sum(), (m.net[0].weight,), (torch.ones(6, 8),))
     ),
-    "func.jacrev": lambda m, x: _sum(torch.func.jacrev(lambda w: F.linear(x, w).sin().mean(0))(m.net[0].weight)),
     "func.jacfwd": lambda m, x: _sum(torch.func.jacfwd(lambda w: F.linear(x, w).sin().mean(0))(m.net[0].weight)),
     "func.hessian": lambda m, x: _sum(torch.func.hessian(lambda w: F.linear(x, w).sin().mean())(m.net[0].weight)),
-    "vmap over a parameter": lambda m, x: _sum(torch.vmap(lambda row: row.sin().sum())(m.net[0].weight)),
     "vmap of a module": lambda m, x: _sum(torch.vmap(m.net)(x)),
-    "vmap of gradients": lambda m, x: _sum(torch.vmap(torch.func.grad(m.pure), in_dims=(None, 0))(m.params, x)),
     "functional_call": lambda m, x: functional_call(m.net, {k: 2 * v for k, v in m.params.items()}, (x,)),
     "autograd.functional": lambda m, x: _sum(
         torch.autograd.functional.hvp(lambda w: F.linear(x, w).sin().sum(), m.net[0].weight, torch.ones(6, 8))
@@ -126,7 +122,6 @@ WAYS: dict[str, Read] = {
     "checkpoint": lambda m, x: checkpoint(m.net, x, use_reentrant=False),
     "reentrant checkpoint": lambda m, x: checkpoint(m.net, x.requires_grad_(), use_reentrant=True),
     "parameters_to_vector": lambda m, x: _vector(m).sum(),
-    "data": lambda m, x: _sum([p.data for p in m.parameters()]),
     "numpy": lambda m, x: float(sum(p.detach().numpy().sum() for p in m.parameters())),
     "deepcopy": lambda m, x: copy.deepcopy(m.net)(x).detach(),
     "pickle": _pickled,
@@ -134,6 +129,15 @@ WAYS: dict[str, Read] = {
     "state_dict": lambda m, x: _sum(list(m.state_dict().values())),
     "foreach": lambda m, x: _sum(torch._foreach_mul([p.detach() for p in m.parameters()], 2.0)),
     "foreach norm": lambda m, x: _sum(torch._foreach_norm(list(m.parameters()))),
+}
+
+
+TRANSFORMS: dict[str, Read] = {  # wrap a parameter without a call of torch
+    "func.grad": lambda m, x: _sum(torch.func.grad(m.pure)(m.params, x)),
+    "func.vjp": lambda m, x: _sum(torch.func.vjp(lambda p: m.pure(p, x), m.params)[1](torch.tensor(1.0))),
+    "func.jacrev": lambda m, x: _sum(torch.func.jacrev(lambda w: F.linear(x, w).sin().mean(0))(m.net[0].weight)),
+    "vmap over a parameter": lambda m, x: _sum(torch.vmap(lambda row: row.sin().sum())(m.net[0].weight)),
+    "vmap of gradients": lambda m, x: _sum(torch.vmap(torch.func.grad(m.pure), in_dims=(None, 0))(m.params, x)),
 }
 
 
@@ -157,7 +161,7 @@ class InsideOptimizerStep(Reading):
         super().optimizer_step(*args, **kwargs)
 
 
-def _same_values(ways: dict[str, Read], kind: type[Reading] = Reading) -> None:
+def _same_values(ways: dict[str, Read], kind: type[Reading] = Reading, *, trusted: bool = True) -> None:
     """One step more than there are ways: the first one reads whole parameters."""
     results = []
     for late in (True, False):
@@ -167,7 +171,7 @@ def _same_values(ways: dict[str, Read], kind: type[Reading] = Reading) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             fit(strategy, module, batches, max_epochs=1)
-        assert not late or strategy.algorithm._reads.trusted
+        assert not late or strategy.algorithm._reads.trusted == trusted
         results.append(module)
     assert results[0].results.keys() == set(ways)
     wrong = {name: (value, results[1].results[name]) for name, value in results[0].results.items()}
@@ -178,6 +182,8 @@ def _same_values(ways: dict[str, Read], kind: type[Reading] = Reading) -> None:
 
 def check_every_way_to_read_gives_new_values() -> None:
     _same_values(WAYS)
+    for name, read in TRANSFORMS.items():
+        _same_values({name: read}, trusted=False)
     for kept, read in KEPT.items():
         _same_values({"data": WAYS["data"], "numpy": WAYS["numpy"], kept: read})
     _same_values({name: WAYS[name] for name in ("numpy", "foreach", "state_dict")}, InsideOptimizerStep)
@@ -194,12 +200,13 @@ UNSEEN: dict[str, Read] = {
 
 
 def check_a_read_that_nobody_sees_is_an_error() -> None:
-    message = r"net\..\.weight was read before its new values.*wait_parameters"
-    for read in UNSEEN.values():
+    message = r"net\..\.(weight|bias) was read before its new values.*wait_parameters"
+    for read in (*UNSEEN.values(), *TRANSFORMS.values()):
+        late = Reading({"data": WAYS["data"], "unseen": read})  # not in the first step, which would show it
         with pytest.raises(RuntimeError, match=message):
-            fit(LateRing(shard_optimizer=True, bucket_cap_mb=CAP), Reading({"unseen": read}), loader(24), max_epochs=1)
+            fit(LateRing(shard_optimizer=True, bucket_cap_mb=CAP), late, loader(24), max_epochs=1)
     told = {
         name: lambda m, x, read=read: (m.trainer.strategy.wait_parameters(), read(m, x))[1]
-        for name, read in UNSEEN.items()
+        for name, read in (UNSEEN | TRANSFORMS).items()
     }
-    _same_values(told)
+    _same_values({"data": WAYS["data"]} | told)
