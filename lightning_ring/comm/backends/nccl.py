@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_ring.comm.calls import check_all_to_all, describe
 from lightning_ring.comm.communicator import Communicator, ReduceOp, Work, as_bytes, shard
 from lightning_ring.comm.padded_rows import PaddedRows
-from lightning_ring.comm.ring import check_reducible, finish_
+from lightning_ring.comm.ring import check_reducible, divides_first, finish_, prepare_
 from lightning_ring.comm.waiting import transport_error
 from lightning_ring.errors import ConfigurationError, RingError
 
@@ -39,7 +39,7 @@ class NCCLCommunicator(Communicator):
     def all_reduce_(self, tensor: Tensor, *, op: ReduceOp = ReduceOp.SUM, name: str = "") -> Work:
         if not self._serves(tensor):
             return self._host.all_reduce_(tensor, op=op, name=name)
-        flat, native = self._reducible(tensor.detach().view(-1), op)
+        flat, native = self._prepared(tensor.detach().view(-1), op)
         return self._start(
             describe("all_reduce", op.value, flat.dtype, f"{flat.numel()} elements", name=name),
             lambda: dist.all_reduce(flat, op=native, group=self._group, async_op=True),
@@ -53,7 +53,7 @@ class NCCLCommunicator(Communicator):
         own = shard(flat, self.world_size, self.rank)
         rows = PaddedRows(flat, self.world_size)
         rows.load()
-        sent, native = self._reducible(rows.flat, op)
+        sent, native = self._prepared(rows.flat, op)
         target = shard(sent, self.world_size, self.rank)
 
         def finish() -> None:
@@ -115,12 +115,18 @@ class NCCLCommunicator(Communicator):
         except RuntimeError as error:
             raise transport_error(what, error) from error
 
-    def _reducible(self, flat: Tensor, op: ReduceOp) -> tuple[Tensor, Any]:
-        """``flat`` as a dtype that NCCL reduces, and the operation it is asked for; `_divide` does what is missing."""
+    def _prepared(self, flat: Tensor, op: ReduceOp) -> tuple[Tensor, Any]:
+        """``flat`` as a dtype that NCCL reduces, and the operation it is asked for; `_divide` does what is missing.
+
+        NCCL's AVG multiplies by 1/N in the tensor's own type: in 16 bits that factor is off by up to 0.2 % where N is
+        no power of two, for all gradients alike. `prepare_` divides them in float32 before they are summed.
+        """
         check_reducible(flat, op)
         if flat.dtype is torch.int16 or (flat.is_complex() and op is ReduceOp.PRODUCT):
             raise ConfigurationError(f"NCCL cannot reduce {flat.dtype} by {op.name}; convert the tensor first.")
-        native = _OPS[op] if op is not ReduceOp.AVG or flat.is_floating_point() else dist.ReduceOp.SUM
+        prepare_(flat, op, self.world_size)
+        averages = flat.is_floating_point() and not divides_first(flat.dtype)
+        native = _OPS[op] if op is not ReduceOp.AVG or averages else dist.ReduceOp.SUM
         if flat.is_complex():
             return torch.view_as_real(flat).view(-1), native
         return flat.view(torch.uint8) if flat.dtype is torch.bool else flat, native

@@ -1,0 +1,90 @@
+"""NCCL without a GPU: CPU tensors of thread-ranks, NCCL's arithmetic, and a record of what torch was asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_ring.comm.backends import nccl
+from lightning_ring.comm.backends.nccl import NCCLCommunicator
+from lightning_ring.comm.communicator import Communicator, shard
+
+_REDUCE = {
+    dist.ReduceOp.SUM: torch.add,
+    dist.ReduceOp.MIN: torch.minimum,
+    dist.ReduceOp.MAX: torch.maximum,
+    dist.ReduceOp.PRODUCT: torch.mul,
+}
+
+
+class FakeGroup:
+    """One rank's NCCL process group over ``comm``, a communicator between threads.
+
+    Attributes:
+        calls: The collectives so far, as (kind, operation).
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm = comm
+        self.calls: list[tuple[str, Any]] = []
+
+    def reduce(self, tensor: Tensor, op: Any) -> Tensor:
+        """NCCL's sums are in the tensor's type, rank by rank. So is the factor that AVG multiplies with first."""
+        rows = self.comm.all_gather(tensor)
+        if op == dist.ReduceOp.AVG:
+            factor = torch.tensor(1 / self.comm.world_size).to(tensor.dtype)
+            rows, op = [row * factor for row in rows], dist.ReduceOp.SUM
+        total = rows[0]
+        for row in rows[1:]:
+            total = _REDUCE[op](total, row)
+        return total
+
+
+class FakeDistributed:
+    """In place of the module `torch.distributed` in the NCCL backend."""
+
+    ReduceOp = dist.ReduceOp
+    ProcessGroup = dist.ProcessGroup
+
+    def all_reduce(self, tensor: Tensor, *, op: Any, group: FakeGroup, async_op: bool) -> FakeWork:
+        group.calls.append(("all_reduce", op))
+        tensor.copy_(group.reduce(tensor, op))
+        return FakeWork()
+
+    def reduce_scatter_tensor(self, output: Tensor, sent: Tensor, *, op: Any, group: Any, async_op: bool) -> FakeWork:
+        group.calls.append(("reduce_scatter", op))
+        output.copy_(shard(group.reduce(sent, op), group.comm.world_size, group.comm.rank))
+        return FakeWork()
+
+    def all_gather_into_tensor(self, output: Tensor, sent: Tensor, *, group: FakeGroup, async_op: bool) -> FakeWork:
+        group.calls.append(("all_gather", None))
+        output.copy_(torch.cat(group.comm.all_gather(sent)))
+        return FakeWork()
+
+
+class FakeWork:
+    """Over at once."""
+
+    def wait(self, *args: Any) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+class CPUTensorsOverNCCL(NCCLCommunicator):
+    """The NCCL backend, which takes CPU tensors for its own."""
+
+    def _serves(self, tensor: Tensor) -> bool:
+        return True
+
+
+def over_fake_nccl(monkeypatch: pytest.MonkeyPatch) -> Callable[[Communicator], NCCLCommunicator]:
+    """Have the NCCL backend call fakes; returns what makes a thread-rank's communicator of such a group."""
+    monkeypatch.setattr(nccl, "dist", FakeDistributed())
+    return lambda host: CPUTensorsOverNCCL(FakeGroup(host), host)  # type: ignore[arg-type]
