@@ -100,12 +100,12 @@ def _ask_mpi(found: LaunchVariables) -> RankInfo:
 def pick_gpu(local_rank: int, local_size: int, device_count: int, visible: str | None) -> int:
     """Index of the GPU for this rank, of the ``device_count`` that this process sees.
 
-    ``visible`` is ``CUDA_VISIBLE_DEVICES``. A process that sees one GPU, because its launcher gave each rank its own,
-    takes that one; whether two ranks were given the same one, `check_gpu_assignment` tells.
+    ``visible`` is ``CUDA_VISIBLE_DEVICES``, for the error. A process that sees one GPU, because its launcher gave each
+    rank its own, takes that one; whether two ranks were given the same one, `check_gpu_assignment` tells.
     """
     if local_rank < device_count:
         return local_rank
-    if device_count == 1 and visible is not None:
+    if device_count == 1:  # a container or a cgroup hides the others, with or without that variable
         return 0
     raise RankDiscoveryError(
         f"Local rank {local_rank} (of {local_size} on this node) finds {device_count} GPUs "
@@ -115,7 +115,7 @@ def pick_gpu(local_rank: int, local_size: int, device_count: int, visible: str |
 
 
 def check_gpu_assignment(gpus: Sequence[tuple[str, str]]) -> None:
-    """Refuse two ranks on one GPU. ``gpus[r]`` is rank r's host name and its GPU's UUID."""
+    """Refuse two ranks on one GPU or partition of one (MIG). ``gpus[r]``: rank r's host name, and the UUID."""
     owners: dict[tuple[str, str], int] = {}
     for rank, gpu in enumerate(gpus):
         other = owners.setdefault(gpu, rank)
