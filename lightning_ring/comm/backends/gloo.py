@@ -53,7 +53,7 @@ def open_torch_communicator(backend: str = "gloo", policy: WaitPolicy | None = N
     if backend == "gloo":
         return host
     nccl_group: Any = dist.new_group(timeout=policy.timeout, backend="nccl")
-    return NCCLCommunicator(nccl_group, host)
+    return NCCLCommunicator(nccl_group, host, policy)
 
 
 def open_gloo_transport(policy: WaitPolicy) -> GlooTransport:

@@ -78,7 +78,7 @@ def devices_for(
         return requested
     there = accelerator.auto_device_count()
     if there == 1 and isinstance(accelerator, CUDAAccelerator):
-        return accelerator.get_parallel_devices(accelerator.parse_devices(1)) * local_size
+        return accelerator.get_parallel_devices([0]) * local_size
     if there < local_size:
         raise RankDiscoveryError(
             f"the launcher started {local_size} ranks on this node, which has {there} {type(accelerator).__name__} "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -26,12 +27,14 @@ class FakeGroup:
     """One rank's NCCL process group over ``comm``, a communicator between threads.
 
     Attributes:
-        calls: The collectives so far, as (kind, operation).
+        calls: The collectives so far, as (kind, operation), and what ended the group.
+        late: Until it is set, collectives are on the stream and not over.
     """
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
         self.calls: list[tuple[str, Any]] = []
+        self.late: threading.Event | None = None
 
     def reduce(self, tensor: Tensor, op: Any) -> Tensor:
         """NCCL's sums are in the tensor's type, rank by rank. So is the factor that AVG multiplies with first."""
@@ -54,27 +57,38 @@ class FakeDistributed:
     def all_reduce(self, tensor: Tensor, *, op: Any, group: FakeGroup, async_op: bool) -> FakeWork:
         group.calls.append(("all_reduce", op))
         tensor.copy_(group.reduce(tensor, op))
-        return FakeWork()
+        return FakeWork(group.late)
 
     def reduce_scatter_tensor(self, output: Tensor, sent: Tensor, *, op: Any, group: Any, async_op: bool) -> FakeWork:
         group.calls.append(("reduce_scatter", op))
         output.copy_(shard(group.reduce(sent, op), group.comm.world_size, group.comm.rank))
-        return FakeWork()
+        return FakeWork(group.late)
 
     def all_gather_into_tensor(self, output: Tensor, sent: Tensor, *, group: FakeGroup, async_op: bool) -> FakeWork:
         group.calls.append(("all_gather", None))
         output.copy_(torch.cat(group.comm.all_gather(sent)))
-        return FakeWork()
+        return FakeWork(group.late)
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def destroy_process_group(self, group: FakeGroup) -> None:
+        if group.late is not None:
+            assert group.late.wait(10), "destroying a group waits for its kernels"
+        group.calls.append(("destroy", None))
 
 
 class FakeWork:
-    """Over at once."""
+    """Waiting for it orders streams, and so returns at once."""
+
+    def __init__(self, late: threading.Event | None = None) -> None:
+        self._late = late
 
     def wait(self, *args: Any) -> bool:
         return True
 
     def is_completed(self) -> bool:
-        return True
+        return self._late is None or self._late.is_set()
 
 
 class CPUTensorsOverNCCL(NCCLCommunicator):
@@ -87,4 +101,5 @@ class CPUTensorsOverNCCL(NCCLCommunicator):
 def over_fake_nccl(monkeypatch: pytest.MonkeyPatch) -> Callable[[Communicator], NCCLCommunicator]:
     """Have the NCCL backend call fakes; returns what makes a thread-rank's communicator of such a group."""
     monkeypatch.setattr(nccl, "dist", FakeDistributed())
-    return lambda host: CPUTensorsOverNCCL(FakeGroup(host), host)  # type: ignore[arg-type]
+    monkeypatch.setattr(nccl, "_abort_process_group", lambda group: group.calls.append(("abort", None)))
+    return lambda host: CPUTensorsOverNCCL(FakeGroup(host), host, host._policy)  # type: ignore

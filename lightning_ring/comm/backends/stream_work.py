@@ -1,0 +1,81 @@
+"""Collectives on a GPU's streams: the works that a process group returned, in the order of the calls."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from lightning_ring.comm.waiting import WaitPolicy, poll_until, transport_error
+
+
+class Launched(NamedTuple):
+    """A collective on the streams."""
+
+    description: str
+    since: float  # by the monotonic clock
+    work: Any  # of torch.distributed
+
+
+@dataclass(slots=True, eq=False)
+class StreamWork:
+    """A collective on the GPU's streams. ``finish`` is queued behind it, once, by the first `wait`."""
+
+    _description: str
+    _work: Any
+    _finish: Callable[[], None] | None
+
+    def order_current_stream(self) -> None:
+        """Have the current stream go on after the collective; unlike `wait` this queues nothing behind it."""
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise transport_error(self._description, error) from error
+
+    def wait(self) -> None:
+        self.order_current_stream()
+        if self._finish is not None:
+            self._finish()
+            self._finish = None
+
+    def done(self) -> bool:
+        return bool(self._work.is_completed())
+
+
+class StreamQueue:
+    """The collectives of one communicator that the GPU has not ended, as far as the host knows.
+
+    An `Engine`: the stall report shows the names of those that the GPU waits in.
+    """
+
+    def __init__(self, policy: WaitPolicy) -> None:
+        self._open: deque[Launched] = deque()  # changed by the thread that calls collectives only
+        self._last: Launched | None = None
+        policy.engines.append(weakref.ref(self))
+
+    def add(self, description: str, work: Any, finish: Callable[[], None]) -> StreamWork:
+        while self._open and self._open[0].work.is_completed():
+            self._last = self._open.popleft()
+        self._open.append(Launched(description, time.monotonic(), work))
+        return StreamWork(description, work, finish)
+
+    def under_way(self) -> tuple[str, float] | None:
+        return next((launched[:2] for launched in tuple(self._open) if not launched.work.is_completed()), None)
+
+    @property
+    def last(self) -> tuple[str, float] | None:
+        last = self._last
+        for launched in tuple(self._open):
+            if not launched.work.is_completed():
+                break
+            last = launched
+        return last[:2] if last is not None else None
+
+    def ends_within(self, seconds: float) -> bool:
+        """Wait until all collectives have ended, for ``seconds`` at most; whether they did."""
+        until = time.monotonic() + seconds
+        poll_until(lambda: self.under_way() is None or time.monotonic() > until, lambda: None)
+        return self.under_way() is None
