@@ -172,12 +172,12 @@ class Bucket:
         held = are_held([grads[index] for index in indices]) if not self.copies else [True] * len(indices)
         self._kept.update((index, grads[index]) for index, is_held in zip(indices, held, strict=True) if is_held)
 
-    def publish(self) -> list[Parameter]:
+    def publish(self, read: Callable[[Tensor], Tensor] = lambda flags: flags) -> list[Parameter]:
         """Set ``.grad`` of each used parameter to the reduced gradient, and return these parameters.
 
-        A parameter that no rank used keeps its ``.grad``.
+        A parameter that no rank used keeps its ``.grad``. ``read`` brings a tensor to the host (`Communicator.read`).
         """
-        used = None if all(self.contributed) else self.used.tolist()  # waits for the device: only if needed
+        used = None if all(self.contributed) else read(self.used).tolist()  # waits for the device: only if needed
         published = []
         for index, param in enumerate(self.params):
             if self.contributed[index] or (used is not None and used[index] > 0 and param.requires_grad):

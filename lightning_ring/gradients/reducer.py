@@ -75,7 +75,7 @@ class Reducer:
         self._unreduced = UnreducedGradients()
         self._parts = GradientParts(self._warn_once)
         self._sparse = SparseGradients(comm, sparse_weights, enabled=self.gathers_sparse)
-        self._stop_flag = StopFlag()
+        self._stop_flag = StopFlag(comm)
         self._names: dict[Parameter, str] = {}  # of all parameters whose gradients are averaged
         self._queue: list[Bucket] = []  # of this backward
         self._next = 0  # index in the queue of the next bucket to send
@@ -205,7 +205,7 @@ class Reducer:
         """Every bucket has arrived, and none is published yet."""
 
     def _publish(self, bucket: Bucket) -> None:
-        bucket.publish()
+        bucket.publish(self._comm.read)
 
     def _take_gradient(self, param: Parameter) -> None:
         unreduced = self._unreduced

@@ -87,7 +87,7 @@ class ShardReducer(Reducer):
         def arrived() -> None:
             torch._foreach_copy_(targets, list(parts))
             if keeps or totals.device.type == "cpu":  # reading it makes the host wait for a GPU
-                self._kept.check_counts(totals, self._comm.world_size)
+                self._kept.check_counts(self._comm.read(totals), self._comm.world_size)
 
         return ChainedWork(self._comm.all_reduce_(vector, name=self._named("flags")), arrived)
 
@@ -110,5 +110,5 @@ class ShardReducer(Reducer):
     def _publish(self, bucket: Bucket) -> None:
         if self.settled:
             self.shards.mark_other_shards(bucket)
-        for param in bucket.publish():
+        for param in bucket.publish(self._comm.read):
             self._kept.published(param, settled=self.settled)

@@ -34,12 +34,18 @@ class NCCLCommunicator(Communicator):
     `abandon`, or by NCCL's watchdog in torch after the timeout the group was made with. Shards that NCCL cannot split
     evenly (length not a multiple of the world size) travel through a padded copy. One rank alone uses NCCL too: that is
     how its cost is measured on one GPU (``force_communication=True``).
+
+    NCCL compares nothing: ranks that call different collectives hang, or sum what does not belong together. If
+    ``checked``, the ranks exchange what they call over ``host`` first, which costs a message time each.
     """
 
-    def __init__(self, group: dist.ProcessGroup, host: Communicator, policy: WaitPolicy | None = None) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, host: Communicator, policy: WaitPolicy | None = None, *, checked: bool = False
+    ) -> None:
         self._group = group
         self._host = host
         self._policy = policy or WaitPolicy()
+        self._checked = checked
         self._closed = False
         self.queue = StreamQueue(self._policy)
         _open.add(self)
@@ -108,6 +114,9 @@ class NCCLCommunicator(Communicator):
             lambda: dist.broadcast(as_bytes(tensor), source, group=self._group, async_op=True),
         )
 
+    def wait_until(self, reached: Callable[[], bool]) -> None:
+        self.queue.wait_until(reached)
+
     def abandon(self) -> None:
         """Abort the group. To destroy it would wait for kernels that end only once every rank takes part.
 
@@ -139,6 +148,8 @@ class NCCLCommunicator(Communicator):
         self._policy.raise_if_broken()
         if self._closed:
             raise CollectiveError(f"{what}: this communicator was closed; build a new one.")
+        if self._checked:  # the host's collectives compare names, and tell which rank does not come
+            self._host.all_reduce_(torch.zeros(1), name=f"call of {what}").wait()
         try:
             return self.queue.add(what, launch(), finish)
         except RingError:

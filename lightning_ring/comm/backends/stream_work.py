@@ -12,6 +12,32 @@ from typing import Any, NamedTuple
 from lightning_ring.comm.waiting import WaitPolicy, poll_until, transport_error
 
 
+class _Patience:
+    """One wait of the host: what it does every 20 ms."""
+
+    def __init__(self, queue: StreamQueue, policy: WaitPolicy) -> None:
+        self._queue = queue
+        self._policy = policy
+        self._head: Launched | None = None
+        self._since = 0.0
+        self._num_warnings = 0
+
+    def check(self) -> None:
+        policy = self._policy
+        policy.raise_if_broken()
+        policy.check_peers()
+        head = self._queue.head()
+        if head is None:  # the GPU computes
+            self._head = None
+            return
+        if head is not self._head:
+            self._head, self._since, self._num_warnings = head, time.monotonic(), 0
+        seconds = time.monotonic() - self._since
+        self._num_warnings += policy.warn_of_stall(head.description, seconds, (), self._num_warnings)
+        if seconds > policy.seconds:
+            raise policy.fail(policy.timeout_error(head.description))
+
+
 class Launched(NamedTuple):
     """A collective on the streams."""
 
@@ -52,6 +78,7 @@ class StreamQueue:
     """
 
     def __init__(self, policy: WaitPolicy) -> None:
+        self._policy = policy
         self._open: deque[Launched] = deque()  # changed by the thread that calls collectives only
         self._last: Launched | None = None
         policy.engines.append(weakref.ref(self))
@@ -62,8 +89,13 @@ class StreamQueue:
         self._open.append(Launched(description, time.monotonic(), work))
         return StreamWork(description, work, finish)
 
+    def head(self) -> Launched | None:
+        """The first one that has not ended. From any thread."""
+        return next((launched for launched in tuple(self._open) if not launched.work.is_completed()), None)
+
     def under_way(self) -> tuple[str, float] | None:
-        return next((launched[:2] for launched in tuple(self._open) if not launched.work.is_completed()), None)
+        head = self.head()
+        return head[:2] if head is not None else None
 
     @property
     def last(self) -> tuple[str, float] | None:
@@ -73,6 +105,17 @@ class StreamQueue:
                 break
             last = launched
         return last[:2] if last is not None else None
+
+    def wait_until(self, reached: Callable[[], bool]) -> None:
+        """Block until ``reached()``, which is behind these collectives, as long as the policy allows.
+
+        Raises:
+            PeerFailedError: Another rank failed meanwhile.
+            CollectiveError: A collective did not end within the timeout. Time is counted from when it was seen to be
+                the first one open: before that the GPU had other things to do.
+        """
+        patience = _Patience(self, self._policy)
+        poll_until(reached, patience.check)
 
     def ends_within(self, seconds: float) -> bool:
         """Wait until all collectives have ended, for ``seconds`` at most; whether they did."""

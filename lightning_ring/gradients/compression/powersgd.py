@@ -110,11 +110,11 @@ class LowRank(Compressor):
             work,
             lambda: _put_back(plan),
             lambda: _send_second(plan, comm, name),
-            lambda: self._decompress(plan, flat, lost),
+            lambda: self._decompress(plan, flat, lost, comm),
         )
 
     def state_dict(self, comm: Communicator) -> dict[str, Any]:
-        factors = {name: matrix.q.cpu().clone() for name, matrix in self._matrices.items()}
+        factors = {name: comm.read(matrix.q).clone() for name, matrix in self._matrices.items()}
         return {"num_backwards": self.num_backwards, "rank": self.rank, "q": factors}
 
     def load_state_dict(self, state: dict[str, Any], rank: int, world_size: int) -> str | None:
@@ -150,9 +150,9 @@ class LowRank(Compressor):
         generator = torch.Generator().manual_seed(zlib.crc32(matrix.name.encode()) + self.seed)
         matrix.q.copy_(torch.randn(matrix.q.shape, generator=generator, dtype=matrix.q.dtype))
 
-    def _decompress(self, plan: Plan, flat: Tensor, lost: Tensor | None) -> None:
+    def _decompress(self, plan: Plan, flat: Tensor, lost: Tensor | None, comm: Communicator) -> None:
         """Put the product of the factors into ``flat``, and the rest of this rank's gradients into ``lost``."""
-        if not plan.second.sum().isfinite():  # a loss scaler will skip this step: it has not been taken
+        if not comm.read(plan.second.sum()).isfinite():  # a loss scaler will skip this step: it has not been taken
             for matrix in plan.matrices:
                 matrix.gradient.fill_(torch.nan)
                 self._draw(matrix)

@@ -98,8 +98,8 @@ class CPUTensorsOverNCCL(NCCLCommunicator):
         return True
 
 
-def over_fake_nccl(monkeypatch: pytest.MonkeyPatch) -> Callable[[Communicator], NCCLCommunicator]:
+def over_fake_nccl(monkeypatch: pytest.MonkeyPatch) -> Callable[..., NCCLCommunicator]:
     """Have the NCCL backend call fakes; returns what makes a thread-rank's communicator of such a group."""
     monkeypatch.setattr(nccl, "dist", FakeDistributed())
     monkeypatch.setattr(nccl, "_abort_process_group", lambda group: group.calls.append(("abort", None)))
-    return lambda host: CPUTensorsOverNCCL(FakeGroup(host), host, host._policy)  # type: ignore
+    return lambda host, **options: CPUTensorsOverNCCL(FakeGroup(host), host, host._policy, **options)  # type: ignore
