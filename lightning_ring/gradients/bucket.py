@@ -12,6 +12,7 @@ from torch.nn import Parameter
 
 from lightning_ring.comm.cost import FIRST_BUCKET_MB, number_by_size
 from lightning_ring.gradients.gradient_views import LentViews, are_held
+from lightning_ring.gradients.streams import Fillers
 
 _ALIGNMENT_BYTES = 64  # a cache line: vector kernels are fast on aligned views
 _MIB = 2**20
@@ -56,6 +57,7 @@ class Bucket:
         pending: Number of parameters whose gradient this backward has yet to produce.
         launched: Whether this backward has sent the buffer.
         contributed: For each parameter, whether this rank put a gradient into the buffer.
+        fillers: The streams that computed its gradients.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class Bucket:
         self.pending = 0
         self.launched = False
         self.contributed = [False] * len(self.params)
+        self.fillers = Fillers(self.flat.device)
 
     @property
     def num_flags(self) -> int:
@@ -117,6 +120,7 @@ class Bucket:
         dropped from ``param.grad``: a further part from the same backward then accumulates outside the buffer, which
         the reduction uses.
         """
+        self.fillers.join(param.grad for param in self.params)
         grads: dict[int, Tensor] = {}  # not views of `flat`
         in_place, absent = [], []
         for index, (param, view) in enumerate(zip(self.params, self.views, strict=True)):

@@ -216,6 +216,9 @@ class Reducer:
             return
         if param.grad is not None and param.grad.is_sparse and param not in self._sparse.params:
             self._warn_of_sparse(param)
+        slot = self._layout.slots.get(param)
+        if slot is not None:
+            slot[0].fillers.note()
         if not self._passes.enabled:
             unreduced.accumulated.add(param)
             return

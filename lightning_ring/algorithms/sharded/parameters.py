@@ -14,6 +14,7 @@ from lightning_ring.algorithms.sharded.memory import is_held_elsewhere, num_hold
 from lightning_ring.comm.communicator import Communicator, Work
 from lightning_ring.gradients.bucket import Bucket
 from lightning_ring.gradients.shard_reducer import ShardReducer
+from lightning_ring.gradients.streams import Arrival
 
 _TOO_EARLY = (
     "{} was read before its new values had arrived from the ranks that stepped them, by code that lightning_ring does "
@@ -146,6 +147,7 @@ class ShardedParameters:
         self.by_param: dict[Parameter, ParameterShard] = {}  # this rank's, of each parameter in a bucket
         self._bucket_of: dict[int, ParameterBucket] = {}
         self._gathers: dict[ParameterBucket, Work] = {}
+        self._arrivals: dict[ParameterBucket, Arrival] = {}  # of this step, on a device with streams
 
     def follow(self) -> None:
         """Create a parameter bucket for each new gradient bucket. Collective."""
@@ -175,11 +177,13 @@ class ShardedParameters:
         for number, bucket in reversed(list(enumerate(self.buckets))):
             if bucket in changed:
                 name = f"parameters of bucket {number} ({bucket.name})"
+                self._arrivals.pop(bucket, None)
                 self._gathers[bucket] = self.comm.all_gather_(bucket.flat, name=name)
 
     @property
     def complete(self) -> bool:
-        return not self._gathers
+        """On all streams."""
+        return not (self._gathers or self._arrivals)
 
     @property
     def device(self) -> torch.device:
@@ -187,7 +191,7 @@ class ShardedParameters:
 
     def wait_for(self, param_id: int) -> None:
         bucket = self._bucket_of.get(param_id)
-        if bucket is not None and bucket in self._gathers:
+        if bucket is not None:
             self._wait_for(bucket)
 
     def wait_for_memory(self, tensor: Tensor) -> None:
@@ -200,7 +204,7 @@ class ShardedParameters:
         except RuntimeError:
             self.wait()
             return
-        for bucket in list(self._gathers):
+        for bucket in [*self._gathers, *self._arrivals]:
             if bucket.holds(address):
                 self._wait_for(bucket)
                 return
@@ -220,16 +224,26 @@ class ShardedParameters:
             bucket.arrive()
 
     def wait(self) -> None:
+        """Complete all parameters, on the current stream. What other streams read later is ordered after this one."""
         while self._gathers:
             self._wait_for(next(iter(self._gathers)))
+        for arrival in self._arrivals.values():
+            arrival.order_current_stream()
+        self._arrivals.clear()
 
     def _wait_for(self, bucket: ParameterBucket) -> None:
+        if bucket not in self._gathers:
+            if bucket in self._arrivals:
+                self._arrivals[bucket].order_current_stream()
+            return
         # `torch.func` and the mode of `ParameterReads` must not intercept computations of the wait
         with torch._C.DisableTorchFunction(), temporarily_clear_interpreter_stack():
             self._gathers[bucket].wait()
             # removed after the wait, so that an interrupted wait is repeated
             if self._gathers.pop(bucket, None) is not None:
                 bucket.arrive()
+                if bucket.device.type != "cpu":
+                    self._arrivals[bucket] = Arrival(bucket.device)
 
     def release(self) -> None:
         """Give parameters memory of their own, and drop the buckets' flat memory."""
