@@ -191,6 +191,19 @@ class Bucket:
         self._kept.clear()
         return published
 
+    @property
+    def lent_params(self) -> list[Parameter]:
+        """The parameters whose ``.grad`` is a view of ``flat``."""
+        views = self._lent.views if self._lent is not None else []
+        return [param for param, view in zip(self.params, views, strict=False) if param.grad is view]
+
+    def take_over(self, index: int) -> None:
+        """Move a ``.grad`` that is a view of an earlier bucket into this one, so that the other's memory is free."""
+        assert self._lent is not None
+        param, view = self.params[index], self._lent.views[index]
+        assert param.grad is not None
+        param.grad = view.copy_(param.grad)
+
     def _copied(self, index: int) -> Tensor:
         """As DistributedDataParallel: the average is copied into the kept gradient, for its holder to see."""
         view, kept = self.views[index], self._kept.get(index)

@@ -69,7 +69,7 @@ class Reducer:
         self._comm = comm
         self._warn_once = functools.cache(warn)
         self._compressor = compressor
-        self._layout = BucketLayout(comm, bucket_cap_mb, auto, self._prepare_to_send)
+        self._layout = BucketLayout(comm, bucket_cap_mb, auto, self._prepare_to_send, self._forget_buckets)
         self._passes = BackwardPasses(self._begin, self.finish)
         self._hooks = GradientHooks(self._take_gradient)
         self._unreduced = UnreducedGradients()
@@ -172,6 +172,12 @@ class Reducer:
     def remove(self) -> None:
         """Remove the hooks; the gradients stay."""
         self._hooks.remove()
+
+    def _forget_buckets(self) -> None:
+        """They are about to be replaced."""
+        self._queue = []
+        if self._compressor is not None:
+            self._compressor.forget_tensors()
 
     def _prepare_to_send(self, bucket: Bucket) -> None:
         if self._compressor is None:

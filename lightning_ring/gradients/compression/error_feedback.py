@@ -55,6 +55,10 @@ class ErrorFeedback(Compressor):
         self._residuals[flat] = residual, layout
         self.compressor.prepare(flat, layout)
 
+    def forget_tensors(self) -> None:
+        self._residuals.clear()  # by parameter they stay
+        self.compressor.forget_tensors()
+
     def begin_backward(self) -> None:
         self.compressor.begin_backward()
 

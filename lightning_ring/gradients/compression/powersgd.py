@@ -82,6 +82,11 @@ class LowRank(Compressor):
         self._plans = {other: plan for other, plan in self._plans.items() if replaced.isdisjoint(plan.names)}
         self._plans[flat] = Plan(list(layout.names), matrices, rest, first, second)
 
+    def forget_tensors(self) -> None:
+        self._plans.clear()
+        for matrix in self._matrices.values():  # their shapes stay
+            matrix.gradient = matrix.gradient.new_empty(()).expand(matrix.gradient.shape)
+
     def begin_backward(self) -> None:
         self.num_backwards += 1
         if self.num_backwards == self.start_iter + 1:
