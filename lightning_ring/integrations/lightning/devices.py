@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from itertools import cycle, islice
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from lightning_ring.errors import RankDiscoveryError
 from lightning_ring.integrations.lightning.environment import RingEnvironment
 from lightning_ring.integrations.lightning.launcher import RingLauncher
 from lightning_ring.integrations.lightning.messages import leave_start_up_messages_to_rank_0
+from lightning_ring.job.gpus import shares_gpus
 from lightning_ring.options import RingOptions
 
 
@@ -79,6 +81,8 @@ def devices_for(
     there = accelerator.auto_device_count()
     if there == 1 and isinstance(accelerator, CUDAAccelerator):
         return accelerator.get_parallel_devices([0]) * local_size
+    if there < local_size and isinstance(accelerator, CUDAAccelerator) and shares_gpus():
+        return list(islice(cycle(accelerator.get_parallel_devices(list(range(there)))), local_size))
     if there < local_size:
         raise RankDiscoveryError(
             f"the launcher started {local_size} ranks on this node, which has {there} {type(accelerator).__name__} "

@@ -41,6 +41,11 @@ def test_the_one_visible_gpu_is_every_local_rank_s():
     assert devices_for(FakeGPUs(), [torch.device("cuda", 0)], 4) == [torch.device("cuda", 0)] * 4
 
 
+def test_ranks_share_gpus_where_the_user_wants_it(monkeypatch):
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    assert [device.index for device in devices_for(EightFakeGPUs(), None, 10)] == [*range(8), 0, 1]
+
+
 def test_all_gpus_visible():
     assert devices_for(EightFakeGPUs(), None, 4) == [torch.device("cuda", index) for index in range(4)]
     with pytest.raises(RankDiscoveryError, match="started 9 ranks on this node, which has 8 EightFakeGPUs"):
