@@ -15,6 +15,7 @@ from lightning_ring.gradients.gradient_views import LentViews, are_held
 from lightning_ring.gradients.streams import Fillers
 
 _ALIGNMENT_BYTES = 64  # a cache line: vector kernels are fast on aligned views
+_SHARD_ELEMENTS = 32  # 64 bytes of a 16-bit type, in which a bucket may travel, and 128 of float32
 _MIB = 2**20
 
 Empty = Callable[[int, torch.dtype, torch.device], Tensor]
@@ -41,7 +42,8 @@ class Bucket:
 
         gradient 0 | padding | gradient 1 | padding | ... | used flags (one per parameter) | stop flag
 
-    Its length is divisible by ``num_shards``: shards of equal length travel across nodes without a padded copy.
+    Its length is divisible by ``num_shards``, so that shards travel without a padded copy, and each of several shards
+    begins at a multiple of 64 bytes: elsewhere NCCL and the optimizers' kernels leave their 16-byte paths.
 
     A flag is 0 or 1 before the reduction, and positive after it if any rank had set it. The flags tell whether any
     rank has a gradient of a parameter, and whether any rank was asked to stop, without a message of their own.
@@ -97,7 +99,8 @@ class Bucket:
 
     def _lay_out(self, dtype: torch.dtype) -> Layout:
         _, end = _offsets(self.params)
-        end += -(end + self.num_flags) % self._num_shards
+        unit = self._num_shards * _SHARD_ELEMENTS if self._num_shards > 1 else 1
+        end += -(end + self.num_flags) % unit
         return self._cut(self._empty(end + self.num_flags, dtype, self.params[0].device).zero_())
 
     def _cut(self, flat: Tensor) -> Layout:
