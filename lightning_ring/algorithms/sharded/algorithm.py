@@ -139,7 +139,7 @@ class Sharded(Algorithm):
     def forward(self, *, wait: bool = True) -> Iterator[None]:
         assert self._parameters is not None, "attach() comes first"
         self._reads.begin_forward()
-        with self._reads.watching(norms=not wait) if self.overlaps else nullcontext():
+        with self._averaging.forward(), self._reads.watching(norms=not wait) if self.overlaps else nullcontext():
             yield
         if wait:
             self.wait_parameters()
