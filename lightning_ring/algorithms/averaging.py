@@ -13,6 +13,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_ring.algorithms.algorithm import Algorithm, log
+from lightning_ring.algorithms.compiled_graphs import split_at_buckets
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.cost import default_cap_mb
 from lightning_ring.comm.recording import unrecorded
@@ -113,6 +114,9 @@ class Averaging(Algorithm):
         new = reducer.track(self._module.named_parameters())
         self._on_new_parameters()
         return new
+
+    def forward(self, *, wait: bool = True) -> AbstractContextManager[None]:
+        return split_at_buckets(self._cap_mb)
 
     @contextmanager
     def backward(self) -> Iterator[None]:

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from lightning_ring.comm.calls import check_all_to_all, check_rank, check_sizes, describe, sizes_and_dtypes
+from lightning_ring.comm.host_copy import HostCopy, on_host
+from lightning_ring.comm.waiting import poll_until
 from lightning_ring.errors import CollectiveError
 
 T = TypeVar("T")
@@ -165,6 +167,22 @@ class Communicator(Protocol):
     def barrier(self) -> None:
         """Block until every rank is here."""
         self.all_reduce_(torch.zeros(1), name="barrier").wait()
+
+    def copy_to_host(self, tensor: Tensor) -> HostCopy:
+        """Start a copy of ``tensor``. Not collective; nothing waits before `HostCopy.value`."""
+        return HostCopy(tensor, self.wait_until)
+
+    def read(self, tensor: Tensor) -> Tensor:
+        """``tensor`` on the host, for the values of what travelled. Not collective.
+
+        A read by other means (``item()``, ``tolist()``, ``cpu()``) waits for the device inside the driver: there a
+        rank that waits for a failed one learns nothing.
+        """
+        return tensor if on_host(tensor) else self.copy_to_host(tensor).value()
+
+    def wait_until(self, reached: Callable[[], bool]) -> None:
+        """Block until ``reached()``: a point in the device's streams. Raises as `Work.wait`. Not collective."""
+        poll_until(reached, lambda: None)
 
     def abandon(self) -> None:
         """Close without waiting: what is under way ends with an error, where its peers may never take part in it."""

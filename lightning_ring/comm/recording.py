@@ -104,6 +104,9 @@ class RecordedCommunicator(Communicator):
     def barrier(self) -> None:
         self._comm.barrier()
 
+    def wait_until(self, reached: Callable[[], bool]) -> None:
+        self._comm.wait_until(reached)
+
     def abandon(self) -> None:
         self._comm.abandon()
 

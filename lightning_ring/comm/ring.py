@@ -128,18 +128,18 @@ def check_reducible(tensor: Tensor, op: ReduceOp) -> None:
 
 def prepare_(contribution: Tensor, op: ReduceOp, world_size: int) -> None:
     """The part of ``op`` that each rank does to its own values first."""
-    if op is ReduceOp.AVG and _divides_first(contribution.dtype):
+    if op is ReduceOp.AVG and divides_first(contribution.dtype):
         contribution.div_(world_size)
 
 
 def finish_(reduced: Tensor, op: ReduceOp, world_size: int) -> None:
     """The part of ``op`` that is done once, to the sum."""
-    if op is ReduceOp.AVG and not _divides_first(reduced.dtype):
+    if op is ReduceOp.AVG and not divides_first(reduced.dtype):
         integer = not (reduced.is_floating_point() or reduced.is_complex())
         reduced.div_(world_size, rounding_mode="trunc" if integer else None)
 
 
-def _divides_first(dtype: torch.dtype) -> bool:
+def divides_first(dtype: torch.dtype) -> bool:
     """16-bit sums overflow where their average would not; wider ones are divided once, after the sum."""
     return dtype in (torch.float16, torch.bfloat16)
 

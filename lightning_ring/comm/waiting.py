@@ -31,8 +31,9 @@ class TransportError(CollectiveError):
 class Engine(Protocol):
     """Runs the collectives of one communicator in order. Its progress can be read from any thread."""
 
-    last: tuple[str, float] | None
-    """The collective that ended last, and when it had begun, by the monotonic clock."""
+    @property
+    def last(self) -> tuple[str, float] | None:
+        """The collective that ended last, and when it had begun, by the monotonic clock."""
 
     def under_way(self) -> tuple[str, float] | None:
         """The first collective that was called and has not ended, and since when."""

@@ -12,8 +12,10 @@ from torch.nn import Parameter
 
 from lightning_ring.comm.cost import FIRST_BUCKET_MB, number_by_size
 from lightning_ring.gradients.gradient_views import LentViews, are_held
+from lightning_ring.gradients.streams import Fillers
 
 _ALIGNMENT_BYTES = 64  # a cache line: vector kernels are fast on aligned views
+_SHARD_ELEMENTS = 32  # 64 bytes of a 16-bit type, in which a bucket may travel, and 128 of float32
 _MIB = 2**20
 
 Empty = Callable[[int, torch.dtype, torch.device], Tensor]
@@ -40,7 +42,8 @@ class Bucket:
 
         gradient 0 | padding | gradient 1 | padding | ... | used flags (one per parameter) | stop flag
 
-    Its length is divisible by ``num_shards``: shards of equal length travel across nodes without a padded copy.
+    Its length is divisible by ``num_shards``, so that shards travel without a padded copy, and each of several shards
+    begins at a multiple of 64 bytes: elsewhere NCCL and the optimizers' kernels leave their 16-byte paths.
 
     A flag is 0 or 1 before the reduction, and positive after it if any rank had set it. The flags tell whether any
     rank has a gradient of a parameter, and whether any rank was asked to stop, without a message of their own.
@@ -56,6 +59,7 @@ class Bucket:
         pending: Number of parameters whose gradient this backward has yet to produce.
         launched: Whether this backward has sent the buffer.
         contributed: For each parameter, whether this rank put a gradient into the buffer.
+        fillers: The streams that computed its gradients.
     """
 
     def __init__(
@@ -73,6 +77,7 @@ class Bucket:
         self.pending = 0
         self.launched = False
         self.contributed = [False] * len(self.params)
+        self.fillers = Fillers(self.flat.device)
 
     @property
     def num_flags(self) -> int:
@@ -94,7 +99,8 @@ class Bucket:
 
     def _lay_out(self, dtype: torch.dtype) -> Layout:
         _, end = _offsets(self.params)
-        end += -(end + self.num_flags) % self._num_shards
+        unit = self._num_shards * _SHARD_ELEMENTS if self._num_shards > 1 else 1
+        end += -(end + self.num_flags) % unit
         return self._cut(self._empty(end + self.num_flags, dtype, self.params[0].device).zero_())
 
     def _cut(self, flat: Tensor) -> Layout:
@@ -117,6 +123,7 @@ class Bucket:
         dropped from ``param.grad``: a further part from the same backward then accumulates outside the buffer, which
         the reduction uses.
         """
+        self.fillers.join(param.grad for param in self.params)
         grads: dict[int, Tensor] = {}  # not views of `flat`
         in_place, absent = [], []
         for index, (param, view) in enumerate(zip(self.params, self.views, strict=True)):
@@ -172,12 +179,12 @@ class Bucket:
         held = are_held([grads[index] for index in indices]) if not self.copies else [True] * len(indices)
         self._kept.update((index, grads[index]) for index, is_held in zip(indices, held, strict=True) if is_held)
 
-    def publish(self) -> list[Parameter]:
+    def publish(self, read: Callable[[Tensor], Tensor] = lambda flags: flags) -> list[Parameter]:
         """Set ``.grad`` of each used parameter to the reduced gradient, and return these parameters.
 
-        A parameter that no rank used keeps its ``.grad``.
+        A parameter that no rank used keeps its ``.grad``. ``read`` brings a tensor to the host (`Communicator.read`).
         """
-        used = None if all(self.contributed) else self.used.tolist()  # waits for the device: only if needed
+        used = None if all(self.contributed) else read(self.used).tolist()  # waits for the device: only if needed
         published = []
         for index, param in enumerate(self.params):
             if self.contributed[index] or (used is not None and used[index] > 0 and param.requires_grad):
@@ -186,6 +193,19 @@ class Bucket:
                 published.append(param)
         self._kept.clear()
         return published
+
+    @property
+    def lent_params(self) -> list[Parameter]:
+        """The parameters whose ``.grad`` is a view of ``flat``."""
+        views = self._lent.views if self._lent is not None else []
+        return [param for param, view in zip(self.params, views, strict=False) if param.grad is view]
+
+    def take_over(self, index: int) -> None:
+        """Move a ``.grad`` that is a view of an earlier bucket into this one, so that the other's memory is free."""
+        assert self._lent is not None
+        param, view = self.params[index], self._lent.views[index]
+        assert param.grad is not None
+        param.grad = view.copy_(param.grad)
 
     def _copied(self, index: int) -> Tensor:
         """As DistributedDataParallel: the average is copied into the kept gradient, for its holder to see."""

@@ -67,7 +67,7 @@ class KeptAverages:
         elif (param in self._published and param not in self._began_as_none) or (
             param in self._sums and self._sums[param].version != grad._version
         ):
-            if grad.any():
+            if self._shards.comm.read(grad.any()):
                 self._before_sum[param] = _Sum(None)
             else:
                 self._forget(param)
@@ -100,7 +100,7 @@ class KeptAverages:
         elif param in self._sums and unreduced:
             if self._sums[param].version != grad._version:
                 self._sums[param].average = None
-            if self._sums[param].average is None and not grad.any():
+            if self._sums[param].average is None and not self._shards.comm.read(grad.any()):
                 self._forget(param)
             else:
                 self._check(param)

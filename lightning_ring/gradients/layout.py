@@ -17,7 +17,8 @@ class BucketLayout:
     """Buckets in the order given at first, and after the first backward in the order of rank 0's gradients.
 
     With ``auto``, which measures, sizes and order change once more, after `backwards_before_auto` backward passes.
-    ``on_new_bucket`` is called with each bucket before its first use.
+    ``on_new_bucket`` is called with each bucket before its first use. Old buckets go before memory for those that
+    replace them is taken: ``on_replace`` drops the caller's references.
 
     Attributes:
         buckets: In the order of sending.
@@ -27,7 +28,12 @@ class BucketLayout:
     backwards_before_auto: ClassVar[int] = 4  # the first warms up; the others are measured
 
     def __init__(
-        self, comm: Communicator, cap_mb: float, auto: AutoBuckets | None, on_new_bucket: Callable[[Bucket], None]
+        self,
+        comm: Communicator,
+        cap_mb: float,
+        auto: AutoBuckets | None,
+        on_new_bucket: Callable[[Bucket], None],
+        on_replace: Callable[[], None] = lambda: None,
     ) -> None:
         self.buckets: list[Bucket] = []
         self.slots: dict[Parameter, tuple[Bucket, int]] = {}
@@ -35,6 +41,7 @@ class BucketLayout:
         self._cap_mb = cap_mb
         self._auto = auto
         self._on_new_bucket = on_new_bucket
+        self._on_replace = on_replace
         self._order: list[str] | None = []  # of the first backward's gradients; None once it was used
 
     @property
@@ -48,8 +55,7 @@ class BucketLayout:
     def remove(self, params: Container[Parameter]) -> None:
         """Rebuild the buckets without ``params``."""
         rest = [(name, param) for name, param in self._members() if param not in params]
-        self.buckets, self.slots = [], {}
-        self.add(rest)
+        self._replace(lambda: self._plan(rest))
 
     def begin_backward(self) -> None:
         if self._auto is not None and self.buckets:
@@ -62,17 +68,24 @@ class BucketLayout:
         if self._auto is not None:
             self._auto.note(name, device)
 
-    def revise(self, num_finished: int) -> None:
-        """Between two backward passes: replace the buckets where sizes or order change. Collective."""
+    def revise(self, num_finished: int) -> bool:
+        """Between two backward passes: replace the buckets where sizes or order change. Collective.
+
+        Returns whether they were replaced.
+        """
         if self._auto is not None and num_finished >= self.backwards_before_auto:
             auto, self._auto, self._order = self._auto, None, None
-            if self.buckets:  # else all gradients are sparse
-                self._replace(auto.build(self._members()))
-        elif self._order is not None and num_finished:
+            if not self.buckets:  # all gradients are sparse
+                return False
+            members = self._members()
+            self._replace(lambda: auto.build(members))
+            return True
+        if self._order is not None and num_finished:
             order, self._order = self._order, None
             if self._auto is not None:
                 self._auto.forget()  # the first backward is slower than all that follow
-            self._sort(self._comm.broadcast_object(order))
+            return self._sort(self._comm.broadcast_object(order))
+        return False
 
     def settle(self) -> bool:
         """Keep the current layout for good. Returns False if ``auto`` has yet to choose sizes."""
@@ -81,19 +94,22 @@ class BucketLayout:
         self._order = None
         return True
 
-    def _sort(self, order: Sequence[str]) -> None:
+    def _sort(self, order: Sequence[str]) -> bool:
         position = {name: index for index, name in enumerate(order)}
         before = self._members()
         after = sorted(before, key=lambda pair: position.get(pair[0], len(position)))
-        if [name for name, _ in after] != [name for name, _ in before]:
-            self._replace(self._plan(after))
+        if [name for name, _ in after] == [name for name, _ in before]:
+            return False
+        self._replace(lambda: self._plan(after))
+        return True
 
     def _plan(self, params: Sequence[tuple[str, Parameter]]) -> list[Bucket]:
         return plan_buckets(params, self._cap_mb, empty=self._comm.empty, num_shards=self._comm.world_size)
 
-    def _replace(self, buckets: Sequence[Bucket]) -> None:
-        self.buckets = []
-        self._use(buckets)
+    def _replace(self, build: Callable[[], Sequence[Bucket]]) -> None:
+        self.buckets, self.slots = [], {}
+        self._on_replace()
+        self._use(build())
 
     def _use(self, buckets: Sequence[Bucket]) -> None:
         self.buckets += buckets

@@ -69,13 +69,13 @@ class Reducer:
         self._comm = comm
         self._warn_once = functools.cache(warn)
         self._compressor = compressor
-        self._layout = BucketLayout(comm, bucket_cap_mb, auto, self._prepare_to_send)
+        self._layout = BucketLayout(comm, bucket_cap_mb, auto, self._prepare_to_send, self._forget_buckets)
         self._passes = BackwardPasses(self._begin, self.finish)
         self._hooks = GradientHooks(self._take_gradient)
         self._unreduced = UnreducedGradients()
         self._parts = GradientParts(self._warn_once)
         self._sparse = SparseGradients(comm, sparse_weights, enabled=self.gathers_sparse)
-        self._stop_flag = StopFlag()
+        self._stop_flag = StopFlag(comm)
         self._names: dict[Parameter, str] = {}  # of all parameters whose gradients are averaged
         self._queue: list[Bucket] = []  # of this backward
         self._next = 0  # index in the queue of the next bucket to send
@@ -173,6 +173,12 @@ class Reducer:
         """Remove the hooks; the gradients stay."""
         self._hooks.remove()
 
+    def _forget_buckets(self) -> None:
+        """They are about to be replaced."""
+        self._queue = []
+        if self._compressor is not None:
+            self._compressor.forget_tensors()
+
     def _prepare_to_send(self, bucket: Bucket) -> None:
         if self._compressor is None:
             return
@@ -205,7 +211,7 @@ class Reducer:
         """Every bucket has arrived, and none is published yet."""
 
     def _publish(self, bucket: Bucket) -> None:
-        bucket.publish()
+        bucket.publish(self._comm.read)
 
     def _take_gradient(self, param: Parameter) -> None:
         unreduced = self._unreduced
@@ -216,6 +222,9 @@ class Reducer:
             return
         if param.grad is not None and param.grad.is_sparse and param not in self._sparse.params:
             self._warn_of_sparse(param)
+        slot = self._layout.slots.get(param)
+        if slot is not None:
+            slot[0].fillers.note()
         if not self._passes.enabled:
             unreduced.accumulated.add(param)
             return

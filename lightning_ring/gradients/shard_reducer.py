@@ -54,7 +54,11 @@ class ShardReducer(Reducer):
     def settle(self) -> None:
         """Make the layout final, if it is not yet. Collective."""
         if not self.settled:
-            self._layout.revise(self.num_finished)
+            lent = [param for bucket in self.buckets for param in bucket.lent_params]
+            if self._layout.revise(self.num_finished):
+                for param in lent:
+                    bucket, index = self._layout.slots[param]
+                    bucket.take_over(index)
             self.settled = self._layout.settle()
 
     def _send(self, bucket: Bucket, name: str) -> Work:
@@ -87,7 +91,7 @@ class ShardReducer(Reducer):
         def arrived() -> None:
             torch._foreach_copy_(targets, list(parts))
             if keeps or totals.device.type == "cpu":  # reading it makes the host wait for a GPU
-                self._kept.check_counts(totals, self._comm.world_size)
+                self._kept.check_counts(self._comm.read(totals), self._comm.world_size)
 
         return ChainedWork(self._comm.all_reduce_(vector, name=self._named("flags")), arrived)
 
@@ -110,5 +114,5 @@ class ShardReducer(Reducer):
     def _publish(self, bucket: Bucket) -> None:
         if self.settled:
             self.shards.mark_other_shards(bucket)
-        for param in bucket.publish():
+        for param in bucket.publish(self._comm.read):
             self._kept.published(param, settled=self.settled)

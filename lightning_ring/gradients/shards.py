@@ -18,7 +18,7 @@ class GradientShards:
 
     def __init__(self, layout: BucketLayout, comm: Communicator) -> None:
         self._layout = layout
-        self._comm = comm
+        self.comm = comm
 
     def slot(self, param: Parameter) -> tuple[Bucket, int]:
         return self._layout.slots[param]
@@ -71,4 +71,4 @@ class GradientShards:
         flat[last:end].fill_(math.nan)
 
     def _shard_bounds(self, bucket: Bucket) -> tuple[int, int]:
-        return shard_bounds(bucket.flat.numel(), self._comm.world_size, self._comm.shard_index)
+        return shard_bounds(bucket.flat.numel(), self.comm.world_size, self.comm.shard_index)

@@ -112,7 +112,7 @@ def average_gradients(
     mine = [[*size, int(param in fresh)] for size, param in zip(sizes, params, strict=True)] + [[0, 0, int(stop)]]
     table = torch.tensor(mine, device=next(iter(params)).device)
     # by rank and parameter: the three numbers; the last row has the request to stop
-    by_rank = torch.stack(comm.all_gather(table, name=f"{prefix}sizes of sparse gradients")).tolist()
+    by_rank = comm.read(torch.stack(comm.all_gather(table, name=f"{prefix}sizes of sparse gradients"))).tolist()
     for index, (param, name) in enumerate(params.items()):
         rows = [rank[index] for rank in by_rank]
         if not any(is_fresh for _, _, is_fresh in rows):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -14,8 +15,9 @@ import torch.distributed as dist
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.job.excepthook import end_job_on_error, stop_ending_job
+from lightning_ring.job.gpus import check_gpu_assignment, nccl_version
 from lightning_ring.job.members import Member, exchange_members, info_of, own_member
-from lightning_ring.job.ranks import RankInfo, check_gpu_assignment
+from lightning_ring.job.ranks import RankInfo
 from lightning_ring.job.rendezvous.interfaces import offer_interface, withdraw_interface
 from lightning_ring.job.rendezvous.store import hand_over_store, open_store
 from lightning_ring.job.stalls.report import StallReporter
@@ -82,6 +84,11 @@ class Job:
         if dist.is_initialized():
             return
         cuda = self._device.type == "cuda"
+        if cuda:
+            # gradients have a communicator of their own beside this one, which SyncBatchNorm and
+            # `all_gather(sync_grads=True)` use in the same backward. NCCL 2.26 and newer then runs kernels of several
+            # communicators in the order in which the host called them, the same on all ranks; else they could deadlock
+            os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if cuda and dist.is_nccl_available() else "gloo",
             store=dist.PrefixStore(f"default/{self._num_groups}", self.store),
@@ -203,7 +210,7 @@ def open_job(
         members = exchange_members(own, info, store)
         fit_threads(info, members)
         if device.type == "cuda":  # before NCCL starts and says it in its own words
-            check_gpu_assignment([(member.host, member.gpu) for member in members])
+            check_gpu_assignment([(member.host, member.gpu) for member in members], nccl_version())
     job = Job(info, members, store or dist.HashStore(), watch, device, timeout)
     job.open_default_group()
     if watch is not None:

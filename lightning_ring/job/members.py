@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -27,15 +28,27 @@ class Member:
     cores: tuple[int, ...] = ()  # that it is bound to
     quota: float = float("inf")  # of a container: cores at a time
     rdma: bool = False  # whether the host has a network adapter for RDMA
-    gpu: str = ""  # UUID of its GPU
+    gpu: str = ""  # UUID of its GPU, or of a partition (MIG) that is the rank's own
 
 
 def own_member(info: RankInfo, launch_rank: int, device: torch.device) -> Member:
     """This process as a member."""
-    gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+    gpu = gpu_uuid(device) if device.type == "cuda" else ""
     return Member(
         launch_rank, info.node_rank, socket.gethostname(), tuple(bound_cores()), cgroup_quota(), has_rdma(), gpu
     )
+
+
+def gpu_uuid(device: torch.device, visible: str | None = None) -> str:
+    """The UUID of a CUDA ``device``. ``visible`` is ``CUDA_VISIBLE_DEVICES``, by default this process's.
+
+    A partition is named by that variable alone: the device that it shows may have the whole card's UUID.
+    """
+    entries = (os.environ.get("CUDA_VISIBLE_DEVICES", "") if visible is None else visible).split(",")
+    index = device.index or 0
+    if index < len(entries) and entries[index].strip().startswith("MIG-"):
+        return entries[index].strip()
+    return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def exchange_members(own: Member, info: RankInfo, store: Store) -> list[Member]:

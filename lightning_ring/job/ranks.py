@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lightning_ring.comm.backends.mpi_library import SAME_LIBRARY, import_mpi, library_name
@@ -95,33 +95,3 @@ def _ask_mpi(found: LaunchVariables) -> RankInfo:
         num_nodes=len(leaders),
         source="mpi",
     )
-
-
-def pick_gpu(local_rank: int, local_size: int, device_count: int, visible: str | None) -> int:
-    """Index of the GPU for this rank, of the ``device_count`` that this process sees.
-
-    ``visible`` is ``CUDA_VISIBLE_DEVICES``. A process that sees one GPU, because its launcher gave each rank its own,
-    takes that one; whether two ranks were given the same one, `check_gpu_assignment` tells.
-    """
-    if local_rank < device_count:
-        return local_rank
-    if device_count == 1 and visible is not None:
-        return 0
-    raise RankDiscoveryError(
-        f"Local rank {local_rank} (of {local_size} on this node) finds {device_count} GPUs "
-        f"(CUDA_VISIBLE_DEVICES={visible if visible is not None else 'not set'}), and every rank needs one of its own. "
-        f"Start at most {device_count} ranks on this node, make more GPUs visible, or use accelerator='cpu'."
-    )
-
-
-def check_gpu_assignment(gpus: Sequence[tuple[str, str]]) -> None:
-    """Refuse two ranks on one GPU. ``gpus[r]`` is rank r's host name and its GPU's UUID."""
-    owners: dict[tuple[str, str], int] = {}
-    for rank, gpu in enumerate(gpus):
-        other = owners.setdefault(gpu, rank)
-        if other != rank:
-            raise RankDiscoveryError(
-                f"Ranks {other} and {rank} were given the same GPU, {gpu[1]} on {gpu[0]}; every rank needs one of its "
-                "own. Start one rank per GPU, and let CUDA_VISIBLE_DEVICES show a rank either all of its node's GPUs "
-                "or only its own."
-            )

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_ring.comm.communicator import Communicator, CompletedWork, Work, shard
+from lightning_ring.comm.host_copy import HostCopy, on_host
 from lightning_ring.monitor.step_record import StepTimes
 
 
@@ -89,19 +90,20 @@ class RowExchange:
         self._work: Work | None = CompletedWork()
         if comm is not None and comm.world_size > 1:
             self._work = comm.all_gather_(self._flat, name="monitor")
-        self._copied: torch.cuda.Event | None = None
+        self._comm = comm
+        self._copy: HostCopy | None = None
 
     def done(self) -> bool:
         """Whether `wait` would return at once."""
         if self._work is not None and self._work.done():
             self._start_copy()
-        return self._work is None and (self._copied is None or self._copied.query())
+        return self._work is None and (self._copy is None or self._copy.ready())
 
     def wait(self) -> None:
         """Block until all ranks' rows are on the host. Raises `RingError`: as `Work.wait`."""
         self._start_copy()
-        if self._copied is not None:
-            self._copied.synchronize()
+        if self._copy is not None:
+            self._flat = self._copy.value()
 
     def finish(self) -> tuple[list[RankRow], Tensor]:
         """After `wait`: all ranks' rows, by rank, and the sum over ranks of what was ``on_device``."""
@@ -114,8 +116,5 @@ class RowExchange:
             return
         work, self._work = self._work, None
         work.wait()
-        if self._flat.is_cuda:
-            host = torch.empty(self._flat.numel(), dtype=torch.float64, pin_memory=True)
-            self._flat = host.copy_(self._flat, non_blocking=True)
-            self._copied = torch.cuda.Event()
-            self._copied.record()
+        if not on_host(self._flat):
+            self._copy = HostCopy(self._flat, self._comm.wait_until if self._comm is not None else None)

@@ -7,7 +7,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 from lightning_ring.comm.recording import CollectiveRecord
 from lightning_ring.timeline.rank_file import TraceFile
@@ -114,15 +114,21 @@ class Recorder:
         return self._tracks.slice(track, name, self._ns(start), self._ns(stop), _text(args or {}))
 
     def _collective(self, record: CollectiveRecord, step: int) -> Iterable[str] | None:
-        called, ended = record.called, record.ended or record.waited_until
-        if record.events is not None:
-            on_device = self._seconds(record.events[0]), self._seconds(record.events[1])
-            if on_device[0] is None or on_device[1] is None:
-                return None
-            called, ended = on_device[0], on_device[1]
-        return self._events_of(record, step, called, max(called, ended))
+        if record.events is None:
+            ended = max(record.called, record.ended or record.waited_until)
+            return self._events_of(record, step, (record.called, ended), (record.waited_from, record.waited_until))
+        marks = [self._seconds(mark) for mark in (*record.events, record.wait_event)]
+        if None in marks:
+            return None
+        called, ended, waits = cast("list[float]", marks)
+        ended = max(called, ended)
+        # the host has only queued the wait: it is the stream that waits, from when it comes to it
+        return self._events_of(record, step, (called, ended), (waits, max(waits, ended)))
 
-    def _events_of(self, record: CollectiveRecord, step: int, called: float, ended: float) -> Iterable[str]:
+    def _events_of(
+        self, record: CollectiveRecord, step: int, times: tuple[float, float], wait: tuple[float, float]
+    ) -> Iterable[str]:
+        called, ended = times
         track = track_of(record.name)
         began = min(max(called, self._ended_before), ended)  # of two that overlap, the earlier one has the wire
         self._ended_before = max(self._ended_before, ended)
@@ -134,17 +140,15 @@ class Recorder:
             "called": round((record.called - self._zero) * 1e6, 3),
             "call_us": round((record.returned - record.called) * 1e6, 1),
             "queued_us": round((began - called) * 1e6, 1),
-            "waited_for": round((record.waited_from - self._zero) * 1e6, 3),
-            "waited_us": round((record.waited_until - record.waited_from) * 1e6, 1),
+            "waited_for": round((wait[0] - self._zero) * 1e6, 3),
+            "waited_us": round((wait[1] - wait[0]) * 1e6, 1),
         }
         kind = _KINDS.get(record.kind, record.kind)
         queued = ("queued", self._ns(began)) if began > called else None
         yield from self._tracks.slice(track, kind, self._ns(called), self._ns(ended), _text(args), queued)
         what = f"wait for {track_name(track)}" if track_of("") != track else f"wait for {record.name or kind}"
         waited = {"step": step, "bytes": record.nbytes}
-        yield from self._tracks.slice(
-            EXPOSED, what, self._ns(record.waited_from), self._ns(record.waited_until), _text(waited)
-        )
+        yield from self._tracks.slice(EXPOSED, what, self._ns(wait[0]), self._ns(wait[1]), _text(waited))
 
     def _seconds(self, mark: Any) -> float | None:
         if isinstance(mark, float):

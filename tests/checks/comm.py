@@ -16,8 +16,9 @@ from mpi4py import MPI
 from torch import Tensor
 
 from lightning_ring.comm.backends.gloo import GlooCommunicator, open_torch_communicator
-from lightning_ring.comm.backends.nccl import NCCLCommunicator, StreamWork
+from lightning_ring.comm.backends.nccl import NCCLCommunicator
 from lightning_ring.comm.backends.shared_memory.communicator import open_shared_memory
+from lightning_ring.comm.backends.stream_work import StreamWork
 from lightning_ring.comm.communicator import Communicator, ReduceOp, shard
 from lightning_ring.comm.waiting import WaitPolicy
 from lightning_ring.errors import CollectiveError, ConfigurationError, PeerFailedError, RingError

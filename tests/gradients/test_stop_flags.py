@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_ring.gradients import stop_flag
 from lightning_ring.gradients.reducer import Reducer
+from tests.fake_device import on_fake_device
 from tests.thread_ranks import run_ranks
 
 
@@ -18,15 +19,14 @@ def test_no_device_is_waited_for_in_the_step_that_it_still_computes(
 ) -> None:
     now: list[int] = []  # the step that the device, as far as the host knows, may still be in
 
-    class Copied:
-        def __init__(self) -> None:
-            self.step = now[-1]
+    def mark() -> Callable[[], bool]:
+        step = now[-1]
 
-        def synchronize(self) -> None:
-            assert self.step < now[-1], "the host waits for the step that it has just sent"
+        def reached() -> bool:
+            assert step < now[-1], "the host waits for the step that it has just sent"
+            return True
 
-    def on_its_way(flag: Tensor) -> stop_flag.Flag:
-        return stop_flag.Flag(flag.clone(), Copied() if on_device else None)  # type: ignore[arg-type]
+        return reached
 
     def rank(comm) -> list[int]:
         param = Parameter(torch.ones(3))
@@ -43,5 +43,6 @@ def test_no_device_is_waited_for_in_the_step_that_it_still_computes(
             comm.barrier()
         return answers
 
-    monkeypatch.setattr(stop_flag, "_copied_to_host", on_its_way)
+    if on_device:
+        on_fake_device(monkeypatch, mark)
     assert run_ranks(2, rank) == [agreed, agreed]

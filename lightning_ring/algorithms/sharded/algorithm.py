@@ -138,7 +138,8 @@ class Sharded(Algorithm):
     @contextmanager
     def forward(self, *, wait: bool = True) -> Iterator[None]:
         assert self._parameters is not None, "attach() comes first"
-        with self._reads.forward(norms=not wait) if self.overlaps else nullcontext():
+        reads = self._reads.forward(norms=not wait) if self.overlaps else nullcontext()
+        with self._averaging.forward(), reads:
             yield
         if wait:
             self.wait_parameters()

@@ -17,6 +17,7 @@ from lightning_ring.algorithms.sharded.compiled_code import find_unseen_reader
 from lightning_ring.algorithms.sharded.intercept import intercepting_class
 from lightning_ring.algorithms.sharded.norms import NORMS
 from lightning_ring.algorithms.sharded.parameters import ShardedParameters
+from lightning_ring.gradients.streams import current_stream
 
 _WAITS = "All parameters are waited for after each step, instead of arriving while the next forward goes on."
 
@@ -30,7 +31,7 @@ class ParameterReads:
     happens in the forward after the first gradient of a parameter. `torch.func` wraps parameters without a call of
     torch; a `TorchFunctionMode` finds such wrappers in the same forward. If there is a read of these kinds, or
     `find_unseen_reader` finds code that may contain one, ``trusted`` becomes False and each step waits for all
-    parameters.
+    parameters. So it does where several streams of a GPU read parameters: a bucket arrives on the one that reads first.
 
     ``on_norm`` is called with the arguments of each norm of tensors inside `watching_norms`.
     """
@@ -55,6 +56,7 @@ class ParameterReads:
         self._addresses: set[int] = set()  # of the parameters, in that forward
         self._mode = _Watch(self)
         self._has_mode = False
+        self._stream: Any = None  # current when that forward began
         self._thread = threading.get_ident()
         self._noting = intercepting_class(self._note)
         self._hooks: dict[nn.Module, Any] = {}
@@ -91,6 +93,7 @@ class ParameterReads:
         noting = [param for param in params if type(param) is Parameter]  # others never travel during a forward
         self._verified.update(id(param) for param in params if type(param) is not Parameter)
         self._addresses = {param.data_ptr() for param in params if param.numel()}
+        self._stream = current_stream(self._parameters.device)
         self._set_class(noting, self._noting)
         self._in_forward = True
         try:
@@ -136,6 +139,9 @@ class ParameterReads:
             self._seen.add(id(param))
             if type(param) is self._noting:
                 self._set_class([param], Parameter)
+                if self.trusted and current_stream(param.device) != self._stream:
+                    self.trusted = False
+                    self._warn(f"Parameters are read on several streams of {param.device}. {_WAITS}")
 
     @staticmethod
     def _set_class(params: Iterable[Parameter], kind: type[Parameter]) -> None:

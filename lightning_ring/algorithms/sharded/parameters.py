@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from lightning_ring.algorithms.sharded.memory import is_held_elsewhere, num_hold
 from lightning_ring.comm.communicator import Communicator, Work
 from lightning_ring.gradients.bucket import Bucket
 from lightning_ring.gradients.shard_reducer import ShardReducer
+from lightning_ring.gradients.streams import current_stream, order_after_current
 
 _TOO_EARLY = (
     "{} was read before its new values had arrived from the ranks that stepped them, by code that lightning_ring does "
@@ -153,6 +155,7 @@ class ShardedParameters:
         self._gathers: dict[ParameterBucket, Work] = {}
         self._thread = threading.get_ident()
         self._intercepting = intercepting_class(self._before_read)
+        self._stepped_on: Any = None  # the stream
 
     def follow(self) -> None:
         """Create a parameter bucket for each new gradient bucket. Collective."""
@@ -178,6 +181,7 @@ class ShardedParameters:
         # as after any optimizer's step, backward through an older graph is then an error
         for param in params:
             torch.autograd.graph.increment_version(param)
+        self._stepped_on = current_stream(self.device)
         changed = {self._bucket_of[id(param)] for param in params}
         for number, bucket in reversed(list(enumerate(self.buckets))):
             if bucket in changed:
@@ -228,6 +232,8 @@ class ShardedParameters:
             # removed after the wait, so that an interrupted wait is repeated
             if self._gathers.pop(bucket, None) is not None:
                 bucket.arrive()
+                # another stream that reads waits, as after any optimizer's step, for the stream that stepped
+                order_after_current(self._stepped_on, bucket.device)
 
     def release(self) -> None:
         """Give parameters memory of their own, and drop the buckets' flat memory."""

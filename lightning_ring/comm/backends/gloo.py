@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -21,6 +22,8 @@ from lightning_ring.comm.ring import check_reducible
 from lightning_ring.comm.ring_communicator import DIRECT_BYTES, RingCommunicator
 from lightning_ring.comm.waiting import DEFAULT_TIMEOUT, WaitPolicy, poll_until
 from lightning_ring.errors import ConfigurationError
+
+CHECK_VARIABLE = "RING_CHECK_COLLECTIVES"  # 1: NCCL's calls are compared between ranks
 
 # measured between two hosts at 1 Gbit/s: a second one takes 5 % off a step, a third one 2 %, a fourth nothing
 _NUM_CHANNELS = 3
@@ -53,7 +56,7 @@ def open_torch_communicator(backend: str = "gloo", policy: WaitPolicy | None = N
     if backend == "gloo":
         return host
     nccl_group: Any = dist.new_group(timeout=policy.timeout, backend="nccl")
-    return NCCLCommunicator(nccl_group, host)
+    return NCCLCommunicator(nccl_group, host, policy, checked=os.environ.get(CHECK_VARIABLE, "0") not in ("", "0"))
 
 
 def open_gloo_transport(policy: WaitPolicy) -> GlooTransport:

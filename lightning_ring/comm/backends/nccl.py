@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _abort_process_group
 
+from lightning_ring.comm.backends.stream_work import StreamQueue
 from lightning_ring.comm.calls import check_all_to_all, describe
 from lightning_ring.comm.communicator import Communicator, ReduceOp, Work, as_bytes, shard
 from lightning_ring.comm.padded_rows import PaddedRows
-from lightning_ring.comm.ring import check_reducible, finish_
-from lightning_ring.comm.waiting import transport_error
-from lightning_ring.errors import ConfigurationError, RingError
+from lightning_ring.comm.ring import check_reducible, divides_first, finish_, prepare_
+from lightning_ring.comm.waiting import WaitPolicy, transport_error
+from lightning_ring.errors import CollectiveError, ConfigurationError, RingError
+
+ENDING_SECONDS = 5.0  # collectives whose peers live end within that; those of a failed one never do
 
 _OPS = {op: getattr(dist.ReduceOp, op.name) for op in ReduceOp}
 
@@ -23,23 +30,33 @@ _OPS = {op: getattr(dist.ReduceOp, op.name) for op in ReduceOp}
 class NCCLCommunicator(Communicator):
     """CUDA tensors over an NCCL ``group`` of its own; CPU tensors, objects and barriers go over ``host``.
 
-    `Work.wait` orders the current stream after the collective. A collective that does not finish is ended by NCCL's
-    watchdog in torch, after the timeout the group was made with. Shards that NCCL cannot split evenly (length not a
-    multiple of the world size) travel through a padded copy. One rank alone uses NCCL too: that is how its cost is
-    measured on one GPU (``force_communication=True``).
+    `Work.wait` orders the current stream after the collective. A collective that does not finish is ended by
+    `abandon`, or by NCCL's watchdog in torch after the timeout the group was made with. Shards that NCCL cannot split
+    evenly (length not a multiple of the world size) travel through a padded copy. One rank alone uses NCCL too: that is
+    how its cost is measured on one GPU (``force_communication=True``).
+
+    NCCL compares nothing: ranks that call different collectives hang, or sum what does not belong together. If
+    ``checked``, the ranks exchange what they call over ``host`` first, which costs a message time each.
     """
 
-    def __init__(self, group: dist.ProcessGroup, host: Communicator) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, host: Communicator, policy: WaitPolicy | None = None, *, checked: bool = False
+    ) -> None:
         self._group = group
         self._host = host
+        self._policy = policy or WaitPolicy()
+        self._checked = checked
         self._closed = False
+        self.queue = StreamQueue(self._policy)
+        _open.add(self)
+        _abort_at_exit()
         self.rank = host.rank
         self.world_size = host.world_size
 
     def all_reduce_(self, tensor: Tensor, *, op: ReduceOp = ReduceOp.SUM, name: str = "") -> Work:
         if not self._serves(tensor):
             return self._host.all_reduce_(tensor, op=op, name=name)
-        flat, native = self._reducible(tensor.detach().view(-1), op)
+        flat, native = self._prepared(tensor.detach().view(-1), op)
         return self._start(
             describe("all_reduce", op.value, flat.dtype, f"{flat.numel()} elements", name=name),
             lambda: dist.all_reduce(flat, op=native, group=self._group, async_op=True),
@@ -53,7 +70,7 @@ class NCCLCommunicator(Communicator):
         own = shard(flat, self.world_size, self.rank)
         rows = PaddedRows(flat, self.world_size)
         rows.load()
-        sent, native = self._reducible(rows.flat, op)
+        sent, native = self._prepared(rows.flat, op)
         target = shard(sent, self.world_size, self.rank)
 
         def finish() -> None:
@@ -97,8 +114,28 @@ class NCCLCommunicator(Communicator):
             lambda: dist.broadcast(as_bytes(tensor), source, group=self._group, async_op=True),
         )
 
-    def close(self) -> None:
+    def wait_until(self, reached: Callable[[], bool]) -> None:
+        self.queue.wait_until(reached)
+
+    def abandon(self) -> None:
+        """Abort the group. To destroy it would wait for kernels that end only once every rank takes part.
+
+        Those that all ranks have called get a moment: parameters of the fit before may be among them. A group that
+        ended well is aborted too: destroying waits for the node's other ranks, some of which may be aborting theirs.
+        """
         if not self._closed:
+            self._closed = True
+            if dist.is_initialized():
+                if self._policy.error is None:
+                    self.queue.ends_within(ENDING_SECONDS)
+                with contextlib.suppress(ValueError):  # the script destroyed it with torch's other groups
+                    _abort_process_group(self._group)
+            self._host.abandon()
+
+    def close(self) -> None:
+        if self._policy.error is not None:
+            self.abandon()
+        elif not self._closed:
             self._closed = True
             if dist.is_initialized():
                 dist.destroy_process_group(self._group)
@@ -108,19 +145,30 @@ class NCCLCommunicator(Communicator):
         return tensor.is_cuda
 
     def _start(self, what: str, launch: Callable[[], Any], finish: Callable[[], None] = lambda: None) -> Work:
+        self._policy.raise_if_broken()
+        if self._closed:
+            raise CollectiveError(f"{what}: this communicator was closed; build a new one.")
+        if self._checked:  # the host's collectives compare names, and tell which rank does not come
+            self._host.all_reduce_(torch.zeros(1), name=f"call of {what}").wait()
         try:
-            return StreamWork(what, launch(), finish)
+            return self.queue.add(what, launch(), finish)
         except RingError:
             raise
         except RuntimeError as error:
             raise transport_error(what, error) from error
 
-    def _reducible(self, flat: Tensor, op: ReduceOp) -> tuple[Tensor, Any]:
-        """``flat`` as a dtype that NCCL reduces, and the operation it is asked for; `_divide` does what is missing."""
+    def _prepared(self, flat: Tensor, op: ReduceOp) -> tuple[Tensor, Any]:
+        """``flat`` as a dtype that NCCL reduces, and the operation it is asked for; `_divide` does what is missing.
+
+        NCCL's AVG multiplies by 1/N in the tensor's own type: in 16 bits that factor is off by up to 0.2 % where N is
+        no power of two, for all gradients alike. `prepare_` divides them in float32 before they are summed.
+        """
         check_reducible(flat, op)
         if flat.dtype is torch.int16 or (flat.is_complex() and op is ReduceOp.PRODUCT):
             raise ConfigurationError(f"NCCL cannot reduce {flat.dtype} by {op.name}; convert the tensor first.")
-        native = _OPS[op] if op is not ReduceOp.AVG or flat.is_floating_point() else dist.ReduceOp.SUM
+        prepare_(flat, op, self.world_size)
+        averages = flat.is_floating_point() and not divides_first(flat.dtype)
+        native = _OPS[op] if op is not ReduceOp.AVG or averages else dist.ReduceOp.SUM
         if flat.is_complex():
             return torch.view_as_real(flat).view(-1), native
         return flat.view(torch.uint8) if flat.dtype is torch.bool else flat, native
@@ -130,26 +178,16 @@ class NCCLCommunicator(Communicator):
             finish_(reduced, op, self.world_size)
 
 
-@dataclass(slots=True, eq=False)
-class StreamWork:
-    """A collective on the GPU's streams. ``finish`` is queued behind it, once, by the first `wait`."""
+_open: weakref.WeakSet[NCCLCommunicator] = weakref.WeakSet()
 
-    _description: str
-    _work: Any
-    _finish: Callable[[], None] | None
 
-    def order_current_stream(self) -> None:
-        """Have the current stream go on after the collective; unlike `wait` this queues nothing behind it."""
-        try:
-            self._work.wait()
-        except RuntimeError as error:
-            raise transport_error(self._description, error) from error
+@cache
+def _abort_at_exit() -> None:
+    """Once a process, and before torch's default group is destroyed: handlers run in reverse."""
 
-    def wait(self) -> None:
-        self.order_current_stream()
-        if self._finish is not None:
-            self._finish()
-            self._finish = None
+    def abort_all() -> None:
+        for comm in list(_open):
+            if comm.queue.under_way() is not None:
+                comm.abandon()
 
-    def done(self) -> bool:
-        return bool(self._work.is_completed())
+    atexit.register(abort_all)

@@ -65,6 +65,9 @@ class Compressor(ABC):
     def prepare(self, flat: Tensor, layout: GradientLayout) -> None:  # noqa: B027
         """The tensor ``flat`` will be sent, again and again. It replaces those that held the same parameters."""
 
+    def forget_tensors(self) -> None:  # noqa: B027
+        """The tensors of `prepare` so far are not sent again: drop them, and keep what belongs to parameters."""
+
     def begin_backward(self) -> None:  # noqa: B027
         """A backward whose gradients will be sent begins."""
 

@@ -55,6 +55,10 @@ class ErrorFeedback(Compressor):
         self._residuals[flat] = residual, layout
         self.compressor.prepare(flat, layout)
 
+    def forget_tensors(self) -> None:
+        self._residuals.clear()  # by parameter they stay
+        self.compressor.forget_tensors()
+
     def begin_backward(self) -> None:
         self.compressor.begin_backward()
 
@@ -72,7 +76,7 @@ class ErrorFeedback(Compressor):
             work = self.compressor.all_reduce(flat, comm, lost=residual, name=name)
         else:
             work = self._all_reduce_converted(flat, residual, self.compressor.buffer_dtype, comm, name)
-        return ChainedWork(work, lambda: self._keep_unused(absent, layout)) if absent else work
+        return ChainedWork(work, lambda: self._keep_unused(absent, layout, comm)) if absent else work
 
     def state_dict(self, comm: Communicator) -> dict[str, Any]:
         """Every rank's residuals, on rank 0 only: for N ranks up to N times the model's bytes."""
@@ -80,7 +84,7 @@ class ErrorFeedback(Compressor):
         for name, residual in sorted(self._views.items()):
             for rank, error in enumerate(comm.all_gather(residual, name=f"residual of {name}")):
                 if comm.rank == 0:
-                    errors[rank][name] = error.cpu()
+                    errors[rank][name] = comm.read(error)
         return {"errors": errors, "compressor": self.compressor.state_dict(comm)}
 
     def load_state_dict(self, state: dict[str, Any], rank: int, world_size: int) -> str | None:
@@ -104,15 +108,15 @@ class ErrorFeedback(Compressor):
         buffer = flat.to(dtype)
 
         def arrived() -> None:
-            if buffer.sum(dtype=flat.dtype).isfinite():
+            if comm.read(buffer.sum(dtype=flat.dtype)).isfinite():
                 torch.sub(flat, flat.to(dtype), out=residual)
             flat.copy_(buffer)
 
         return ChainedWork(self.compressor.all_reduce(buffer, comm, name=name), arrived)
 
-    def _keep_unused(self, absent: dict[int, Tensor], layout: GradientLayout) -> None:
+    def _keep_unused(self, absent: dict[int, Tensor], layout: GradientLayout, comm: Communicator) -> None:
         """What arrived for a gradient that no rank has is dropped: its residual is still owed."""
-        used = layout.used.tolist()
+        used = comm.read(layout.used).tolist()
         for index, residual in absent.items():
             if used[index] <= 0:
                 self._views[layout.names[index]].copy_(residual)

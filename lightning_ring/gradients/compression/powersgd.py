@@ -82,6 +82,11 @@ class LowRank(Compressor):
         self._plans = {other: plan for other, plan in self._plans.items() if replaced.isdisjoint(plan.names)}
         self._plans[flat] = Plan(list(layout.names), matrices, rest, first, second)
 
+    def forget_tensors(self) -> None:
+        self._plans.clear()
+        for matrix in self._matrices.values():  # their shapes stay
+            matrix.gradient = matrix.gradient.new_empty(()).expand(matrix.gradient.shape)
+
     def begin_backward(self) -> None:
         self.num_backwards += 1
         if self.num_backwards == self.start_iter + 1:
@@ -110,11 +115,11 @@ class LowRank(Compressor):
             work,
             lambda: _put_back(plan),
             lambda: _send_second(plan, comm, name),
-            lambda: self._decompress(plan, flat, lost),
+            lambda: self._decompress(plan, flat, lost, comm),
         )
 
     def state_dict(self, comm: Communicator) -> dict[str, Any]:
-        factors = {name: matrix.q.cpu().clone() for name, matrix in self._matrices.items()}
+        factors = {name: comm.read(matrix.q).clone() for name, matrix in self._matrices.items()}
         return {"num_backwards": self.num_backwards, "rank": self.rank, "q": factors}
 
     def load_state_dict(self, state: dict[str, Any], rank: int, world_size: int) -> str | None:
@@ -150,9 +155,9 @@ class LowRank(Compressor):
         generator = torch.Generator().manual_seed(zlib.crc32(matrix.name.encode()) + self.seed)
         matrix.q.copy_(torch.randn(matrix.q.shape, generator=generator, dtype=matrix.q.dtype))
 
-    def _decompress(self, plan: Plan, flat: Tensor, lost: Tensor | None) -> None:
+    def _decompress(self, plan: Plan, flat: Tensor, lost: Tensor | None, comm: Communicator) -> None:
         """Put the product of the factors into ``flat``, and the rest of this rank's gradients into ``lost``."""
-        if not plan.second.sum().isfinite():  # a loss scaler will skip this step: it has not been taken
+        if not comm.read(plan.second.sum()).isfinite():  # a loss scaler will skip this step: it has not been taken
             for matrix in plan.matrices:
                 matrix.gradient.fill_(torch.nan)
                 self._draw(matrix)

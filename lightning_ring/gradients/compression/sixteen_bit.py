@@ -6,11 +6,13 @@ bfloat16 has 8 bits of precision and the range of float32; float16 has 11 bits, 
 from __future__ import annotations
 
 import logging
+from collections import deque
 
 import torch
 from torch import Tensor
 
 from lightning_ring.comm.communicator import ChainedWork, Communicator, ReduceOp, Work, shard
+from lightning_ring.comm.host_copy import HostCopy, on_host
 from lightning_ring.gradients.compression.compressor import Compressor
 
 log = logging.getLogger(__name__)
@@ -35,14 +37,14 @@ class SixteenBit(Compressor):
 
     def all_reduce(self, flat: Tensor, comm: Communicator, *, lost: Tensor | None = None, name: str = "") -> Work:
         work = comm.all_reduce_(flat, op=ReduceOp.AVG, name=name)
-        return ChainedWork(work, lambda: self.inspect(flat, name)) if comm.rank == 0 else work
+        return ChainedWork(work, lambda: self.inspect(flat, comm, name)) if comm.rank == 0 else work
 
     def reduce_scatter(self, flat: Tensor, comm: Communicator, *, name: str = "") -> Work:
         work = comm.reduce_scatter_(flat, op=ReduceOp.AVG, name=name)
         own = shard(flat, comm.world_size, comm.shard_index)
-        return ChainedWork(work, lambda: self.inspect(own, name))  # no other rank sees this shard
+        return ChainedWork(work, lambda: self.inspect(own, comm, name))  # no other rank sees this shard
 
-    def inspect(self, average: Tensor, name: str) -> None:
+    def inspect(self, average: Tensor, comm: Communicator, name: str) -> None:
         """``average`` has arrived. Called on one rank for each part of it."""
 
 
@@ -62,25 +64,24 @@ class FP16(SixteenBit):
 
     def __init__(self) -> None:
         super().__init__("fp16", torch.float16)
-        self._sums: list[tuple[str, Tensor]] = []
+        self._sums: deque[tuple[str, HostCopy]] = deque()
         self._reported = False
 
     def begin_backward(self) -> None:
-        self._report_overflow()  # on CUDA, of the last backward: reading it at once would stop the host
+        """Report what overflowed on a GPU, as far as the host knows by now: it waits for nothing."""
+        while self._sums and self._sums[0][1].ready():
+            name, total = self._sums.popleft()
+            if not self._reported and not total.value().isfinite():
+                self._report(name)
 
-    def inspect(self, average: Tensor, name: str) -> None:
+    def inspect(self, average: Tensor, comm: Communicator, name: str) -> None:
         if self._reported:
             return
-        if average.is_cuda:
-            self._sums.append((name, average.sum(dtype=torch.float32)))  # not finite if any element is not
+        if not on_host(average):
+            total = average.sum(dtype=torch.float32)  # not finite if any element is not
+            self._sums.append((name, comm.copy_to_host(total)))
         elif not average.sum().isfinite() and not average.isfinite().all():  # a sum in float16 may itself overflow
             self._report(name)
-
-    def _report_overflow(self) -> None:
-        sums, self._sums = self._sums, []
-        for name, total in sums:
-            if not self._reported and not total.isfinite():
-                self._report(name)
 
     def _report(self, name: str) -> None:
         self._reported = True

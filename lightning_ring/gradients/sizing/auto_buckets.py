@@ -87,7 +87,7 @@ class AutoBuckets:
         return buckets
 
     def _choose(self, params: Named) -> BucketChoice:
-        own = {name: median(_seconds_between(*pair) for pair in pairs) for name, pairs in self._notes.items()}
+        own = {name: median(self._seconds_between(*pair) for pair in pairs) for name, pairs in self._notes.items()}
         everyones = self._comm.all_gather_object(own)
         ready: dict[str, float] = defaultdict(float)
         for times in everyones:
@@ -127,7 +127,13 @@ class AutoBuckets:
         began = _now(flat.device)
         collective = self._comm.all_reduce_ if self._collective == "all_reduce" else self._comm.reduce_scatter_
         collective(flat, name="probe of the bucket size").wait()
-        return _seconds_between(began, _now(flat.device))
+        return self._seconds_between(began, _now(flat.device))
+
+    def _seconds_between(self, began: float | torch.cuda.Event, ended: float | torch.cuda.Event) -> float:
+        if isinstance(began, float) or isinstance(ended, float):
+            return ended - began  # type: ignore[operator]
+        self._comm.wait_until(ended.query)
+        return began.elapsed_time(ended) / 1e3
 
     def _seconds(self, cost: CostModel) -> Seconds:
         return lambda num_bytes: cost.seconds(num_bytes, self._comm.world_size, self._collective)
@@ -181,10 +187,3 @@ def _now(device: torch.device) -> float | torch.cuda.Event:
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
-
-
-def _seconds_between(began: float | torch.cuda.Event, ended: float | torch.cuda.Event) -> float:
-    if isinstance(began, float) or isinstance(ended, float):
-        return ended - began  # type: ignore[operator]
-    ended.synchronize()
-    return began.elapsed_time(ended) / 1e3

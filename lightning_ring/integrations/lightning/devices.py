@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
+from itertools import cycle, islice
 from typing import Any, NamedTuple
 
 import torch
 from lightning.fabric.utilities.imports import _IS_INTERACTIVE
-from lightning.pytorch.accelerators import Accelerator, CPUAccelerator
+from lightning.pytorch.accelerators import Accelerator, CPUAccelerator, CUDAAccelerator
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
@@ -17,6 +18,7 @@ from lightning_ring.errors import RankDiscoveryError
 from lightning_ring.integrations.lightning.environment import RingEnvironment
 from lightning_ring.integrations.lightning.launcher import RingLauncher
 from lightning_ring.integrations.lightning.messages import leave_start_up_messages_to_rank_0
+from lightning_ring.job.gpus import shares_gpus
 from lightning_ring.options import RingOptions
 
 
@@ -41,9 +43,14 @@ def requested_devices() -> DeviceRequest:
     return DeviceRequest()
 
 
-def check_request(request: DeviceRequest, environment: RingEnvironment) -> None:
-    """Compare the Trainer's arguments with the ranks that the launcher started; those left out follow the launcher."""
+def check_request(request: DeviceRequest, environment: RingEnvironment, accelerator: Accelerator | None) -> None:
+    """Compare the Trainer's arguments with the ranks that the launcher started; those left out follow the launcher.
+
+    Where each rank sees one GPU alone, Lightning accepts no other number than 1: that is one a rank.
+    """
     num_devices = environment.local_size() if request.devices == "auto" else _count(request.devices)
+    if num_devices == 1 and isinstance(accelerator, CUDAAccelerator) and accelerator.auto_device_count() == 1:
+        num_devices = environment.local_size()
     # 1 is also what Lightning makes of a num_nodes that nobody wrote
     if num_devices != environment.local_size() or request.num_nodes not in (1, environment.num_nodes()):
         environment.validate_settings(num_devices, request.num_nodes)
@@ -62,13 +69,21 @@ def _count(devices: Any) -> int:
 def devices_for(
     accelerator: Accelerator | None, requested: list[torch.device] | None, local_size: int
 ) -> list[torch.device]:
-    """One device for each of the ``local_size`` ranks on this node. More ranks than devices are an error."""
+    """One device for each of the ``local_size`` ranks on this node. More ranks than devices are an error.
+
+    Where this process sees one GPU, its launcher gave each rank its own (Slurm's ``--gpus-per-task=1``), which every
+    rank calls GPU 0. Whether ranks share one GPU, the job finds by its UUID (`check_gpu_assignment`).
+    """
     if accelerator is None or isinstance(accelerator, CPUAccelerator):
         return [torch.device("cpu")] * local_size
     if requested is not None and len(requested) == local_size:
         return requested
     there = accelerator.auto_device_count()
-    if (there == 1 and local_size > 1) or there < local_size:
+    if there == 1 and isinstance(accelerator, CUDAAccelerator):
+        return accelerator.get_parallel_devices([0]) * local_size
+    if there < local_size and isinstance(accelerator, CUDAAccelerator) and shares_gpus():
+        return list(islice(cycle(accelerator.get_parallel_devices(list(range(there)))), local_size))
+    if there < local_size:
         raise RankDiscoveryError(
             f"the launcher started {local_size} ranks on this node, which has {there} {type(accelerator).__name__} "
             f"device(s): rank {there} and rank 0 would share one. Start at most {there} ranks on this node, or use "

@@ -78,7 +78,7 @@ class RankedStrategy(DDPStrategy):
         request = requested_devices()
         environment = self.ring_environment
         if environment.creates_processes_externally:
-            check_request(request, environment)
+            check_request(request, environment, self.accelerator)
             self.parallel_devices = devices_for(self.accelerator, self.parallel_devices, environment.local_size())
         self._launcher = choose_launcher(self, environment, self.options, request.num_nodes)
 

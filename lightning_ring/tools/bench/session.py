@@ -21,8 +21,9 @@ from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.cost import fit
 from lightning_ring.comm.waiting import WaitPolicy
 from lightning_ring.errors import ConfigurationError
+from lightning_ring.job.gpus import pick_gpu
 from lightning_ring.job.job import connect
-from lightning_ring.job.ranks import RankInfo, discover_ranks, pick_gpu
+from lightning_ring.job.ranks import RankInfo, discover_ranks
 from lightning_ring.tools.bench import COPY
 from lightning_ring.tools.bench.contenders import Collectives, open_contenders
 from lightning_ring.tools.bench.measure import Timing, measure

@@ -21,8 +21,9 @@ from lightning_ring.comm.backends.gloo import open_torch_communicator
 from lightning_ring.comm.waiting import WaitPolicy
 from lightning_ring.host.cores import bound_cores
 from lightning_ring.job.communicators import open_communicator
+from lightning_ring.job.gpus import pick_gpu
 from lightning_ring.job.job import Job, connect
-from lightning_ring.job.ranks import discover_ranks, pick_gpu
+from lightning_ring.job.ranks import discover_ranks
 
 PREFIX = "lightning_ring.tools.doctor "
 _TIMEOUT = timedelta(seconds=20)

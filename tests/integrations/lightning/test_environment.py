@@ -14,7 +14,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning_ring.errors import ConfigurationError, RankDiscoveryError
 from lightning_ring.integrations.lightning.environment import RingEnvironment
 from lightning_ring.job import ranks
-from lightning_ring.job.ranks import SINGLE, check_gpu_assignment, discover_ranks, pick_gpu
+from lightning_ring.job.ranks import SINGLE, discover_ranks
 from tests.processes import clean_env, mpi_family, run
 
 TWO_NODES = {
@@ -137,22 +137,6 @@ def test_the_main_address_is_that_of_the_variables(launched):
     launched(**TWO_NODES, MASTER_ADDR="10.0.0.1", MASTER_PORT="4711")
     environment = RingEnvironment()
     assert (environment.main_address, environment.main_port) == ("10.0.0.1", 4711)
-
-
-def test_pick_gpu():
-    assert pick_gpu(local_rank=1, local_size=2, device_count=4, visible=None) == 1
-    assert pick_gpu(local_rank=1, local_size=2, device_count=1, visible="3") == 0  # the launcher gave each rank its own
-    for visible in (None, "0,1"):
-        with pytest.raises(RankDiscoveryError, match=r"Local rank 2 .* finds 2 GPUs"):
-            pick_gpu(local_rank=2, local_size=4, device_count=2, visible=visible)
-    with pytest.raises(RankDiscoveryError, match="finds 1 GPUs"):
-        pick_gpu(local_rank=1, local_size=2, device_count=1, visible=None)
-
-
-def test_two_ranks_on_one_gpu_are_named():
-    check_gpu_assignment([("a", "GPU-1"), ("a", "GPU-2"), ("b", "GPU-1")])
-    with pytest.raises(RankDiscoveryError, match="Ranks 1 and 3 were given the same GPU, GPU-2 on a"):
-        check_gpu_assignment([("a", "GPU-1"), ("a", "GPU-2"), ("b", "GPU-1"), ("a", "GPU-2")])
 
 
 DISCOVER = "from lightning_ring.job.ranks import discover_ranks; discover_ranks()"

@@ -1,0 +1,76 @@
+"""A compiled model: collectives start before its backward ends."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_ring.algorithms.averaging import Averaging
+from lightning_ring.algorithms.sharded import Sharded
+from lightning_ring.comm.recording import RecordedCommunicator
+from tests.thread_ranks import run_ranks
+
+
+class Journal(TorchDispatchMode):
+    """The matrix products, and the collectives of gradients, in the order in which they began."""
+
+    def __init__(self):
+        super().__init__()
+        self.entries = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.mm.default:
+            self.entries.append("product")
+        return func(*args, **(kwargs or {}))
+
+
+class Noted(RecordedCommunicator):
+    def __init__(self, comm, journal):
+        super().__init__(comm, [])
+        self.journal = journal
+
+    def all_reduce_(self, tensor, **kwargs):
+        if tensor.numel() > 1000:
+            self.journal.entries.append("collective")
+        return super().all_reduce_(tensor, **kwargs)
+
+    def reduce_scatter_(self, flat, **kwargs):
+        self.journal.entries.append("collective")
+        return super().reduce_scatter_(flat, **kwargs)
+
+
+def backward_of_a_compiled_model(comm, algorithm):
+    """What the third backward did. Layers of 1 MiB, each of which is a bucket."""
+    torch.compiler.reset()
+    journal = Journal()
+    net = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(512, 512, bias=False), nn.Tanh())))
+    compiled = torch.compile(net, backend="aot_eager")
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    algorithm.attach(net, [optimizer], Noted(comm, journal))
+    for _ in range(3):
+        algorithm.begin_batch()
+        with algorithm.forward():
+            loss = compiled(torch.ones(2, 512)).sum()
+        optimizer.zero_grad()
+        journal.entries.clear()
+        with algorithm.backward(), journal:
+            loss.backward()
+        optimizer.step()
+    algorithm.wait_parameters()
+    entries = list(journal.entries)
+    algorithm.detach()
+    assert DistributedDataParallel._active_ddp_module is None
+    return entries
+
+
+@pytest.mark.ranks  # it compiles
+@pytest.mark.parametrize("make", [Averaging, Sharded])
+def test_buckets_leave_while_the_backward_of_a_compiled_model_runs(make):
+    (entries,) = run_ranks(1, lambda comm: backward_of_a_compiled_model(comm, make(bucket_cap_mb=1.0)))
+    assert entries.count("collective") == 4
+    first, last_product = entries.index("collective"), len(entries) - 1 - entries[::-1].index("product")
+    assert "product" in entries[:first]
+    assert entries[first:last_product].count("collective") == 3, "all but the last bucket leave before backward ends"

@@ -1,0 +1,76 @@
+"""A loss scaler among thread-ranks: an infinite gradient on one rank skips the step on all."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_ring.algorithms.averaging import Averaging
+from lightning_ring.algorithms.sharded import Sharded
+from lightning_ring.gradients.compression import PowerSGD
+from tests.thread_ranks import run_ranks
+
+INFINITE_AT = 2  # step, counted from 0
+WAYS = [
+    ("ring", None),
+    ("ring", "fp16"),
+    ("ring", "bf16"),
+    ("ring", "powersgd"),
+    ("ring_sharded", None),
+    ("ring_sharded", "fp16"),
+    ("ring_sharded", "bf16"),
+]
+
+
+def algorithm_of(strategy, compression):
+    chosen = PowerSGD(rank=1, start_iter=0) if compression == "powersgd" else compression
+    made = Sharded if strategy == "ring_sharded" else Averaging
+    return made(bucket_cap_mb=0.0005, compression=chosen)
+
+
+def train(comm, strategy, compression, layer, num_steps=5):
+    """Returns for each step the scale after it, and the parameters. On rank 1 the gradient of ``layer`` becomes inf."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    algorithm = algorithm_of(strategy, compression)
+    algorithm.attach(net, [optimizer], comm)
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=100)
+    if isinstance(algorithm, Sharded):
+        scaler._unscale_grads_ = algorithm.unscale_shards(scaler._unscale_grads_)
+    steps = []
+    for step in range(num_steps):
+        algorithm.begin_batch()
+        with algorithm.forward():
+            loss = net(torch.ones(4, 16) * (step + comm.rank)).square().mean()
+        optimizer.zero_grad()
+        if step == INFINITE_AT and comm.rank == 1:
+            handle = net[layer].bias.register_hook(lambda grad: grad * torch.inf)
+        with algorithm.backward():
+            scaler.scale(loss).backward()
+        if step == INFINITE_AT and comm.rank == 1:
+            handle.remove()
+        algorithm.before_step(optimizer, has_closure=False)
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        algorithm.after_step(optimizer)
+        algorithm.wait_parameters()
+        steps.append((scaler.get_scale(), torch.cat([param.detach().flatten().clone() for param in net.parameters()])))
+    algorithm.detach()
+    return steps
+
+
+@pytest.mark.parametrize("layer", [0, 4])  # of different ranks' shards
+@pytest.mark.parametrize(("strategy", "compression"), WAYS)
+def test_an_infinity_on_one_rank_skips_the_step_on_all(strategy, compression, layer):
+    ranks = run_ranks(3, lambda comm: train(comm, strategy, compression, layer))
+    for steps in ranks:
+        assert [scale for scale, _ in steps] == [16, 16, 8, 8, 8]
+        for number, ((_, before), (_, after)) in enumerate(pairwise(steps), 1):
+            assert torch.equal(before, after) == (number == INFINITE_AT)
+            assert after.isfinite().all()
+        assert all(torch.equal(one[1], other[1]) for one, other in zip(steps, ranks[0], strict=True))

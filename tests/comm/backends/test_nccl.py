@@ -1,0 +1,121 @@
+"""The NCCL backend over a fake of NCCL: what it asks NCCL for, and what it does itself."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+from lightning_ring.comm.backends import nccl
+from lightning_ring.comm.communicator import ReduceOp, shard
+from lightning_ring.errors import CollectiveError, PeerFailedError
+from lightning_ring.job.stalls.rank_status import own_status
+from tests.comm.backends.fake_nccl import over_fake_nccl
+from tests.thread_ranks import run_ranks
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("numel", [4096, 4099])  # 4099: shards of different lengths travel as a padded copy
+def test_16_bit_averages_have_no_common_factor(monkeypatch, dtype, numel):
+    """1/3 in bfloat16 is 0.33398: NCCL's own average is 0.2 % too long."""
+    open_nccl = over_fake_nccl(monkeypatch)
+    inputs = [(torch.randn(numel, generator=torch.Generator().manual_seed(7)) + 3).to(dtype) for _ in range(3)]
+    exact = torch.stack([tensor.double() for tensor in inputs]).mean(0)
+
+    def rank(comm):
+        ours = open_nccl(comm)
+        whole, halves = inputs[comm.rank].clone(), inputs[comm.rank].clone()
+        ours.all_reduce_(whole, op=ReduceOp.AVG).wait()
+        ours.reduce_scatter_(halves, op=ReduceOp.AVG).wait()
+        ours.all_gather_(halves).wait()
+        return whole, halves
+
+    for results in run_ranks(3, rank):
+        for average in results:
+            factor = float(average.double() @ exact / (exact @ exact))
+            assert abs(factor - 1) < 1e-4
+
+
+def test_float32_averages_and_16_bit_sums_are_nccl_s(monkeypatch):
+    open_nccl = over_fake_nccl(monkeypatch)
+
+    def rank(comm):
+        ours = open_nccl(comm)
+        ours.all_reduce_(torch.ones(8), op=ReduceOp.AVG).wait()
+        summed = torch.ones(8, dtype=torch.bfloat16)
+        ours.all_reduce_(summed).wait()
+        halves = torch.ones(8, dtype=torch.int32)
+        ours.reduce_scatter_(halves, op=ReduceOp.AVG).wait()
+        assert torch.equal(summed, torch.full((8,), 3, dtype=torch.bfloat16))
+        assert torch.equal(shard(halves, 3, comm.rank), torch.ones_like(shard(halves, 3, comm.rank)))
+        return ours._group.calls
+
+    expected = [("all_reduce", torch.distributed.ReduceOp.AVG), ("all_reduce", torch.distributed.ReduceOp.SUM)]
+    for calls in run_ranks(3, rank):
+        assert calls == [*expected, ("reduce_scatter", torch.distributed.ReduceOp.SUM)]
+
+
+def test_an_abandoned_group_is_aborted_where_a_kernel_never_ends(monkeypatch):
+    """A second fit in the process comes here after a failure: a peer never took part in the last bucket."""
+    open_nccl = over_fake_nccl(monkeypatch)
+    monkeypatch.setattr(nccl, "ENDING_SECONDS", 0.2)
+
+    def rank(comm):
+        ours = open_nccl(comm)
+        ours._group.late = threading.Event()
+        ours.all_reduce_(torch.ones(8), name="bucket 3").wait()
+        began = time.monotonic()
+        ours.abandon()
+        ours.abandon()
+        assert time.monotonic() - began < 2
+        with pytest.raises(CollectiveError, match="was closed"):
+            ours.all_reduce_(torch.ones(8))
+        return [kind for kind, _ in ours._group.calls]
+
+    assert run_ranks(2, rank) == [["all_reduce", "abort"]] * 2
+
+
+def test_collectives_that_all_ranks_called_end_before_the_group_does(monkeypatch):
+    open_nccl = over_fake_nccl(monkeypatch)
+
+    def rank(comm):
+        ours = open_nccl(comm)
+        ours._group.late = threading.Event()
+        ours.all_gather_(torch.ones(8), name="parameters")
+        threading.Timer(0.1, ours._group.late.set).start()
+        ours.abandon()
+        return ours._group.late.is_set()
+
+    assert run_ranks(2, rank) == [True, True]
+
+
+def test_the_stall_report_names_what_the_gpu_waits_in(monkeypatch):
+    open_nccl = over_fake_nccl(monkeypatch)
+
+    def rank(comm):
+        ours = open_nccl(comm)
+        ours.all_reduce_(torch.ones(8), name="bucket 3")
+        assert ours.queue.under_way() is None
+        ours._group.late = threading.Event()
+        ours.all_reduce_(torch.ones(8), name="bucket 4")
+        return own_status(comm._policy, lambda: "")
+
+    for status in run_ranks(2, rank):
+        assert status.collective == 'all_reduce "bucket 4" (sum, float32, 8 elements)'
+
+
+def test_a_broken_group_is_aborted_when_it_is_closed(monkeypatch):
+    open_nccl = over_fake_nccl(monkeypatch)
+
+    def rank(comm):
+        ours = open_nccl(comm)
+        comm.barrier()
+        ours._policy.fail(PeerFailedError("rank 1 was killed"))
+        with pytest.raises(PeerFailedError):
+            ours.all_reduce_(torch.ones(8))
+        ours.close()
+        return ours._group.calls
+
+    assert run_ranks(2, rank) == [[("abort", None)]] * 2
