@@ -76,14 +76,8 @@ class SkippedSteps:
     def count(self) -> tuple[float, Tensor]:
         """What the host knows, and what has to be added (0-d, float64, on the device perhaps)."""
         known = float(self._announced - self._made) if self._scales else 0.0
-        counts = [self._found, *(vars(one).get("_skipped") for one in self._optimizers)]
-        pending = torch.zeros((), dtype=torch.float64)
-        for count in counts:
-            if isinstance(count, Tensor):
-                pending = pending.to(count.device) + count
-            elif count is not None:
-                known += count
-        return known, pending
+        known += sum(getattr(one, "skipped_steps", 0) for one in self._optimizers)
+        return known, torch.zeros((), dtype=torch.float64) if self._found is None else self._found
 
     def remove(self) -> None:
         for hook in self._hooks:
