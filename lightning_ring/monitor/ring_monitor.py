@@ -25,18 +25,16 @@ from lightning_ring.monitor.step_record import StepTimes
 from lightning_ring.monitor.step_timer import StepTimer
 from lightning_ring.monitor.step_window import RecordedStep, StepWindow
 
-_TIMES, _NORMS, _OPTIMIZERS, _SKIPPED, _MEMORY, _IMAGES, _PAGES, _REPORT, _BAR, _RECORD = _PARTS = (
-    "step times",
-    "gradient norms",
-    "numbers of the optimizers",
-    "skipped steps",
-    "memory",
-    "images per second",
-    "TensorBoard pages",
-    "report",
-    "numbers on the progress bar",
-    "record of environment and end",
-)
+_TIMES = "step times"
+_NORMS = "gradient norms"
+_OPTIMIZERS = "numbers of the optimizers"
+_SKIPPED = "skipped steps"
+_MEMORY = "memory"
+_IMAGES = "images per second"
+_PAGES = "TensorBoard pages"
+_REPORT = "report"
+_BAR = "numbers on the progress bar"
+_RECORD = "record of environment and end"
 
 
 class RingMonitor(Callback):
@@ -50,8 +48,8 @@ class RingMonitor(Callback):
     ranks; their parts add up to the step. Images per second are those of all ranks, the share of data that of the
     slowest one, for which the others wait.
 
-    It never ends a training. What it fails to compute it leaves out, and rank 0 warns of it once; a rank that fails
-    sends its row all the same, so that ranks stay together. Errors of communication, and of a logger, are raised.
+    It never ends a training. What a rank fails to compute it leaves out, and warns of it once; it sends its row all the
+    same, so that ranks stay together. Errors of communication, and of a logger, are raised.
 
     Args:
         batch_size: From a batch to its number of images; default `first_dimension`.
@@ -197,7 +195,7 @@ class RingMonitor(Callback):
         if trainer.is_global_zero:
             rates = run(_OPTIMIZERS, rates, learning_rates, trainer.optimizers)
             ratios = run(_OPTIMIZERS, ratios, trust_ratios, trainer.optimizers)
-        row = RankRow(trainer.global_rank, skipped, times, memory, fit.left_out.bits)
+        row = RankRow(trainer.global_rank, skipped, times, memory)
         fit.pending = LoggedStep(
             step=trainer.fit_loop.epoch_loop._batches_that_stepped,
             num_optimizers=len(trainer.optimizers),
@@ -218,7 +216,6 @@ class RingMonitor(Callback):
         self.report = report
         if not trainer.is_global_zero:
             return
-        fit.left_out.tell_of([row.left_out for row in report.rows])
         scalars = fit.left_out.run(_REPORT, {}, report.scalars)
         fit.logged.update(name for name, value in scalars.items() if value)  # what is always 0 gets no chart
         scalars = {name: value for name, value in scalars.items() if name in fit.logged}
@@ -235,7 +232,7 @@ class _Fit:
     def __init__(self, trainer: Trainer) -> None:
         # a script may give loggers, and how often to log, to rank 0 alone: all ranks exchange rows when rank 0 logs
         self.log_every_n_steps: int = trainer.strategy.broadcast(trainer.log_every_n_steps)  # type: ignore[attr-defined]
-        self.left_out = LeftOut(_PARTS)
+        self.left_out = LeftOut()
         self.window: StepWindow | None = self.left_out.run(_TIMES, None, StepWindow, trainer)
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         self.skipped: SkippedSteps | None = self.left_out.run(_SKIPPED, None, SkippedSteps, trainer.optimizers, scaler)
