@@ -11,7 +11,6 @@ from datetime import timedelta
 from functools import cache
 from typing import Any
 
-import torch
 from lightning.fabric.utilities.logger import _convert_params, _flatten_dict, _sanitize_params
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
@@ -55,9 +54,6 @@ class Dashboard:
         for logger in self._loggers:
             if report.trust_ratios.numel():
                 logger.experiment.add_histogram("ring/trust_ratio", report.trust_ratios, report.step)
-            norms = torch.tensor(report.bucket_norms)
-            if norms.numel() and bool(norms.isfinite().all()):
-                logger.experiment.add_histogram("ring/bucket_gradient_norm", norms, report.step)
 
     def draw_seldom(self, step: RecordedStep | None, report: RingReport | None) -> None:
         """`draw`, where so much time has passed that drawing takes no more than 1/200 of it."""

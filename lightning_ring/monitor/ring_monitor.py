@@ -126,7 +126,7 @@ class RingMonitor(Callback):
         if self._fit.skipped is not None:
             self._fit.skipped.step_announced()
         if self._logs_this_step(trainer, self._fit):
-            unknown = torch.full((1,), UNKNOWN, dtype=torch.float64)
+            unknown = torch.full((), UNKNOWN, dtype=torch.float64)
             squares = self._fit.left_out.run(_NORMS, unknown, gradient_squares, trainer.strategy, optimizer)
             self._fit.squares[id(optimizer)] = squares
 
@@ -179,15 +179,13 @@ class RingMonitor(Callback):
         nothing = math.nan, torch.zeros((), dtype=torch.float64)
         skipped, uncounted = run(_SKIPPED, nothing, fit.skipped.count) if fit.skipped is not None else nothing
         memory = run(_MEMORY, Memory.unknown(), Memory.now, device)
-        num_buckets = getattr(trainer.strategy, "num_buckets", 0) + 1
         place = device if device.type == "cuda" else torch.device("cpu")
         on_device = run(
             _NORMS,
-            torch.full((1 + len(trainer.optimizers) + num_buckets,), UNKNOWN, dtype=torch.float64),
+            torch.full((1 + len(trainer.optimizers),), UNKNOWN, dtype=torch.float64),
             numbers_on_device,
             uncounted,
             [fit.squares.get(id(optimizer)) for optimizer in trainer.optimizers],
-            num_buckets,
             place,
         )
         fit.squares.clear()
@@ -198,7 +196,6 @@ class RingMonitor(Callback):
         row = RankRow(trainer.global_rank, skipped, times, memory)
         fit.pending = LoggedStep(
             step=trainer.fit_loop.epoch_loop._batches_that_stepped,
-            num_optimizers=len(trainer.optimizers),
             learning_rates=rates,
             trust_ratios=ratios,
             rows=RowExchange(fit.communicator, row, on_device, place),

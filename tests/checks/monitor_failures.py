@@ -124,7 +124,6 @@ def check_two_optimizers_whose_buckets_are_laid_out_anew() -> None:
             assert not said, "nothing failed"
             assert monitor.report is not None
             assert all(norm is not None for norm in monitor.report.gradient_norms)
-            assert len(monitor.report.bucket_norms) > 2, "known again once buckets stay"
 
 
 def check_a_failure_in_any_part_leaves_it_out(tmp_path: Path) -> None:
