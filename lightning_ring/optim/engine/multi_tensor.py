@@ -66,7 +66,7 @@ class MultiTensorRunner(PlainRunner):
         if part.kind.device.type != "cpu" or self._sweeps(part):
             return [part]
         kind = part.kind
-        pieces = 2 if kind.weight == kind.compute else 4  # that exist beside the kept directions
+        pieces = 4 if kind.weight == kind.compute else 6  # that exist beside the kept directions
         budget = MEMORY_SHARE * sum(weight.nbytes for weight in part.weights) / kind.compute.itemsize
         return list(_split(part, room=max(CPU_PIECE, int(budget) - pieces * CPU_PIECE)))
 
@@ -100,10 +100,9 @@ class MultiTensorRunner(PlainRunner):
         return torch.stack([_sum_by_row(values, rows, part) for values in sums])
 
     def _directions(self, w: Tensors, g: Tensors, batch: Batch, h: Scalars) -> Tensors:
-        state = tuple(TensorList.of(s, given=True) for s in batch.states)
-        _store(batch.states, self._rule.accumulate(TensorList.of(w), TensorList.of(g), state, h))
-        state = tuple(TensorList.of(s) for s in batch.states)
-        return self._rule.direction(TensorList.of(w), TensorList.of(g), state, h).tensors()
+        weights, grads, state = TensorList(w), TensorList(g), tuple(map(TensorList, batch.states))
+        _store(batch.states, self._rule.accumulate(weights, grads, state, h))
+        return self._rule.direction(weights, grads, state, h).tensors()
 
     def move(self, part: ParameterBatch, numbers: StepNumbers) -> None:
         try_torch = _fits_torch_kernels(part)
@@ -118,10 +117,9 @@ class MultiTensorRunner(PlainRunner):
 
     def _move(self, part: ParameterBatch, batch: Batch, h: Scalars) -> None:
         w, g = _cast(batch.weights, part.kind.compute), _cast(batch.grads, part.kind.compute)
-        weights, grads = TensorList.of(w, given=True), TensorList.of(g)
-        state = tuple(TensorList.of(s, given=True) for s in batch.states)
+        weights, grads, state = TensorList(w), TensorList(g), tuple(map(TensorList, batch.states))
         x = batch.directions
-        direction = self._rule.direction(weights, grads, state, h) if x is None else TensorList.of(x)
+        direction = self._rule.direction(weights, grads, state, h) if x is None else TensorList(x)
         new_w, new_state = self._rule.move(weights, grads, direction, state, h)
         _store((batch.weights, *batch.states), (new_w, *new_state))
 
@@ -214,7 +212,7 @@ def _scalars(part: ParameterBatch, numbers: StepNumbers, rows: list[int]) -> Sca
 def _store(targets: Sequence[Tensors], values: Sequence[TensorList]) -> None:
     for target, value in zip(targets, values, strict=True):
         results: Tensors = value.tensors()
-        if results[0] is not target[0]:  # else computed in place, or not changed
+        if results[0] is not target[0]:  # else not changed
             torch._foreach_copy_(target, results)
 
 
