@@ -34,7 +34,7 @@ class LeftOut:
                 self._failed.add(part)
                 warnings.warn(
                     f"lightning_ring: the monitor failed on rank {getattr(rank_zero_only, 'rank', 0)} and leaves out "
-                    f"its {part}: {type(error).__name__}: {error}. Training goes on. Please report this; "
+                    f"its {part}: {type(error).__name__}: {error}. Training goes on. "
                     "RingStrategy(monitor=False) measures nothing.",
                     stacklevel=2,
                 )

@@ -156,16 +156,7 @@ class RingMonitor(Callback):
     def _images(self, trainer: Trainer, batch: Any) -> float:
         if not getattr(trainer.strategy, "has_data", True):
             return 0.0
-        try:
-            return float(self.batch_size(batch))
-        except TypeError:
-            if self._fit is not None and not self._fit.warned_of_batch:
-                self._fit.warned_of_batch = True
-                rank_zero_warn(
-                    f"RingMonitor cannot tell how many images a batch of type {type(batch).__name__} holds: no images "
-                    "per second. Pass RingMonitor(batch_size=...), a function from a batch to its number of images."
-                )
-            return math.nan
+        return float(self.batch_size(batch))
 
     # -- one row a rank
 
@@ -243,7 +234,6 @@ class _Fit:
         self.pending: LoggedStep | None = None
         self.dashboard: Dashboard | None = None
         self.logged: set[str] = set()
-        self.warned_of_batch = False
 
     def close(self) -> None:
         if self.window is not None:
