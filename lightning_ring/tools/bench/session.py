@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
-import math
 import os
 import platform
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,6 +24,7 @@ from lightning_ring.job.ranks import RankInfo, discover_ranks, pick_gpu
 from lightning_ring.tools.bench import COPY
 from lightning_ring.tools.bench.contenders import Collectives, open_contenders
 from lightning_ring.tools.bench.measure import Timing, measure
+from lightning_ring.tools.plan.profile import json_text
 
 GB = 1e9
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
@@ -90,7 +89,7 @@ def bench_json(
 ) -> dict[str, Any]:
     """Seconds, bytes, bytes a second throughout; a ``copy`` has the name of the collective it was measured beside.
 
-    A bandwidth that does not show in the times, because they do not grow with the size, is `None`.
+    A bandwidth that does not show in the times, because they do not grow with the size, is infinite.
     """
     size = world["world_size"]
     return {
@@ -106,10 +105,7 @@ def bench_json(
             | {"algorithm_bandwidth": timing.algorithm_bandwidth, "bus_bandwidth": timing.bus_bandwidth(size)}
             for timing in timings
         ],
-        "models": [
-            {**model, "bandwidth": model["bandwidth"] if math.isfinite(model["bandwidth"]) else None}
-            for model in models
-        ],
+        "models": list(models),
     }
 
 
@@ -143,7 +139,7 @@ def run(options: argparse.Namespace, sizes: Sequence[int]) -> int:
         print(*model_lines(models), sep="\n", flush=True)
         if options.json is not None:
             content = bench_json(timings, models, world, missing)
-            Path(options.json).write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
+            Path(options.json).write_text(json_text(content))
     control.barrier()  # a rank that ended now would be taken for one that failed
     for communicator in (*contenders.values(), control):
         communicator.close()
