@@ -4,10 +4,8 @@
     python benchmarks/loader.py
 
 RandomResizedCrop 224 and flip of JPEGs of 341 x 256 pixels, which it draws itself (the same every time) and keeps in
-``--folder``. "shards": as ``lightning-ring pack`` writes images that it shrinks, with restart markers, between which a
-crop is decoded by itself. ImageFolder is given files without them, as Pillow writes them; so are "shards of copied
-JPEGs". CPU time is that of this process and its workers, by the kernel's count. Rounds are interleaved; the table gives
-medians. "uint8": what a GPU is given, which normalises by itself. "float32": normalised on this CPU.
+``--folder``. CPU time is that of this process and its workers, by the kernel's count. Rounds are interleaved; the table
+gives medians. "uint8": what a GPU is given, which normalises by itself. "float32": normalised on this CPU.
 """
 
 from __future__ import annotations
@@ -34,8 +32,7 @@ from lightning_ring.data import (
     ShuffledSampler,
     image_loader,
 )
-from lightning_ring.data.loading.pixels import choose_part, decode_part_into
-from lightning_ring.data.packing.image import encode_jpeg
+from lightning_ring.data.loading.pixels import decode_into
 from lightning_ring.data.packing.run import pack
 from lightning_ring.data.packing.settings import PackSettings
 
@@ -66,22 +63,17 @@ def draw(seed: int) -> Image.Image:
 
 
 def make_images(root: Path, num: int) -> None:
-    """``root/images/CLASS/n.jpg``, packed to ``root/shards``; with restart markers ``shrunk`` and ``shrunk_shards``."""
+    """``root/images/CLASS/n.jpg``, packed to ``root/shards``."""
 
     def write(i: int) -> None:
-        name = f"c{i % CLASSES}/{i:06d}.jpg"
-        plain, shrunk = root / "images" / name, root / "shrunk" / name
-        if not shrunk.exists():
-            for path in (plain, shrunk):
-                path.parent.mkdir(parents=True, exist_ok=True)
-            image = draw(i)
-            image.save(plain, quality=90)
-            shrunk.write_bytes(encode_jpeg(image, 90))
+        path = root / "images" / f"c{i % CLASSES}/{i:06d}.jpg"
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            draw(i).save(path, quality=90)
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(write, range(num)))
-    for source, shards in (("images", "shards"), ("shrunk", "shrunk_shards")):
-        pack(root / source, root / shards, PackSettings(shard_mb=1), 2, lambda done, total, left_out: None)
+    pack(root / "images", root / "shards", PackSettings(shard_mb=1), 2, lambda done, total, left_out: None)
 
 
 def ours(source: ImageFolder | ShardDataset, workers: int, transform: DeviceTransform | None) -> Iterable[Any]:
@@ -115,12 +107,10 @@ def webdataset_tar(root: Path, workers: int) -> Iterable[Any]:
     def decode(sample: dict[str, Any]) -> tuple[torch.Tensor, int]:
         out = torch.empty(1, 224, 224, 3, dtype=torch.uint8).permute(0, 3, 1, 2)
         numbers = np.random.random(crop.num_uniforms).tolist()
-        decode_part_into(out, choose_part(sample["jpg"], crop, numbers), crop, numbers)
+        decode_into(out, sample["jpg"], crop, numbers)
         return out[0], int(sample["cls"])
 
-    data = webdataset.WebDataset(
-        [str(path) for path in sorted((root / "shrunk_shards").glob("*.tar"))], shardshuffle=False
-    )
+    data = webdataset.WebDataset([str(path) for path in sorted((root / "shards").glob("*.tar"))], shardshuffle=False)
     data = data.shuffle(256).map(decode).batched(BATCH, collation_fn=torch.utils.data.default_collate)
     return torch.utils.data.DataLoader(data, batch_size=None, num_workers=workers)
 
@@ -151,18 +141,16 @@ def main() -> None:
     parser.add_argument("--only-make", action="store_true", help="draw the images and end")
     arguments = parser.parse_args()
     root, workers = arguments.folder / str(arguments.images), arguments.workers
-    if not (root / "shrunk_shards" / "manifest.json").exists():
+    if not (root / "shards" / "manifest.json").exists():
         make_images(root, arguments.images)
     if arguments.only_make:
         return
     torch.set_num_threads(1)
-    folder = ImageFolder(root / "images")
-    copied, shards = ShardDataset(root / "shards"), ShardDataset(root / "shrunk_shards")
+    folder, shards = ImageFolder(root / "images"), ShardDataset(root / "shards")
     candidates: dict[str, Callable[[], Iterable[Any]]] = {
         "ImageFolder, torchvision v2, DataLoader, float32": lambda: torchvision_folder(root, workers),
         "webdataset, our decoder, DataLoader, uint8": lambda: webdataset_tar(root, workers),
         "ours, image folder, uint8": lambda: ours(folder, workers, None),
-        "ours, shards of copied JPEGs, uint8": lambda: ours(copied, workers, None),
         "ours, shards, uint8": lambda: ours(shards, workers, None),
         "ours, shards, float32": lambda: ours(shards, workers, DeviceTransform(MEAN, STD)),
     }

@@ -23,18 +23,18 @@ def chosen_hosts(options: argparse.Namespace) -> list[Host]:
     return read_hostfile(options.hostfile) if options.hostfile is not None else []
 
 
-def check_outputs(options: argparse.Namespace) -> None:
-    """Raises `ConfigurationError` if a file of ``--json`` or ``--plot`` cannot be written: before minutes of work."""
-    check_plot(options.plot, " --json FILE keeps the numbers without it.")
-    for option, path in (("--json", options.json), ("--plot", options.plot)):
-        if path is not None and (Path(path).is_dir() or not os.access(Path(path).absolute().parent, os.W_OK)):
-            raise ConfigurationError(f"{option} {path}: cannot be written. Name a file in an existing folder.")
+def check_output(option: str, path: str | Path | None) -> None:
+    """Raises `ConfigurationError` if the file ``path`` of ``option`` cannot be written: before minutes of work."""
+    if path is not None and (Path(path).is_dir() or not os.access(Path(path).absolute().parent, os.W_OK)):
+        raise ConfigurationError(f"{option} {path}: cannot be written. Name a file in an existing folder.")
 
 
-def check_plot(path: str | Path | None, alternative: str = "") -> None:
+def check_plot(path: str | Path | None) -> None:
     """Raises `ConfigurationError` if matplotlib is not installed, or does not write files of that name."""
-    if path is not None and importlib.util.find_spec("matplotlib") is None:
-        message = "--plot needs matplotlib, which is not installed: `pip install matplotlib`."
-        raise ConfigurationError(message + alternative)
-    if path is not None and Path(path).suffix not in (".png", ".svg", ".pdf"):
+    if path is None:
+        return
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigurationError("--plot needs matplotlib, which is not installed: `pip install matplotlib`.")
+    if Path(path).suffix not in (".png", ".svg", ".pdf"):
         raise ConfigurationError(f"--plot {path}: the name of the file must end in .png, .svg or .pdf.")
+    check_output("--plot", path)

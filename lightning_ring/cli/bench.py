@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Sequence
 
-from lightning_ring.cli.arguments import add_hosts, check_outputs, chosen_hosts
+from lightning_ring.cli.arguments import add_hosts, check_output, chosen_hosts
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.host.cores import available_cores
 from lightning_ring.job.launchers import LaunchVariables, launcher_variables
@@ -54,7 +54,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--seconds", type=float, default=0.2, help="for each backend, collective, size (default: 0.2)")
     parser.add_argument("--json", metavar="FILE", help="write all numbers, in bytes and seconds (rank 0's host)")
-    parser.add_argument("--plot", metavar="FILE.png", help="draw bus bandwidth over size (needs matplotlib)")
     return parser
 
 
@@ -88,7 +87,7 @@ def _check(options: argparse.Namespace) -> None:
         raise ConfigurationError(f"--seconds {options.seconds}: must be more than 0, such as 0.2.")
     if options.compare and options.backends and options.compare not in options.backends:
         raise ConfigurationError(f"--compare {options.compare} is not among --backends {' '.join(options.backends)}.")
-    check_outputs(options)
+    check_output("--json", options.json)
 
 
 def _check_launched(options: argparse.Namespace, launched: LaunchVariables) -> None:

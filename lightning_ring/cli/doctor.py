@@ -7,24 +7,17 @@ import json
 import os
 import signal
 import socket
-import sys
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from lightning_ring.cli.arguments import add_hosts, chosen_hosts
 from lightning_ring.errors import ConfigurationError, RankDiscoveryError
 from lightning_ring.job.launchers import launcher_variables
-from lightning_ring.job.rendezvous.interfaces import reachable_candidates
 from lightning_ring.tools.doctor.asking import Request
 from lightning_ring.tools.doctor.findings import Finding, HostReport, as_json, last_line, lines, overall, short
 from lightning_ring.tools.doctor.hosts import FAMILIES, PREFIX, examine, examine_hosts
 from lightning_ring.tools.doctor.launching import living_launcher
-from lightning_ring.tools.doctor.network import knock, open_door
-
-_PEERS_SECONDS = 300  # how long a host's doctor waits for the others' to be done
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -73,7 +66,9 @@ def _run(options: argparse.Namespace) -> int:
         environ=dict(os.environ),
     )
     if request.part:
-        return _run_as_part(options.only, request)
+        report = HostReport(socket.gethostname(), dict(examine(request, options.only)))
+        print(PREFIX + json.dumps(report.as_json()), flush=True)
+        return 0
     if request.launcher and _is_another_rank(request.environ):
         return 0  # rank 0 of this job reports
     if not hosts:
@@ -100,44 +95,12 @@ def _conclude(options: argparse.Namespace, reports: Sequence[HostReport], betwee
     return 1 if overall(reports, between) == "broken" else 0
 
 
-def _run_as_part(chosen: Sequence[str], request: Request) -> int:
-    """One host's part: report, then try the doors of the others, and keep one open for them."""
-    with ExitStack() as stack:
-        if "network" in chosen:
-            port = stack.enter_context(open_door())
-            _say({"door": {"addresses": reachable_candidates(request.environ), "port": port}})
-        report = HostReport(socket.gethostname(), dict(examine(request, chosen)))
-        _say({"report": report.as_json()})
-        signal.alarm(_PEERS_SECONDS)  # ends this process, should the one that asks be gone without a trace
-        line = sys.stdin.readline()
-        if line.strip():
-            doors = json.loads(line)
-            _say({"reached": {host: _attempts(door) for host, door in doors.items()}})
-            sys.stdin.readline()
-        signal.alarm(0)
-    return 0
-
-
-def _attempts(door: Mapping[str, Any]) -> dict[str, str]:
-    """Each address of a door and its error; none after the first that greeted."""
-    attempts: dict[str, str] = {}
-    for address in door["addresses"]:
-        attempts[address] = knock(address, door["port"])
-        if not attempts[address]:
-            break
-    return attempts
-
-
 def _is_another_rank(environ: Mapping[str, str]) -> bool:
     try:
         found = launcher_variables(environ)
     except RankDiscoveryError:
         return False
     return found is not None and found.rank > 0
-
-
-def _say(what: Mapping[str, Any]) -> None:
-    print(PREFIX + json.dumps(what), flush=True)
 
 
 def _stop(signum: int, frame: FrameType | None) -> None:

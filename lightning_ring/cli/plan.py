@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lightning_ring.cli.arguments import check_outputs
+from lightning_ring.cli.arguments import check_output, check_plot
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.tools.plan import report
 from lightning_ring.tools.plan.advice import advise, in_words
@@ -21,7 +21,8 @@ MOST_RANKS = 10_000
 
 def main(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
-    check_outputs(options)
+    check_output("--json", options.json)
+    check_plot(options.plot)
     profile = read_profile(options.profile)
     others = [(path, read_profile(path)) for path in options.check]
     for path, other in others:

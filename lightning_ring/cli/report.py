@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from lightning_ring.cli.arguments import check_output
 from lightning_ring.errors import ConfigurationError
 
 
@@ -20,8 +20,7 @@ def main(arguments: Sequence[str]) -> int:
             "`pip install 'lightning-ring[monitor]'` brings it."
         )
     output = Path(options.output)
-    if output.is_dir() or not os.access(output.absolute().parent, os.W_OK):
-        raise ConfigurationError(f"-o {output}: cannot be written. Name a file in an existing folder.")
+    check_output("-o", output)
     from lightning_ring.tools.report.compare import choose_metric
     from lightning_ring.tools.report.page import write_page
     from lightning_ring.tools.report.runs import read_runs

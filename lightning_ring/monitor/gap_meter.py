@@ -130,10 +130,9 @@ class _Measurement:
         )
 
     def _loader_cost(self, seconds: float) -> LoaderCost:
-        part = "loader's cost"
         unknown = LoaderCost(0.0, 0.0, seconds)  # as of a loader that cannot be asked
         loader = self.loader.flattened[0]
-        return LeftOut((part,)).run(part, unknown, loader_cost, loader, self.batch_size, seconds)
+        return LeftOut().run("loader's cost", unknown, loader_cost, loader, self.batch_size, seconds)
 
     def _block(self, source: str) -> None:
         """Steps of the optimizer on one source; the second half of them counts."""

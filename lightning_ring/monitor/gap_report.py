@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -64,9 +64,6 @@ class GapReport:
     slow_rank: int | None
     bottleneck: str
     ranks: Sequence[RankTimes]
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
     def verdict(self) -> str:
         """The bottleneck, in one line."""

@@ -11,19 +11,19 @@ from torch.optim import Optimizer
 
 
 def gradient_squares(strategy: Any, optimizer: Optimizer) -> Tensor:
-    """What this rank adds to the squared norms of the optimizer's gradients, by bucket (1-D, float64).
+    """What this rank adds to the squared norm of the optimizer's gradients (0-d, float64).
 
-    Under other strategies than ours what this rank holds, as one bucket.
+    Under other strategies than ours what this rank holds.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if hasattr(strategy, "gradient_squares"):
-        squares: Tensor = strategy.gradient_squares(params)
-        return squares
+        squares: Tensor = strategy.gradient_squares(params)  # by bucket
+        return squares.sum()
     grads = [param.grad for param in params if param.grad is not None]
     if not grads:
-        return torch.zeros(1, dtype=torch.float64)
+        return torch.zeros((), dtype=torch.float64)
     norms = torch.stack([norm.double() for norm in torch._foreach_norm(grads)])
-    return norms.square().sum().reshape(1)
+    return norms.square().sum()
 
 
 def learning_rates(optimizers: Sequence[Optimizer]) -> dict[str, float]:
@@ -76,14 +76,8 @@ class SkippedSteps:
     def count(self) -> tuple[float, Tensor]:
         """What the host knows, and what has to be added (0-d, float64, on the device perhaps)."""
         known = float(self._announced - self._made) if self._scales else 0.0
-        counts = [self._found, *(vars(one).get("_skipped") for one in self._optimizers)]
-        pending = torch.zeros((), dtype=torch.float64)
-        for count in counts:
-            if isinstance(count, Tensor):
-                pending = pending.to(count.device) + count
-            elif count is not None:
-                known += count
-        return known, pending
+        known += sum(getattr(one, "skipped_steps", 0) for one in self._optimizers)
+        return known, torch.zeros((), dtype=torch.float64) if self._found is None else self._found
 
     def remove(self) -> None:
         for hook in self._hooks:

@@ -56,20 +56,19 @@ class RankRow:
     skipped: float  # steps that a loss scaler left out since training began
     times: StepTimes  # means over the steps, on CUDA over the steps that the device has finished
     memory: Memory
-    left_out: float = 0.0  # what the monitor failed to compute on this rank (`LeftOut.bits`)
 
     def as_list(self) -> list[float]:
-        return [self.rank, self.skipped, self.left_out, *astuple(self.times), *astuple(self.memory)]
+        return [self.rank, self.skipped, *astuple(self.times), *astuple(self.memory)]
 
     @classmethod
     def from_list(cls, numbers: Sequence[float]) -> RankRow:
-        rank, skipped, left_out, *rest = numbers
+        rank, skipped, *rest = numbers
         times, memory = rest[:_NUM_TIMES], rest[_NUM_TIMES:]
-        return cls(int(rank), skipped, StepTimes(*times), Memory(*memory), left_out)
+        return cls(int(rank), skipped, StepTimes(*times), Memory(*memory))
 
 
 _NUM_TIMES = len(fields(StepTimes))
-_NUM_NUMBERS = 3 + _NUM_TIMES + len(fields(Memory))
+_NUM_NUMBERS = 2 + _NUM_TIMES + len(fields(Memory))
 
 
 class RowExchange:

@@ -25,18 +25,16 @@ from lightning_ring.monitor.step_record import StepTimes
 from lightning_ring.monitor.step_timer import StepTimer
 from lightning_ring.monitor.step_window import RecordedStep, StepWindow
 
-_TIMES, _NORMS, _OPTIMIZERS, _SKIPPED, _MEMORY, _IMAGES, _PAGES, _REPORT, _BAR, _RECORD = _PARTS = (
-    "step times",
-    "gradient norms",
-    "numbers of the optimizers",
-    "skipped steps",
-    "memory",
-    "images per second",
-    "TensorBoard pages",
-    "report",
-    "numbers on the progress bar",
-    "record of environment and end",
-)
+_TIMES = "step times"
+_NORMS = "gradient norms"
+_OPTIMIZERS = "numbers of the optimizers"
+_SKIPPED = "skipped steps"
+_MEMORY = "memory"
+_IMAGES = "images per second"
+_PAGES = "TensorBoard pages"
+_REPORT = "report"
+_BAR = "numbers on the progress bar"
+_RECORD = "record of environment and end"
 
 
 class RingMonitor(Callback):
@@ -50,8 +48,8 @@ class RingMonitor(Callback):
     ranks; their parts add up to the step. Images per second are those of all ranks, the share of data that of the
     slowest one, for which the others wait.
 
-    It never ends a training. What it fails to compute it leaves out, and rank 0 warns of it once; a rank that fails
-    sends its row all the same, so that ranks stay together. Errors of communication, and of a logger, are raised.
+    It never ends a training. What a rank fails to compute it leaves out, and warns of it once; it sends its row all the
+    same, so that ranks stay together. Errors of communication, and of a logger, are raised.
 
     Args:
         batch_size: From a batch to its number of images; default `first_dimension`.
@@ -128,7 +126,7 @@ class RingMonitor(Callback):
         if self._fit.skipped is not None:
             self._fit.skipped.step_announced()
         if self._logs_this_step(trainer, self._fit):
-            unknown = torch.full((1,), UNKNOWN, dtype=torch.float64)
+            unknown = torch.full((), UNKNOWN, dtype=torch.float64)
             squares = self._fit.left_out.run(_NORMS, unknown, gradient_squares, trainer.strategy, optimizer)
             self._fit.squares[id(optimizer)] = squares
 
@@ -158,16 +156,7 @@ class RingMonitor(Callback):
     def _images(self, trainer: Trainer, batch: Any) -> float:
         if not getattr(trainer.strategy, "has_data", True):
             return 0.0
-        try:
-            return float(self.batch_size(batch))
-        except TypeError:
-            if self._fit is not None and not self._fit.warned_of_batch:
-                self._fit.warned_of_batch = True
-                rank_zero_warn(
-                    f"RingMonitor cannot tell how many images a batch of type {type(batch).__name__} holds: no images "
-                    "per second. Pass RingMonitor(batch_size=...), a function from a batch to its number of images."
-                )
-            return math.nan
+        return float(self.batch_size(batch))
 
     # -- one row a rank
 
@@ -181,15 +170,13 @@ class RingMonitor(Callback):
         nothing = math.nan, torch.zeros((), dtype=torch.float64)
         skipped, uncounted = run(_SKIPPED, nothing, fit.skipped.count) if fit.skipped is not None else nothing
         memory = run(_MEMORY, Memory.unknown(), Memory.now, device)
-        num_buckets = getattr(trainer.strategy, "num_buckets", 0) + 1
         place = device if device.type == "cuda" else torch.device("cpu")
         on_device = run(
             _NORMS,
-            torch.full((1 + len(trainer.optimizers) + num_buckets,), UNKNOWN, dtype=torch.float64),
+            torch.full((1 + len(trainer.optimizers),), UNKNOWN, dtype=torch.float64),
             numbers_on_device,
             uncounted,
             [fit.squares.get(id(optimizer)) for optimizer in trainer.optimizers],
-            num_buckets,
             place,
         )
         fit.squares.clear()
@@ -197,10 +184,9 @@ class RingMonitor(Callback):
         if trainer.is_global_zero:
             rates = run(_OPTIMIZERS, rates, learning_rates, trainer.optimizers)
             ratios = run(_OPTIMIZERS, ratios, trust_ratios, trainer.optimizers)
-        row = RankRow(trainer.global_rank, skipped, times, memory, fit.left_out.bits)
+        row = RankRow(trainer.global_rank, skipped, times, memory)
         fit.pending = LoggedStep(
             step=trainer.fit_loop.epoch_loop._batches_that_stepped,
-            num_optimizers=len(trainer.optimizers),
             learning_rates=rates,
             trust_ratios=ratios,
             rows=RowExchange(fit.communicator, row, on_device, place),
@@ -218,7 +204,6 @@ class RingMonitor(Callback):
         self.report = report
         if not trainer.is_global_zero:
             return
-        fit.left_out.tell_of([row.left_out for row in report.rows])
         scalars = fit.left_out.run(_REPORT, {}, report.scalars)
         fit.logged.update(name for name, value in scalars.items() if value)  # what is always 0 gets no chart
         scalars = {name: value for name, value in scalars.items() if name in fit.logged}
@@ -235,7 +220,7 @@ class _Fit:
     def __init__(self, trainer: Trainer) -> None:
         # a script may give loggers, and how often to log, to rank 0 alone: all ranks exchange rows when rank 0 logs
         self.log_every_n_steps: int = trainer.strategy.broadcast(trainer.log_every_n_steps)  # type: ignore[attr-defined]
-        self.left_out = LeftOut(_PARTS)
+        self.left_out = LeftOut()
         self.window: StepWindow | None = self.left_out.run(_TIMES, None, StepWindow, trainer)
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         self.skipped: SkippedSteps | None = self.left_out.run(_SKIPPED, None, SkippedSteps, trainer.optimizers, scaler)
@@ -249,7 +234,6 @@ class _Fit:
         self.pending: LoggedStep | None = None
         self.dashboard: Dashboard | None = None
         self.logged: set[str] = set()
-        self.warned_of_batch = False
 
     def close(self) -> None:
         if self.window is not None:

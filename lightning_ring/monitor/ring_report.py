@@ -28,8 +28,6 @@ class RingReport:
         step: As Lightning counts it for loggers.
         rows: By rank.
         gradient_norms: Of each optimizer, in their order; `None` of one that did not step.
-        bucket_norms: Norm of the gradient in each bucket, in the order in which they leave; outside of any, last. Empty
-            where no optimizer stepped, or buckets were laid out anew meanwhile.
         skipped: Steps without finite gradients that were left out since training began.
         learning_rates: By name.
         trust_ratios: Last one of each parameter that adapts; empty with other optimizers.
@@ -38,7 +36,6 @@ class RingReport:
     step: int
     rows: Sequence[RankRow]
     gradient_norms: Sequence[float | None] = ()
-    bucket_norms: Sequence[float] = ()
     skipped: float = 0.0
     learning_rates: dict[str, float] = field(default_factory=dict)
     trust_ratios: Tensor = field(default_factory=lambda: torch.empty(0))
@@ -175,8 +172,7 @@ def _most(numbers: Iterable[float]) -> float:
     return math.nan if any(math.isnan(number) for number in found) else max(found)
 
 
-UNKNOWN = -math.inf  # in the place of a squared norm; in a sum with what other ranks have it stays negative
-_DID_NOT_STEP = -1.0  # the same
+UNKNOWN = -math.inf  # a squared norm of gradients that did not step; so is its sum with what other ranks have
 
 
 @dataclass(slots=True)
@@ -184,38 +180,26 @@ class LoggedStep:
     """A logged step, until all ranks' rows are here."""
 
     step: int
-    num_optimizers: int
     learning_rates: dict[str, float]
     trust_ratios: Tensor
     rows: RowExchange
 
     def report(self) -> RingReport:
         rows, sums = self.rows.finish()
-        uncounted, squares, buckets = sums[0], sums[1 : 1 + self.num_optimizers], sums[1 + self.num_optimizers :]
+        uncounted, *squares = sums.tolist()
         ratios = self.trust_ratios
         return RingReport(
             step=self.step,
             rows=rows,
-            gradient_norms=[None if square < 0 else math.sqrt(square) for square in squares.tolist()],
-            bucket_norms=buckets.sqrt().tolist() if not (buckets < 0).any() else [],
-            skipped=rows[0].skipped + float(uncounted) / len(rows),  # all ranks skip the same steps
+            gradient_norms=[None if square < 0 else math.sqrt(square) for square in squares],
+            skipped=rows[0].skipped + uncounted / len(rows),  # all ranks skip the same steps
             learning_rates=self.learning_rates,
             trust_ratios=ratios[~ratios.isnan()],
         )
 
 
-def numbers_on_device(
-    uncounted: Tensor, squares: Sequence[Tensor | None], num_buckets: int, device: torch.device
-) -> Tensor:
-    """1-D, float64: skipped steps, the sum of each optimizer's ``squares``, the sum over optimizers of each bucket's.
-
-    Of those that are not known of all, as where buckets were laid out anew between two optimizers' steps, none are.
-    """
-    missing = torch.full((1,), _DID_NOT_STEP, dtype=torch.float64)
-    sums = [missing if one is None else one.sum().reshape(1) for one in squares]
-    by_bucket = [one for one in squares if one is not None]
-    if by_bucket and all(one.numel() == num_buckets for one in by_bucket):
-        buckets = torch.stack(by_bucket).sum(0)
-    else:
-        buckets = torch.full((num_buckets,), UNKNOWN, dtype=torch.float64)
-    return torch.cat([part.to(device, non_blocking=True) for part in (uncounted.reshape(1), *sums, buckets)])
+def numbers_on_device(uncounted: Tensor, squares: Sequence[Tensor | None], device: torch.device) -> Tensor:
+    """1-D, float64: skipped steps, and ``squares`` of each optimizer."""
+    unknown = torch.full((), UNKNOWN, dtype=torch.float64)
+    numbers = [uncounted, *(unknown if one is None else one for one in squares)]
+    return torch.stack([number.to(device, non_blocking=True) for number in numbers])

@@ -27,16 +27,15 @@ def borrowed(trainer: Trainer, module: LightningModule) -> Iterator[None]:
     module_state = {name: _copied(value) for name, value in module.state_dict().items()}
     buffers = _buffers(module)  # those that a state_dict leaves out, too
     gradients = [(param, param.grad) for param in module.parameters()]
-    optimizers = [copy.deepcopy(optimizer.state_dict()) for optimizer in trainer.optimizers]
-    precision = copy.deepcopy(trainer.precision_plugin.state_dict())
-    schedulers = [copy.deepcopy(config.scheduler.state_dict()) for config in trainer.lr_scheduler_configs]
-    progress = copy.deepcopy(loop.state_dict())
     combined = trainer.fit_loop._combined_loader
-    loaders = [
-        (loader, copy.deepcopy(loader.state_dict()))
-        for loader in (combined.flattened if combined is not None else ())
-        if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+    parts: list[Any] = [
+        *trainer.optimizers,
+        trainer.precision_plugin,
+        *(config.scheduler for config in trainer.lr_scheduler_configs),
+        loop,
+        *(loader for loader in (combined.flattened if combined is not None else ()) if hasattr(loader, "state_dict")),
     ]
+    states = [copy.deepcopy(part.state_dict()) for part in parts]
     metrics = [(metric, copy.deepcopy(metric)) for metric in module.modules() if isinstance(metric, Metric)]
     random_state = collect_random_state()
     for param, _ in gradients:
@@ -52,15 +51,9 @@ def borrowed(trainer: Trainer, module: LightningModule) -> Iterator[None]:
                 buffer.copy_(values)
         for param, gradient in gradients:
             param.grad = gradient
-        for optimizer, state in zip(trainer.optimizers, optimizers, strict=True):
-            optimizer.load_state_dict(state)
-        trainer.precision_plugin.load_state_dict(precision)
-        for config, state in zip(trainer.lr_scheduler_configs, schedulers, strict=True):
-            config.scheduler.load_state_dict(state)
-        loop.load_state_dict(progress)
+        for part, state in zip(parts, states, strict=True):
+            part.load_state_dict(state)
         loop._results.reset()
-        for loader, state in loaders:
-            loader.load_state_dict(state)
         for metric, before in metrics:
             metric.__dict__.update(before.__dict__)
         restore_random_state(random_state)

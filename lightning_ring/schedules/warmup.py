@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 Schedule = Callable[[int], float]
@@ -32,7 +33,7 @@ def gradual_warmup(warmup: float, *, start_factor: float = 0.0, steps_per_epoch:
         >>> [factor(step) for step in range(6)]
         [0.0, 0.25, 0.5, 0.75, 1.0, 1.0]
     """
-    return _Constant(_Warmup.of(warmup, start_factor, steps_per_epoch))
+    return _Schedule.of(warmup, start_factor, steps_per_epoch, _constant)
 
 
 def warmup_multistep(
@@ -53,14 +54,14 @@ def warmup_multistep(
         >>> factor(2999), factor(3000)
         (1.0, 0.1)
     """
-    ramp = _Warmup.of(warmup, start_factor, steps_per_epoch)
     steps = tuple(milestone * steps_per_epoch for milestone in milestones)
+    schedule = _Schedule.of(warmup, start_factor, steps_per_epoch, partial(_staircase, steps, gamma))
     if not steps or any(later <= earlier for earlier, later in pairwise(steps)):
         raise ValueError(f"milestones={list(milestones)}, expected increasing numbers, at least one")
-    if steps[0] <= ramp.steps:
+    if steps[0] <= schedule.warmup:
         raise ValueError(f"the first milestone {milestones[0]} lies within the warm-up of {warmup}")
     _require("gamma", gamma, 0 < gamma <= 1, "in (0, 1]")
-    return _MultiStep(ramp, steps, gamma)
+    return schedule
 
 
 def warmup_cosine(
@@ -78,8 +79,7 @@ def warmup_cosine(
     Raises:
         ValueError: An argument out of range, or ``total`` not longer than ``warmup``.
     """
-    ramp, end = _bounds(total, warmup, start_factor, end_factor, steps_per_epoch)
-    return _Cosine(ramp, end, end_factor)
+    return _decaying(_half_cosine, total, warmup, start_factor, end_factor, steps_per_epoch)
 
 
 def warmup_poly(
@@ -103,82 +103,42 @@ def warmup_poly(
         >>> factor(2), factor(6), factor(10), factor(11)
         (1.0, 0.25, 0.0, 0.0)
     """
-    ramp, end = _bounds(total, warmup, start_factor, end_factor, steps_per_epoch)
     _require("power", power, power > 0, "> 0")
-    return _Polynomial(ramp, end, end_factor, power)
+    return _decaying(partial(_polynomial, power), total, warmup, start_factor, end_factor, steps_per_epoch)
 
 
 @dataclass(frozen=True, slots=True)
-class _Warmup:
-    steps: float
+class _Schedule:
+    """``warmup`` steps up a straight line, then ``decay``, a function of the step too. Made of parts that pickle."""
+
+    warmup: float
     start_factor: float
+    decay: Callable[[float], float]
 
     @staticmethod
-    def of(warmup: float, start_factor: float, steps_per_epoch: float) -> _Warmup:
+    def of(warmup: float, start_factor: float, steps_per_epoch: float, decay: Callable[[float], float]) -> _Schedule:
         _require("warmup", warmup, warmup >= 0, ">= 0")
         _require("start_factor", start_factor, 0 <= start_factor <= 1, "in [0, 1]")
         _require("steps_per_epoch", steps_per_epoch, steps_per_epoch > 0, "> 0")
-        return _Warmup(warmup * steps_per_epoch, start_factor)
-
-    def __call__(self, step: float) -> float:
-        return self.start_factor + (1 - self.start_factor) * step / self.steps
-
-
-@dataclass(frozen=True, slots=True)
-class _Constant:
-    warmup: _Warmup
+        return _Schedule(warmup * steps_per_epoch, start_factor, decay)
 
     def __call__(self, step: int) -> float:
-        return self.warmup(step) if step < self.warmup.steps else 1.0
+        if step < self.warmup:
+            return self.start_factor + (1 - self.start_factor) * step / self.warmup
+        return self.decay(step)
 
 
-@dataclass(frozen=True, slots=True)
-class _MultiStep:
-    warmup: _Warmup
-    milestones: tuple[float, ...]
-    gamma: float
-
-    def __call__(self, step: int) -> float:
-        if step < self.warmup.steps:
-            return self.warmup(step)
-        return self.gamma ** sum(step >= milestone for milestone in self.milestones)
-
-
-@dataclass(frozen=True, slots=True)
-class _Cosine:
-    warmup: _Warmup
-    total: float
-    end_factor: float
-
-    def __call__(self, step: int) -> float:
-        if step < self.warmup.steps:
-            return self.warmup(step)
-        remaining = (1 + math.cos(math.pi * _progress(step, self.warmup.steps, self.total))) / 2
-        return self.end_factor + (1 - self.end_factor) * remaining
-
-
-@dataclass(frozen=True, slots=True)
-class _Polynomial:
-    warmup: _Warmup
-    total: float
-    end_factor: float
-    power: float
-
-    def __call__(self, step: int) -> float:
-        if step < self.warmup.steps:
-            return self.warmup(step)
-        remaining = (1 - _progress(step, self.warmup.steps, self.total)) ** self.power
-        return self.end_factor + (1 - self.end_factor) * remaining
-
-
-def _progress(step: float, start: float, end: float) -> float:
-    return min((step - start) / (end - start), 1.0)
-
-
-def _bounds(
-    total: float, warmup: float, start_factor: float, end_factor: float, steps_per_epoch: float
-) -> tuple[_Warmup, float]:
-    ramp = _Warmup.of(warmup, start_factor, steps_per_epoch)
+def _decaying(
+    shape: Callable[[float], float],
+    total: float,
+    warmup: float,
+    start_factor: float,
+    end_factor: float,
+    steps_per_epoch: float,
+) -> Schedule:
+    """Warm-up, then ``shape`` of the progress (0 to 1) between 1 and ``end_factor``."""
+    start, end = warmup * steps_per_epoch, total * steps_per_epoch
+    schedule = _Schedule.of(warmup, start_factor, steps_per_epoch, partial(_down_to, shape, start, end, end_factor))
     _require("end_factor", end_factor, 0 <= end_factor <= 1, "in [0, 1]")
     _require("total", total, total > 0, "> 0")
     if total <= warmup:
@@ -186,7 +146,27 @@ def _bounds(
             f"total={total} is not longer than warmup={warmup}: the learning rate would never come down. "
             "Both are in the same unit, optimizer steps unless steps_per_epoch is given"
         )
-    return ramp, total * steps_per_epoch
+    return schedule
+
+
+def _down_to(shape: Callable[[float], float], start: float, end: float, end_factor: float, step: float) -> float:
+    return end_factor + (1 - end_factor) * shape(min((step - start) / (end - start), 1.0))
+
+
+def _half_cosine(progress: float) -> float:
+    return (1 + math.cos(math.pi * progress)) / 2
+
+
+def _polynomial(power: float, progress: float) -> float:
+    return float((1 - progress) ** power)
+
+
+def _staircase(milestones: Sequence[float], gamma: float, step: float) -> float:
+    return float(gamma ** sum(step >= milestone for milestone in milestones))
+
+
+def _constant(step: float) -> float:
+    return 1.0
 
 
 def _require(name: str, value: float, holds: bool, expected: str) -> None:

@@ -12,12 +12,9 @@ from typing import TYPE_CHECKING, Any
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.timeline.rank_file import read_events, read_other
 from lightning_ring.timeline.settings import rank_file, rank_files
-from lightning_ring.timeline.tracks import microseconds
 
 if TYPE_CHECKING:
     from lightning_ring.comm.communicator import Communicator
-
-_PIECE = 4 << 20  # bytes in memory, and on the wire at a time
 
 
 def gather_files(path: Path, run: str, comm: Communicator) -> list[str]:
@@ -44,39 +41,21 @@ def _is_of(file: Path, run: str) -> bool:
 
 
 def _send(file: Path, rank: int, comm: Communicator) -> str | None:
-    """From ``rank`` to rank 0, piece by piece; every rank takes part in every piece."""
-    size, problem = 0, None
+    """From ``rank`` to rank 0; every rank takes part."""
+    content, problem = b"", None
     if comm.rank == rank:
         try:
-            size = file.stat().st_size
+            content = file.read_bytes()
         except OSError as error:
             problem = str(error)
-    size, problem = comm.broadcast_object((size, problem), src=rank)
-    part = file.with_name(file.name + ".part")
-    for offset in range(0, size, _PIECE):
-        piece = b""
-        if comm.rank == rank and problem is None:
-            try:
-                with open(file, "rb") as source:
-                    source.seek(offset)
-                    piece = source.read(_PIECE)
-            except OSError as error:
-                problem = str(error)
-        piece = comm.broadcast_object(piece, src=rank)
-        if comm.rank == 0 and problem is None:
-            try:
-                with open(part, "r+b" if offset else "wb") as out:
-                    out.seek(offset)
-                    out.write(piece)
-            except OSError as error:
-                problem = str(error)
+    content, problem = comm.broadcast_object((content, problem), src=rank)
     if comm.rank == 0 and problem is None:
         try:
-            os.replace(part, file)
-        except OSError as error:  # a file that came empty, for instance, has no part
+            file.write_bytes(content)
+        except OSError as error:
             problem = str(error)
-    problems = comm.all_gather_object(problem)
-    return next((found for found in problems if found), None)
+    received: str | None = comm.broadcast_object(problem)
+    return received
 
 
 @dataclass(slots=True)
@@ -190,8 +169,8 @@ def _in_step(events: Iterator[bytes], rank: dict[str, Any]) -> Iterator[bytes]:
             continue
         begin = round(event["ts"] * 1e3)
         until = corrected(begin + round(event.get("dur", 0) * 1e3))
-        event["ts"] = float(microseconds(corrected(begin)))
-        event["dur"] = float(microseconds(until - corrected(begin)))
+        event["ts"] = corrected(begin) / 1e3
+        event["dur"] = (until - corrected(begin)) / 1e3
         yield _json(event)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 from collections import deque
@@ -111,7 +110,7 @@ class Recorder:
         start, stop = self._seconds(begin), self._seconds(end)
         if start is None or stop is None:
             return None
-        return self._tracks.slice(track, name, self._ns(start), self._ns(stop), _text(args or {}))
+        return self._tracks.slice(track, name, self._ns(start), self._ns(stop), args)
 
     def _collective(self, record: CollectiveRecord, step: int) -> Iterable[str] | None:
         if record.events is None:
@@ -145,10 +144,10 @@ class Recorder:
         }
         kind = _KINDS.get(record.kind, record.kind)
         queued = ("queued", self._ns(began)) if began > called else None
-        yield from self._tracks.slice(track, kind, self._ns(called), self._ns(ended), _text(args), queued)
+        yield from self._tracks.slice(track, kind, self._ns(called), self._ns(ended), args, queued)
         what = f"wait for {track_name(track)}" if track_of("") != track else f"wait for {record.name or kind}"
         waited = {"step": step, "bytes": record.nbytes}
-        yield from self._tracks.slice(EXPOSED, what, self._ns(wait[0]), self._ns(wait[1]), _text(waited))
+        yield from self._tracks.slice(EXPOSED, what, self._ns(wait[0]), self._ns(wait[1]), waited)
 
     def _seconds(self, mark: Any) -> float | None:
         if isinstance(mark, float):
@@ -157,7 +156,3 @@ class Recorder:
 
     def _ns(self, seconds: float) -> int:
         return round((seconds - self._zero) * 1e9)
-
-
-def _text(args: dict[str, Any]) -> str:
-    return json.dumps(args, separators=(",", ":"))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from functools import lru_cache
 from typing import Any
 
 STEPS, DATA, FORWARD, BACKWARD, EXPOSED, OPTIMIZER = range(1, 7)
@@ -53,11 +52,17 @@ class Tracks:
         self._ends: dict[int, int] = {}
 
     def slice(
-        self, track: int, name: str, begin: int, end: int, args: str = "{}", inside: tuple[str, int] | None = None
+        self,
+        track: int,
+        name: str,
+        begin: int,
+        end: int,
+        args: dict[str, Any] | None = None,
+        inside: tuple[str, int] | None = None,
     ) -> Iterator[str]:
         """Events of one slice in ``track``; before the first of a thread comes its name.
 
-        ``args`` is a JSON object, ``inside`` name and end of a slice that begins with this one and lies within it.
+        ``inside`` are name and end of a slice that begins with this one and lies within it.
         """
         begin, end = max(0, begin), max(0, begin, end)
         tid = track * _ABREAST
@@ -68,9 +73,9 @@ class Tracks:
         begin = max(begin, self._ends.get(tid, 0))
         end = max(begin, end)
         self._ends[tid] = end
-        yield self._complete(tid, name, begin, end, args)
+        yield self._complete(tid, name, begin, end, args or {})
         if inside is not None and begin < inside[1] <= end:
-            yield self._complete(tid, inside[0], begin, inside[1], "{}")
+            yield self._complete(tid, inside[0], begin, inside[1], {})
 
     def process(self, name: str, labels: str) -> Iterator[str]:
         for what, args in (
@@ -78,29 +83,21 @@ class Tracks:
             ("process_labels", {"labels": labels}),
             ("process_sort_index", {"sort_index": self._pid}),
         ):
-            yield metadata(self._pid, 0, what, args)
+            yield self._metadata(0, what, args)
 
     def _describe(self, tid: int, track: int) -> Iterator[str]:
         abreast = tid % _ABREAST
         name = track_name(track) + (f" ({abreast + 1})" if abreast else "")
-        yield metadata(self._pid, tid, "thread_name", {"name": name})
-        yield metadata(self._pid, tid, "thread_sort_index", {"sort_index": tid})
+        yield self._metadata(tid, "thread_name", {"name": name})
+        yield self._metadata(tid, "thread_sort_index", {"sort_index": tid})
 
-    def _complete(self, tid: int, name: str, begin: int, end: int, args: str) -> str:
-        return (
-            f'{{"ph":"X","pid":{self._pid},"tid":{tid},"name":{_quoted(name)},'
-            f'"ts":{microseconds(begin)},"dur":{microseconds(end - begin)},"args":{args}}}'
-        )
+    def _complete(self, tid: int, name: str, begin: int, end: int, args: dict[str, Any]) -> str:
+        times = {"ts": begin / 1e3, "dur": (end - begin) / 1e3}  # microseconds
+        return _json({"ph": "X", "pid": self._pid, "tid": tid, "name": name[:_LONGEST_NAME], **times, "args": args})
 
-
-def metadata(pid: int, tid: int, name: str, args: dict[str, Any]) -> str:
-    return json.dumps({"ph": "M", "pid": pid, "tid": tid, "name": name, "ts": 0, "args": args}, separators=(",", ":"))
+    def _metadata(self, tid: int, name: str, args: dict[str, Any]) -> str:
+        return _json({"ph": "M", "pid": self._pid, "tid": tid, "name": name, "ts": 0, "args": args})
 
 
-def microseconds(nanoseconds: int) -> str:
-    return f"{nanoseconds // 1000}.{nanoseconds % 1000:03d}"
-
-
-@lru_cache(maxsize=4096)
-def _quoted(name: str) -> str:
-    return json.dumps(name if len(name) <= _LONGEST_NAME else name[: _LONGEST_NAME - 1] + "…")
+def _json(event: dict[str, Any]) -> str:
+    return json.dumps(event, separators=(",", ":"))

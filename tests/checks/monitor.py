@@ -186,9 +186,6 @@ def check_gradient_norm_is_that_of_the_averages() -> None:
         expected = float(reference.seen["gradient"][-1].norm())
         assert norm is not None
         assert abs(norm - expected) < 1e-5 * expected, (norm, expected)
-        assert len(report.bucket_norms) > 2
-        squares = sum(one**2 for one in report.bucket_norms)
-        assert abs(squares**0.5 - norm) < 1e-9
 
 
 def check_manual_optimization_with_two_optimizers() -> None:
@@ -317,7 +314,7 @@ def check_tensorboard_pages_are_written(tmp_path: Path) -> None:
     tags = events.Tags()
     assert {"ring/images_per_second", "ring/trust_ratio/p50", "ring/lr/LARS"} <= set(tags["scalars"])
     assert "ring/skipped_steps" not in tags["scalars"], "what is always 0 gets no chart"
-    assert set(tags["histograms"]) == {"ring/trust_ratio", "ring/bucket_gradient_norm"}
+    assert set(tags["histograms"]) == {"ring/trust_ratio"}
     (image,) = events.Images("ring/buckets of a step")
     assert image.width > 600
     (environment,) = events.Tensors("ring/environment/text_summary")

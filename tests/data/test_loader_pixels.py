@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_ring.data import CenterCrop, DeviceTransform, RandomResizedCrop
 from lightning_ring.data.decoding import decode_rgb
-from lightning_ring.data.loading.pixels import choose_part, decode_part_into
+from lightning_ring.data.loading.pixels import decode_into
 from lightning_ring.data.loading.transforms import Box
 from lightning_ring.data.packing.image import prepare_image
 from lightning_ring.data.sampling.counters import Stream, uniforms
@@ -47,7 +47,7 @@ class Fixed:
 
 def cropped(data: bytes, crop: Any, numbers: Any = ()) -> Tensor:
     out = torch.empty(1, crop.size, crop.size, 3, dtype=torch.uint8).permute(0, 3, 1, 2)
-    decode_part_into(out, choose_part(data, crop, numbers), crop, numbers)
+    decode_into(out, data, crop, numbers)
     return out[0]
 
 

@@ -313,7 +313,7 @@ def test_the_command_packs_verifies_and_explains(source, packed, tmp_path, capsy
     assert "38 images of 4 classes" in output
     assert "left out: 2, listed in" in output
     assert main(["--verify", target]) == 0
-    assert "all 38 images" in capsys.readouterr().out
+    assert "38 images in 8 shards, all as they were packed" in capsys.readouterr().out
     shard = tmp_path / "dst" / "shard-000001.tar"
     shard.write_bytes(shard.read_bytes()[:-512])
     assert main(["--verify", target]) == 1

@@ -76,7 +76,7 @@ def test_one_bottleneck_is_named(ranks: list[RankTimes], expected: str) -> None:
     report = judge(ranks)
     assert report.bottleneck == expected
     assert expected == "none" or f"bottleneck: {expected}" in report.table()
-    assert report.as_dict()["bottleneck"] == expected
+    assert report.bottleneck == expected
 
 
 @pytest.mark.parametrize(("steps", "rounds"), [(3, 1), (4, 0)])

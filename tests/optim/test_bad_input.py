@@ -101,6 +101,8 @@ def test_complex_and_integer_parameters_are_named(optimizer_class):
 def test_two_ways_at_once(optimizer_class):
     with pytest.raises(ValueError, match="choose one"):
         optimizer_class(random_params(), foreach=True, fused=True)
+    with pytest.raises(ValueError, match="choose one"):
+        optimizer_class(random_params(), capturable=True, skip_nonfinite=True)
 
 
 @every_optimizer

@@ -1,6 +1,5 @@
-"""Runners side by side: a `keep` that is a tensor (as it is on a device), and the memory that a step takes."""
+"""Runners side by side: torch's fused kernels, and the memory that a step takes."""
 
-import copy
 from types import SimpleNamespace
 
 import pytest
@@ -16,35 +15,6 @@ from tests.optim.ways import (
     relative_difference,
     set_random_grads,
 )
-
-# The C++ kernel is for the CPU, where whether to move is known before it is called.
-DEVICE_WAYS = {name: way for name, way in CPU_WAYS.items() if name != "fused" or INTERPRETED}
-
-
-@every_optimizer
-@pytest.mark.parametrize("way", DEVICE_WAYS.values(), ids=DEVICE_WAYS)
-@pytest.mark.parametrize("bad", [False, True])
-def test_a_step_can_be_skipped_without_reading_the_flag(optimizer_class, way, bad, monkeypatch):
-    monkeypatch.setattr("lightning_ring.optim.engine.update._as_host_bool", lambda flag: flag)
-    params, others = random_params(dtype=torch.float32), random_params(dtype=torch.float32)
-    optimizer = optimizer_class(params, lr=0.1, skip_nonfinite=True, **way)
-    expected = optimizer_class(others, lr=0.1, foreach=False)
-    for step in range(2):
-        for o, p in ((optimizer, params), (expected, others)):
-            set_random_grads(p, step)
-            o.step()
-    before = copy.deepcopy([(p.detach(), optimizer.state[p]) for p in params])
-    if bad:
-        set_random_grads(params, 2)
-        params[6].grad.view(-1)[5] = float("nan")
-        optimizer.step()
-        for param, (values, state) in zip(params, before, strict=True):
-            assert torch.equal(param, values)
-            for key, value in state.items():
-                assert torch.equal(optimizer.state[param][key], value)
-    assert optimizer.skipped_steps == int(bad)
-    for a, b in zip(params, others, strict=True):
-        assert relative_difference(a, b) < 1e-6
 
 
 @pytest.mark.skipif(INTERPRETED, reason="torch's fused kernels are for the multi-tensor way")

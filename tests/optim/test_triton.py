@@ -23,8 +23,8 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA 
 @pytest.mark.timeout(600)
 def test_under_the_interpreter():
     # converges is 150 steps, the oracles 50: hours for an interpreter; the battery compares with the plain way.
-    which = "fused and ((test_battery and not converges) or skipped)"
-    files = [str(ROOT / "tests" / "optim" / name) for name in ("test_battery.py", "test_runners.py")]
+    which = "fused and (test_battery and not converges)"
+    files = [str(ROOT / "tests" / "optim" / "test_battery.py")]
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files, "-k"]
 
     def run_part(part):
@@ -41,30 +41,30 @@ def test_under_the_interpreter():
 ARGUMENTS = {
     "measure": ({"chunks": "*i64", "pointers": "*i64", "scalars": "*fp64", "sums": "*fp64"}, 8),
     "add_up": ({"first_chunk": "*i64", "sums": "*fp64", "by_row": "*fp64", "num_rows": "i32"}, 4),
-    "move": ({"chunks": "*i64", "pointers": "*i64", "scalars": "*fp64", "keep": "*i64"}, 8),
+    "move": ({"chunks": "*i64", "pointers": "*i64", "scalars": "*fp64"}, 8),
 }
 
 
 @pytest.mark.ranks
 @pytest.mark.skipif(INTERPRETED, reason="what is interpreted is not compiled")
-@pytest.mark.parametrize("deferred", [False, True])
-@pytest.mark.parametrize("weight", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("weight", "mirror"), [(torch.float32, None), (torch.bfloat16, None), (torch.float32, torch.bfloat16)], ids=str
+)
 @every_optimizer
-def test_it_compiles_for_real_gpus(optimizer_class, weight, deferred, tmp_path, monkeypatch):
+def test_it_compiles_for_real_gpus(optimizer_class, weight, mirror, tmp_path, monkeypatch):
     """To machine code, which needs no GPU: the interpreter takes what the compiler refuses."""
     compiler = pytest.importorskip("triton.compiler")
     target = pytest.importorskip("triton.backends.compiler").GPUTarget("cuda", 90, 32)
     if tuple(map(int, version("triton").split(".")[:2])) < (3, 3):
         pytest.skip("this Triton takes other arguments")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    mirror = torch.bfloat16 if weight is torch.float32 and deferred else None
     grad = torch.bfloat16 if mirror else weight
     kind = TensorKind(torch.device("cuda"), torch.float32, weight, grad, mirror, flat=True)
-    module = compile_module(optimizer_class, kind, deferred)
+    module = compile_module(optimizer_class, kind)
     constants = {
         "measure": {"ALIGNED": True, "CHUNK": CHUNK, "BLOCK": BLOCK},
         "add_up": {"BLOCK": 128},
-        "move": {"ALIGNED": True, "CONDITIONAL": deferred, "CHUNK": CHUNK, "BLOCK": BLOCK},
+        "move": {"ALIGNED": True, "CHUNK": CHUNK, "BLOCK": BLOCK},
     }
     for name, (types, num_warps) in ARGUMENTS.items():
         signature = types | dict.fromkeys(constants[name], "constexpr")
@@ -97,11 +97,10 @@ def test_on_cuda(optimizer_class, way, dtype):
 @pytest.mark.gpu
 @needs_gpu
 @every_optimizer
-@pytest.mark.parametrize("skip_nonfinite", [False, True])
 @pytest.mark.parametrize("way", [{}, {"foreach": True}], ids=str)
-def test_the_step_waits_for_nothing(optimizer_class, way, skip_nonfinite):
+def test_the_step_waits_for_nothing(optimizer_class, way):
     params = [p.detach().cuda().requires_grad_() for p in random_params(dtype=torch.float32)]
-    optimizer = optimizer_class(params, lr=0.1, skip_nonfinite=skip_nonfinite, **way)
+    optimizer = optimizer_class(params, lr=0.1, **way)
     set_random_grads(params, 0)
     optimizer.step()
     torch.cuda.set_sync_debug_mode("error")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from collections.abc import Callable
@@ -70,7 +69,6 @@ def test_sizes_from_min_to_max_grow_four_times_each() -> None:
         (["--compare", "mpi", "--backends", "gloo"], "--compare mpi"),
         (["--json", "/nowhere/at/all.json"], "--json /nowhere/at/all.json: cannot be written"),
         (["--json", "/tmp"], "--json /tmp: cannot be written"),
-        (["--plot", "bandwidth.txt"], ".png"),
         (["-n", "1"], "1 rank(s) exchange nothing"),
         (["-n", "0"], "0 rank(s) exchange nothing"),
         (["-n", "3", "-H", "localhost:2"], "more ranks than the 2 slots"),
@@ -82,12 +80,6 @@ def test_bad_input_is_said_before_anything_starts(words: list[str], said: str) -
         bench.main(words)
     if isinstance(error.value, ConfigurationError):  # argparse takes -1 for an option and ends by itself
         assert said in str(error.value)
-
-
-def test_a_plot_without_matplotlib_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigurationError, match="pip install matplotlib"):
-        bench.main(["--plot", "bandwidth.png"])
 
 
 @pytest.mark.parametrize(
@@ -162,7 +154,7 @@ def test_ratios_are_the_peers_median_over_each_median() -> None:
 
 @pytest.mark.ranks
 def test_it_starts_ranks_measures_every_backend_and_writes_what_it_found(tmp_path: Path) -> None:
-    files = ["--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png")]
+    files = ["--json", str(tmp_path / "out.json")]
     asked = ["-n", "2", "--device", "cpu", "--sizes", "1K,10001,300K", "--seconds", "0.01", "--compare", "torch-gloo"]
     result = run([*COMMAND, *asked, *files], timeout=90)
     assert result.returncode == 0, result.stdout
@@ -182,7 +174,6 @@ def test_it_starts_ranks_measures_every_backend_and_writes_what_it_found(tmp_pat
     assert {(m["collective"], m["backend"]) for m in found["models"]} == {(c, b) for c in COLLECTIVES for b in backends}
     table = [line.split() for line in result.stdout.splitlines() if line.endswith(" 1.00")]
     assert {tuple(words[:3]) for words in table} >= {("1", "KiB", "torch-gloo"), ("300", "KiB", "torch-gloo")}
-    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.ranks

@@ -32,16 +32,10 @@ class LoaderTimes:
     waiting: float = 0.0
     copying: float = 0.0
 
-    def __sub__(self, earlier: LoaderTimes) -> LoaderTimes:
-        return LoaderTimes(*(getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)))
-
     def __iadd__(self, other: LoaderTimes) -> LoaderTimes:
         for f in fields(self):
             setattr(self, f.name, getattr(self, f.name) + getattr(other, f.name))
         return self
-
-    def copy(self) -> LoaderTimes:
-        return self - LoaderTimes()
 
 
 @dataclass(frozen=True, slots=True)

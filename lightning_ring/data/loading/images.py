@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_ring.data.loading.batch_maker import LoaderTimes, Samples
 from lightning_ring.data.loading.loader import Loader
-from lightning_ring.data.loading.pixels import choose_part, decode_part_into
+from lightning_ring.data.loading.pixels import decode_into
 from lightning_ring.data.loading.transforms import Crop, DeviceTransform
 from lightning_ring.data.sampling.counters import Stream, uniforms
 from lightning_ring.data.sampling.sampler import OrderedSampler
@@ -109,12 +109,10 @@ class ImageBatches:
         encoded = self.source.read_many(indices)
         read = perf_counter()
         numbers = room.numbers[offset : offset + len(indices)]
-        # first all of the Python, then all of the decoding: each finds the caches as it left them
-        parts = [choose_part(data, self.crop, row) for data, row in zip(encoded, numbers, strict=True)]
         with torch.inference_mode():  # nothing here is differentiated
-            for place, (index, part, row) in enumerate(zip(indices, parts, numbers, strict=True), start=offset):
+            for place, (index, data, row) in enumerate(zip(indices, encoded, numbers, strict=True), start=offset):
                 try:
-                    decode_part_into(room.memory.places[place], part, self.crop, row)
+                    decode_into(room.memory.places[place], data, self.crop, row)
                 except (ValueError, OSError, MemoryError) as error:  # memory: a damaged header says any size
                     raise SampleError(
                         f"{self.source.where(index)}: cannot be decoded: {error}. Repair or remove it, or pack the "

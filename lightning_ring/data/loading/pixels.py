@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +12,6 @@ import torch
 from torch import Tensor
 
 from lightning_ring.data.decoding import decode_rgb
-from lightning_ring.data.loading.regions import cut, read_layout
 from lightning_ring.data.loading.transforms import Box, Crop
 
 _MAX_REDUCTION = 8
@@ -37,23 +35,14 @@ class _Scratch(threading.local):
 _scratch = _Scratch()
 
 
-class EncodedRegion(NamedTuple):
-    """The part of the image ``data`` to decode: ``box`` of ``jpeg`` (height x width pixels); all if there is none."""
+def decode_into(out: Tensor, data: bytes, crop: Crop, uniforms: Sequence[float]) -> None:
+    """Decode the image ``data`` and resize the part that ``crop`` chooses into ``out``. The expensive work releases the
+    GIL.
 
-    data: bytes
-    jpeg: bytes | bytearray | None = None
-    height: int = 0
-    width: int = 0
-    box: Box | None = None
-
-
-def decode_part_into(out: Tensor, part: EncodedRegion, crop: Crop, uniforms: Sequence[float]) -> None:
-    """Decode ``part``, which `choose_part` gave, and resize it into ``out``. The expensive work releases the GIL.
-
-    Equal to torchvision's antialiased bilinear `resized_crop` of the decoded image, bit for bit; of a JPEG with restart
-    markers no more is decoded than that takes (see `regions`). Where the part of a JPEG is at least twice as large as
-    ``out`` on both sides, 1/2, 1/4 or 1/8 of its size is decoded (by the DCT, which blurs as it should); the part then
-    starts and ends on whole pixels of the smaller image, and is close to torchvision's.
+    Equal to torchvision's antialiased bilinear `resized_crop` of the decoded image, bit for bit. Where the part of a
+    JPEG is at least twice as large as ``out`` on both sides, 1/2, 1/4 or 1/8 of its size is decoded (by the DCT, which
+    blurs as it should); the part then starts and ends on whole pixels of the smaller image, and is close to
+    torchvision's.
 
     Args:
         out: 1 x 3 x size x size, uint8, channels last, RGB.
@@ -61,7 +50,7 @@ def decode_part_into(out: Tensor, part: EncodedRegion, crop: Crop, uniforms: Seq
     Raises:
         ValueError, OSError: The image cannot be decoded.
     """
-    image, (top, left, height, width, flip) = _decode(part, crop, uniforms)
+    image, (top, left, height, width, flip) = _decode(data, crop, uniforms)
     pixels = torch.from_numpy(image[None, top : top + height, left : left + width].transpose(0, 3, 1, 2))
     if flip:
         pixels = pixels.flip(-1)
@@ -69,32 +58,14 @@ def decode_part_into(out: Tensor, part: EncodedRegion, crop: Crop, uniforms: Seq
     torch._C._nn._upsample_bilinear2d_aa(pixels, [crop.size] * 2, False, None, None, out=out)  # type: ignore[call-arg]
 
 
-def choose_part(data: bytes, crop: Crop, uniforms: Sequence[float]) -> EncodedRegion:
-    """The part of ``data`` that ``crop`` chooses, and the restart intervals that it takes; holds the GIL."""
-    if data[:2] != b"\xff\xd8":
-        return EncodedRegion(data)
-    layout = read_layout(data)
-    if layout is not None:
-        box = crop.box(layout.height, layout.width, uniforms)
-        smaller = cut(data, layout, *box[:4])
-        if smaller is None:
-            return EncodedRegion(data, data, layout.height, layout.width, box)
-        top, left, height, width = smaller[1:]
-        return EncodedRegion(data, smaller.data, height, width, Box(top, left, box.height, box.width, box.flip))
-    try:
-        height, width, _, _ = simplejpeg.decode_jpeg_header(data)
-    except ValueError:
-        return EncodedRegion(data)
-    return EncodedRegion(data, data, int(height), int(width), crop.box(int(height), int(width), uniforms))
-
-
-def _decode(part: EncodedRegion, crop: Crop, uniforms: Sequence[float]) -> tuple[npt.NDArray[np.uint8], Box]:
-    data, jpeg, height, width, box = part
-    if box is not None:
-        factor = _reduction(box, crop.size)
+def _decode(data: bytes, crop: Crop, uniforms: Sequence[float]) -> tuple[npt.NDArray[np.uint8], Box]:
+    if data[:2] == b"\xff\xd8":
         try:
+            height, width, _, _ = simplejpeg.decode_jpeg_header(data)
+            box = crop.box(height, width, uniforms)
+            factor = _reduction(box, crop.size)
             image = simplejpeg.decode_jpeg(
-                jpeg,
+                data,
                 min_height=-(-height // factor) if factor > 1 else 0,
                 min_width=-(-width // factor) if factor > 1 else 0,
                 min_factor=factor,

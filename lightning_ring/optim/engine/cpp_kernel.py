@@ -84,14 +84,14 @@ extern "C" void %(name)s(int64_t num_chunks, const int64_t* chunks, const int64_
 """
 
 
-def source(rule: type[Rule], kind: TensorKind, deferred: bool) -> str:
+def source(rule: type[Rule], kind: TensorKind) -> str:
     """C++ with the functions ``measure`` and ``move``; ``pointers`` has a row of `element_types` for each tensor."""
     types, compute = element_types(rule, kind, C_TYPES)
-    measure = _function("measure", measure_body(rule, deferred), types, compute, deferred)
-    return PRELUDE + measure + _function("move", move_body(rule, deferred), types, compute, deferred)
+    measure = _function("measure", measure_body(rule), types, compute)
+    return PRELUDE + measure + _function("move", move_body(rule), types, compute)
 
 
-def _function(name: str, body: Body, types: dict[str, str], compute: str, deferred: bool) -> str:
+def _function(name: str, body: Body, types: dict[str, str], compute: str) -> str:
     stored = {element for element, _ in body.stores}
     setup, prefetches = [], []
     for column, element in enumerate(types):
@@ -112,13 +112,11 @@ def _function(name: str, body: Body, types: dict[str, str], compute: str, deferr
             loop.append(f"p_mirror[i] = {types['mirror']}({new_w});")
         clause, after = "", []
     else:
-        setup.append("double w_squares = 0, x_squares = 0, probe = 0;")
+        setup.append("double w_squares = 0, x_squares = 0;")
         loop.append("w_squares += double(w) * double(w);")
         loop.append(f"x_squares += double({body.result}) * double({body.result});")
-        if deferred:
-            loop.append("probe += double(g) * 0;  // 0, or NaN where g is not finite")
-        clause = " reduction(+ : w_squares, x_squares, probe)"
-        after = [f"sums[3 * chunk + {i}] = {sum_};" for i, sum_ in enumerate(("w_squares", "x_squares", "probe"))]
+        clause = " reduction(+ : w_squares, x_squares)"
+        after = ["sums[2 * chunk] = w_squares;", "sums[2 * chunk + 1] = x_squares;"]
     lines = [
         f"for (int64_t begin = 0; begin < size; begin += {BLOCK}) {{",
         f"  const int64_t end = std::min<int64_t>(begin + {BLOCK}, size);",

@@ -72,21 +72,20 @@ class FusedCpuRunner(FusedRunner):
 
     chunk = cpp_kernel.CHUNK
 
-    def measure(self, part: ParameterBatch, numbers: StepNumbers, deferred: bool) -> Tensor:
+    def measure(self, part: ParameterBatch, numbers: StepNumbers) -> Tensor:
         chunks, _ = self._chunks_of(part)
-        sums = torch.empty(len(chunks), 3, dtype=torch.float64)
-        self._call("measure", part, _table(measure_body(self._rule, deferred).scalars, part, numbers), sums, deferred)
-        by_row = torch.zeros(len(part.positions), 3, dtype=torch.float64)
+        sums = torch.empty(len(chunks), 2, dtype=torch.float64)
+        self._call("measure", part, _table(measure_body(self._rule).scalars, part, numbers), sums)
+        by_row = torch.zeros(len(part.positions), 2, dtype=torch.float64)
         return by_row.index_add_(0, chunks[:, 0], sums).T
 
-    def move(self, part: ParameterBatch, numbers: StepNumbers, deferred: bool, keep: Tensor | None) -> None:
-        assert keep is None, "on the CPU it is known whether to move"
-        self._call("move", part, _table(move_body(self._rule, deferred).scalars, part, numbers), None, deferred)
+    def move(self, part: ParameterBatch, numbers: StepNumbers) -> None:
+        self._call("move", part, _table(move_body(self._rule).scalars, part, numbers), None)
         torch.autograd.graph.increment_version([*part.weights, *part.mirrors])
 
-    def _call(self, name: str, part: ParameterBatch, scalars: Tensor, sums: Tensor | None, deferred: bool) -> None:
+    def _call(self, name: str, part: ParameterBatch, scalars: Tensor, sums: Tensor | None) -> None:
         chunks, _ = self._chunks_of(part)
-        library = compiler.load(_source(self._rule, part.kind, deferred))
+        library = compiler.load(_source(self._rule, part.kind))
         addresses = (chunks, self._pointers_of(part)[0], scalars, sums)
         getattr(library, name)(
             ctypes.c_int64(len(chunks)),
@@ -101,37 +100,30 @@ class FusedCudaRunner(FusedRunner):
 
     chunk = triton_kernel.CHUNK
 
-    def measure(self, part: ParameterBatch, numbers: StepNumbers, deferred: bool) -> Tensor:
+    def measure(self, part: ParameterBatch, numbers: StepNumbers) -> Tensor:
         device, rows = part.kind.device, len(part.positions)
         chunks, first_chunk = self._chunks_of(part)
-        by_row = torch.zeros(3, rows, dtype=torch.float64, device=device)
+        by_row = torch.zeros(2, rows, dtype=torch.float64, device=device)
         if not len(chunks):
             return by_row
-        sums = torch.zeros(len(chunks), 3, dtype=torch.float64, device=device)
+        sums = torch.zeros(len(chunks), 2, dtype=torch.float64, device=device)
         pointers, aligned = self._pointers_of(part)
-        scalars = _table(measure_body(self._rule, deferred).scalars, part, numbers)
-        module, sizes = _module(self._rule, part.kind, deferred), {"CHUNK": self.chunk, "BLOCK": triton_kernel.BLOCK}
+        scalars = _table(measure_body(self._rule).scalars, part, numbers)
+        module, sizes = _module(self._rule, part.kind), {"CHUNK": self.chunk, "BLOCK": triton_kernel.BLOCK}
         with _on(device):
             module["measure"][(len(chunks),)](chunks, pointers, scalars, sums, ALIGNED=aligned, num_warps=8, **sizes)
             module["add_up"][(rows,)](first_chunk, sums, by_row, rows, BLOCK=128, num_warps=4)
         return by_row
 
-    def move(self, part: ParameterBatch, numbers: StepNumbers, deferred: bool, keep: Tensor | None) -> None:
+    def move(self, part: ParameterBatch, numbers: StepNumbers) -> None:
         chunks, _ = self._chunks_of(part)
         if len(chunks):
             pointers, aligned = self._pointers_of(part)
-            scalars = _table(move_body(self._rule, deferred).scalars, part, numbers)
-            flag = chunks if keep is None else keep.to(part.kind.device, torch.int64)
+            scalars = _table(move_body(self._rule).scalars, part, numbers)
             sizes = {"CHUNK": self.chunk, "BLOCK": triton_kernel.BLOCK}
-            launch = _module(self._rule, part.kind, deferred)["move"][(len(chunks),)]
+            launch = _module(self._rule, part.kind)["move"][(len(chunks),)]
             with _on(part.kind.device):
-                launch(
-                    *(chunks, pointers, scalars, flag),
-                    ALIGNED=aligned,
-                    CONDITIONAL=keep is not None,
-                    num_warps=8,
-                    **sizes,
-                )
+                launch(chunks, pointers, scalars, ALIGNED=aligned, num_warps=8, **sizes)
         torch.autograd.graph.increment_version([*part.weights, *part.mirrors])
 
 

@@ -66,7 +66,7 @@ class MultiTensorRunner(PlainRunner):
         if part.kind.device.type != "cpu" or self._sweeps(part):
             return [part]
         kind = part.kind
-        pieces = 2 if kind.weight == kind.compute else 4  # that exist beside the kept directions
+        pieces = 4 if kind.weight == kind.compute else 6  # that exist beside the kept directions
         budget = MEMORY_SHARE * sum(weight.nbytes for weight in part.weights) / kind.compute.itemsize
         return list(_split(part, room=max(CPU_PIECE, int(budget) - pieces * CPU_PIECE)))
 
@@ -78,66 +78,50 @@ class MultiTensorRunner(PlainRunner):
         sums = [_square_sums(_cast(batch.grads, kind.compute)) for batch in self._batches(part)]
         return _as_vector([value for values in sums for value in values], part).sum()
 
-    def measure(self, part: ParameterBatch, numbers: StepNumbers, deferred: bool) -> Tensor:
-        sums: list[list[Any]] = [[], [], []]
+    def measure(self, part: ParameterBatch, numbers: StepNumbers) -> Tensor:
+        sums: list[list[Any]] = [[], []]
         rows: list[int] = []
-        try_torch = _fits_torch_kernels(part) and not deferred
+        try_torch = _fits_torch_kernels(part)
         h, rows_of_h = Scalars(), None
         to_come = sum(weight.numel() for weight in part.weights)
-        for batch in self._batches(part, deferred):
+        for batch in self._batches(part):
             w, g = _cast(batch.weights, part.kind.compute), _cast(batch.grads, part.kind.compute)
             if batch.rows is not rows_of_h:  # pieces of one tensor share the list
                 h, rows_of_h = _scalars(part, numbers, batch.rows), batch.rows
             sums[0] += _square_sums(w)  # first: a lone reading sweep is the fastest way to bring them into the cache
             x = self._rule.torch_directions(w, g, tuple(batch.states), h) if try_torch else None
             if x is None:
-                x = self._directions(w, g, batch, h, deferred)
+                x = self._directions(w, g, batch, h)
             sums[1] += _square_sums(x)
-            if deferred:
-                sums[2] += [(t * 0).sum(dtype=norm_dtype(t.device)) for t in g]
             rows += batch.rows
             batch.directions = x if to_come <= part.room else None
             to_come -= sum(t.numel() for t in w)
             x = None  # so that the next piece finds the same memory, still in the cache
-        found = [_sum_by_row(values, rows, part) for values in (sums if deferred else sums[:2])]
-        # zeros that are made on the device: to send them would wait for it, which no CUDA graph allows
-        return torch.stack(found if deferred else [*found, torch.zeros_like(found[0])])
+        return torch.stack([_sum_by_row(values, rows, part) for values in sums])
 
-    def _directions(self, w: Tensors, g: Tensors, batch: Batch, h: Scalars, deferred: bool) -> Tensors:
-        # State that is about to be stored may be overwritten; else it has to outlive this call.
-        state = tuple(TensorList.of(s, given=not deferred) for s in batch.states)
-        state = self._rule.accumulate(TensorList.of(w), TensorList.of(g), state, h)
-        if not deferred:
-            _store(batch.states, state, None)
-            state = tuple(TensorList.of(s) for s in batch.states)
-        return self._rule.direction(TensorList.of(w), TensorList.of(g), state, h).tensors()
+    def _directions(self, w: Tensors, g: Tensors, batch: Batch, h: Scalars) -> Tensors:
+        weights, grads, state = TensorList(w), TensorList(g), tuple(map(TensorList, batch.states))
+        _store(batch.states, self._rule.accumulate(weights, grads, state, h))
+        return self._rule.direction(weights, grads, state, h).tensors()
 
-    def move(self, part: ParameterBatch, numbers: StepNumbers, deferred: bool, keep: Tensor | None) -> None:
-        try_torch = _fits_torch_kernels(part) and not deferred and keep is None
-        for batch in reversed(self._batches(part, deferred)):  # what was measured last may still be in the cache
+    def move(self, part: ParameterBatch, numbers: StepNumbers) -> None:
+        try_torch = _fits_torch_kernels(part)
+        for batch in reversed(self._batches(part)):  # what was measured last may still be in the cache
             if not try_torch or not self._torch_moves(part, numbers, batch):
                 for piece in batch.pieces(CPU_PIECE) if self._sweeps(part) else [batch]:
-                    self._move(part, piece, _scalars(part, numbers, batch.rows), deferred, keep)
+                    self._move(part, piece, _scalars(part, numbers, batch.rows))
             if batch.mirrors:
                 torch._foreach_copy_(batch.mirrors, batch.weights)
             batch.directions = None
         self._cut = None
 
-    def _move(self, part: ParameterBatch, batch: Batch, h: Scalars, deferred: bool, keep: Tensor | None) -> None:
-        given = keep is None
+    def _move(self, part: ParameterBatch, batch: Batch, h: Scalars) -> None:
         w, g = _cast(batch.weights, part.kind.compute), _cast(batch.grads, part.kind.compute)
-        weights, grads = TensorList.of(w, given=given), TensorList.of(g)
-        state = tuple(TensorList.of(s, given=given) for s in batch.states)
-        if deferred:
-            accumulated = self._rule.accumulate(weights, grads, state, h)
-            state = tuple(
-                TensorList.of(new.tensors(), given=given or new is not old)
-                for new, old in zip(accumulated, state, strict=True)
-            )
+        weights, grads, state = TensorList(w), TensorList(g), tuple(map(TensorList, batch.states))
         x = batch.directions
-        direction = self._rule.direction(weights, grads, state, h) if x is None else TensorList.of(x)
+        direction = self._rule.direction(weights, grads, state, h) if x is None else TensorList(x)
         new_w, new_state = self._rule.move(weights, grads, direction, state, h)
-        _store((batch.weights, *batch.states), (new_w, *new_state), keep)
+        _store((batch.weights, *batch.states), (new_w, *new_state))
 
     def _torch_moves(self, part: ParameterBatch, numbers: StepNumbers, batch: Batch) -> bool:
         if len(batch.rows) > 1:
@@ -149,14 +133,15 @@ class MultiTensorRunner(PlainRunner):
         torch.autograd.graph.increment_version(w)  # torch's fused SGD leaves it out
         return True
 
-    def _batches(self, part: ParameterBatch, deferred: bool = False) -> list[Batch]:
+    def _batches(self, part: ParameterBatch) -> list[Batch]:
         """``part`` cut up; kept from `measure` to `move`."""
         if self._cut is None or self._cut[0] is not part:
-            sweeps = self._sweeps(part) and not deferred
-            piece = CPU_PIECE
+            piece = together = CPU_PIECE
             if part.kind.device.type != "cpu":
-                piece = max(DEVICE_PIECE, sum(weight.numel() for weight in part.weights) // 100)
-            self._cut = (part, cut(part, *((CPU_SWEEP_PIECE, CPU_SWEEP_TOGETHER) if sweeps else (piece, piece))))
+                piece = together = max(DEVICE_PIECE, sum(weight.numel() for weight in part.weights) // 100)
+            elif self._sweeps(part):
+                piece, together = CPU_SWEEP_PIECE, CPU_SWEEP_TOGETHER
+            self._cut = (part, cut(part, piece, together))
         return self._cut[1]
 
     def _sweeps(self, part: ParameterBatch) -> bool:
@@ -224,14 +209,11 @@ def _scalars(part: ParameterBatch, numbers: StepNumbers, rows: list[int]) -> Sca
     return numbers.over([part.positions[row] for row in rows])
 
 
-def _store(targets: Sequence[Tensors], values: Sequence[TensorList], keep: Tensor | None) -> None:
+def _store(targets: Sequence[Tensors], values: Sequence[TensorList]) -> None:
     for target, value in zip(targets, values, strict=True):
         results: Tensors = value.tensors()
-        if results[0] is target[0]:
-            continue  # computed in place, or not changed
-        if keep is not None:
-            results = [torch.where(keep, new.to(old.dtype), old) for new, old in zip(results, target, strict=True)]
-        torch._foreach_copy_(target, results)
+        if results[0] is not target[0]:  # else not changed
+            torch._foreach_copy_(target, results)
 
 
 def _square_sums(tensors: Tensors) -> list[Any]:

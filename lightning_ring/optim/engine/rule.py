@@ -20,8 +20,7 @@ class Rule:
     ``accumulate``, `direction` and `move` are elementwise and use only ``+ - * /`` and ``.sqrt()``: the same lines run
     on a `Tensor` (plain), on a `TensorList` (multi-tensor), and on a `Symbol`, which writes the body of a C++ or Triton
     kernel. A step is: ``state = accumulate(...)``, ``x = direction(...)``; the sums of squares of ``w`` and ``x`` (over
-    ranks, if the parameter is cut) give the trust ratio; then `move`. A `TensorList` works in the memory of its left
-    operands: use no temporary again after it was a left operand, nor ``w`` or state after ``+`` or ``-``.
+    ranks, if the parameter is cut) give the trust ratio; then `move`.
     """
 
     state_names: tuple[str, ...]  # keys of the per-parameter state, tensors like the parameter that begin as zeros

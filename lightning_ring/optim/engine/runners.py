@@ -59,6 +59,10 @@ def check_options(options: RunOptions, params: Iterable[Tensor]) -> None:
     """Raises `ValueError` for options that exclude each other or have no kernel on a parameter's device, and
     `RuntimeError` for ``fused=True`` without a C++ compiler (CPU) or Triton (CUDA)."""
     require(not (options.foreach and options.fused), "foreach=True and fused=True: choose one of them")
+    require(
+        not (options.capturable and options.skip_nonfinite),
+        "capturable=True and skip_nonfinite=True: a CUDA graph cannot decide whether to step; choose one of them",
+    )
     if options.fused:
         for device in {param.device for param in params}:
             require(

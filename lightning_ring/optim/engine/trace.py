@@ -98,22 +98,21 @@ def element_types(rule: type[Rule], kind: TensorKind, names: Mapping[torch.dtype
 
 
 @cached
-def measure_body(rule: type[Rule], deferred: bool) -> Body:
-    """``accumulate`` and ``direction``; with ``deferred`` the state is not stored."""
+def measure_body(rule: type[Rule]) -> Body:
+    """``accumulate`` and ``direction``."""
     lines, w, g, state, h = _operands(rule)
     new_state = rule.accumulate(w, g, state, h)
     x = rule.direction(w, g, new_state, h)
-    lines.used |= {x.name, w.name} | ({g.name} if deferred else set())
-    return _body(lines, () if deferred else tuple(zip(state, new_state, strict=True)), x)
+    lines.used |= {x.name, w.name}
+    return _body(lines, tuple(zip(state, new_state, strict=True)), x)
 
 
 @cached
-def move_body(rule: type[Rule], deferred: bool) -> Body:
-    """``direction`` and ``move``, after ``accumulate`` if that was ``deferred``."""
+def move_body(rule: type[Rule]) -> Body:
+    """``direction`` and ``move``."""
     lines, w, g, state, h = _operands(rule)
-    new_state = rule.accumulate(w, g, state, h) if deferred else state
-    x = rule.direction(w, g, new_state, h)
-    new_w, new_state = rule.move(w, g, x, new_state, h)
+    x = rule.direction(w, g, state, h)
+    new_w, new_state = rule.move(w, g, x, state, h)
     return _body(lines, ((w, new_w), *zip(state, new_state, strict=True)), x)
 
 

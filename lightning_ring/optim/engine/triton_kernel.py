@@ -31,11 +31,11 @@ def add_up(first_chunk, sums, by_row, num_rows, BLOCK: tl.constexpr):
     row = tl.program_id(0)
     begin = tl.load(first_chunk + row)
     end = tl.load(first_chunk + row + 1)
-    for column in tl.static_range(3):
+    for column in tl.static_range(2):
         total = tl.zeros([BLOCK], tl.float64)
         for i in range(begin, end, BLOCK):
             chunk = i + tl.arange(0, BLOCK)
-            total += tl.load(sums + 3 * chunk + column, mask=chunk < end, other=0.0)
+            total += tl.load(sums + 2 * chunk + column, mask=chunk < end, other=0.0)
         tl.store(by_row + column * num_rows + row, tl.sum(total))
 """
 
@@ -44,7 +44,7 @@ def add_up(first_chunk, sums, by_row, num_rows, BLOCK: tl.constexpr):
 FUNCTION = """
 
 @triton.jit
-def {name}(chunks, pointers, scalars, {output}, ALIGNED: tl.constexpr, {flag}CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+def {name}(chunks, pointers, scalars, {sums}ALIGNED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
     chunk = tl.program_id(0)
     row = tl.load(chunks + 3 * chunk)
     start = tl.load(chunks + 3 * chunk + 1)
@@ -63,19 +63,19 @@ def {name}(chunks, pointers, scalars, {output}, ALIGNED: tl.constexpr, {flag}CHU
 """
 
 
-def compile_module(rule: type[Rule], kind: TensorKind, deferred: bool) -> dict[str, Any]:
+def compile_module(rule: type[Rule], kind: TensorKind) -> dict[str, Any]:
     """The Triton functions ``measure``, ``add_up`` and ``move``; ``pointers`` has a row of `element_types` a tensor."""
     types, compute = element_types(rule, kind, TRITON_TYPES)
-    measure = _function("measure", measure_body(rule, deferred), types, compute, deferred)
-    text = PRELUDE + measure + _function("move", move_body(rule, deferred), types, compute, deferred)
-    filename = f"<lightning_ring {rule.__name__} {kind.weight} {kind.grad} {kind.mirror} {deferred}>"
+    measure = _function("measure", measure_body(rule), types, compute)
+    text = PRELUDE + measure + _function("move", move_body(rule), types, compute)
+    filename = f"<lightning_ring {rule.__name__} {kind.weight} {kind.grad} {kind.mirror}>"
     linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)  # Triton reads it there
     module: dict[str, Any] = {"__name__": f"{__name__}.generated"}
     exec(compile(text, filename, "exec"), module)
     return module
 
 
-def _function(name: str, body: Body, types: dict[str, str], compute: str, deferred: bool) -> str:
+def _function(name: str, body: Body, types: dict[str, str], compute: str) -> str:
     stored = dict(body.stores)
     if name == "move" and "mirror" in types:
         stored["mirror"] = stored["w"]
@@ -88,15 +88,12 @@ def _function(name: str, body: Body, types: dict[str, str], compute: str, deferr
     width = max(len(body.scalars), 1)
     loads = [f"tl.load(scalars + row * {width} + {i}).to({compute})" for i in range(len(body.scalars))]
     setup += [f"h_{scalar} = {load}" for scalar, load in zip(body.scalars, loads, strict=True)]
-    sums = ("w_squares", "x_squares", *(["probe"] if deferred else [])) if name == "measure" else ()
+    sums = ("w_squares", "x_squares") if name == "measure" else ()
     setup += [f"{sum_} = tl.zeros([BLOCK], tl.float64)" for sum_ in sums]
-    if name == "move":
-        setup.append("if CONDITIONAL:\n        size = size * tl.load(keep).to(tl.int32)  # 0: nothing is written")
-    after = [f"tl.store(sums + 3 * chunk + {i}, tl.sum({sum_}))" for i, sum_ in enumerate(sums)]
+    after = [f"tl.store(sums + 2 * chunk + {i}, tl.sum({sum_}))" for i, sum_ in enumerate(sums)]
     return FUNCTION.format(
         name=name,
-        output="sums" if name == "measure" else "keep",
-        flag="" if name == "measure" else "CONDITIONAL: tl.constexpr, ",
+        sums="sums, " if sums else "",
         setup=_indent(setup, 4),
         whole=_indent(_loop(body, stored, types, compute, sums, masked=False), 12),
         masked=_indent(_loop(body, stored, types, compute, sums, masked=True), 12),
@@ -110,12 +107,11 @@ def _loop(
     mask = ", mask=mask, other=0.0" if masked else ""
     lines = [f"{element} = tl.load(p_{element} + offsets{mask}).to({compute})" for element in body.loads]
     lines += [f"{name} = {expression.replace('sqrt(', 'tl.sqrt(')}" for name, expression in body.statements]
-    terms = {"w_squares": "w", "x_squares": body.result, "probe": "g"}
+    terms = {"w_squares": "w", "x_squares": body.result}
     for sum_ in sums:
         term = f"tl.where(mask, {terms[sum_]}, 0.0)" if masked else terms[sum_]
         wide = f"{term}.to(tl.float64)"
-        # A gradient that is not finite makes the probe NaN.
-        lines.append(f"{sum_} += {wide} * 0.0" if sum_ == "probe" else f"{sum_} += {wide} * {wide}")
+        lines.append(f"{sum_} += {wide} * {wide}")
     for element, value in stored.items():
         condition = ", mask=mask" if masked else ""
         lines.append(f"tl.store(p_{element} + offsets, {value}.to({types[element]}){condition})")

@@ -39,15 +39,18 @@ class TrustRatioOptimizer(Optimizer, Rule):
         capturable: Keep step counts and learning rate on the device, so that the step can be captured in a CUDA graph
             (give ``lr`` as a tensor on the device to change it between replays).
         skip_nonfinite: Where a gradient has a NaN or an infinity, leave all parameters and all state untouched, on all
-            ranks alike, and count it in `skipped_steps`.
+            ranks alike, and count it in `skipped_steps`. Reads the norm of all gradients, which waits for the device.
         master_weights: Keep a float32 copy of bfloat16 and float16 parameters, made at their first step, and update
             that. (State is float32 for them in any case.)
         norm_all_reduce: Where every parameter is this rank's slice (1-D, possibly empty) of a tensor that is spread
             over ranks: a function that sums a 1-D tensor over those ranks, in place (returning None) or returning the
-            sum. Each step calls it once, with 2 * parameters + 1 elements (float64; float32 on devices without), and
-            once before that, with 1 element, where ``max_grad_norm`` is set; also on a rank where no parameter has a
-            gradient. Ranks hold slices of the same tensors in the same order. It may be set later as an attribute; it
-            is not part of ``state_dict()`` and of pickles.
+            sum. Each step calls it once, with 2 * parameters elements (float64; float32 on devices without), and once
+            before that, with 1 element, where ``max_grad_norm`` or ``skip_nonfinite`` is set; also on a rank where no
+            parameter has a gradient. Ranks hold slices of the same tensors in the same order. It may be set later as
+            an attribute; it is not part of ``state_dict()`` and of pickles.
+
+    Attributes:
+        skipped_steps: How many steps ``skip_nonfinite`` left out.
 
     Gradients are read and never written. ``state_dict()`` can be loaded at any dtype and device: state goes to the
     parameter's device, in float32 for bfloat16 and float16 parameters.
@@ -66,7 +69,7 @@ class TrustRatioOptimizer(Optimizer, Rule):
         self.options = options
         self.norm_all_reduce = norm_all_reduce
         self._forget_caches()
-        self._skipped: Tensor | int = 0
+        self.skipped_steps = 0
         super().__init__(params, defaults)
         all_params = [p for group in self.param_groups for p in group["params"]]
         require(bool(all_params), "no parameters to optimize: every group is empty")
@@ -105,11 +108,6 @@ class TrustRatioOptimizer(Optimizer, Rule):
     # -- numbers to read between steps
 
     @property
-    def skipped_steps(self) -> int:
-        """How many steps `skip_nonfinite` left out (waits for the device)."""
-        return int(self._skipped)
-
-    @property
     def trust_ratios(self) -> Tensor:
         """Last trust ratio of each parameter, in the order of the groups: 1-D, on the device, without waiting for it.
 
@@ -143,17 +141,8 @@ class TrustRatioOptimizer(Optimizer, Rule):
         listed, runs, hyperparameters = self._prepare(torch.compiler.is_compiling())
         if runs or self.norm_all_reduce is not None:
             taken = update(type(self), hyperparameters, listed, runs, self.options, self.norm_all_reduce)
-            if taken is not True:
-                self._count_skipped(taken)
+            self.skipped_steps += not taken
         return loss
-
-    def _count_skipped(self, taken: Tensor | bool) -> None:
-        if not isinstance(taken, Tensor):
-            self._skipped += 1
-            return
-        if not isinstance(self._skipped, Tensor):
-            self._skipped = torch.full((), self._skipped, dtype=torch.int64, device=taken.device)
-        self._skipped.add_(~taken)  # in place: a CUDA graph that is replayed counts too
 
     @torch.compiler.disable  # lists and dicts only; what follows is traced with the tensors as plain inputs
     def _prepare(self, compiling: bool) -> tuple[ParameterList, list[Run], list[dict[str, Any]]]:
@@ -230,7 +219,7 @@ class TrustRatioOptimizer(Optimizer, Rule):
         load_precisely(self, state_dict, super().load_state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"options": self.options, "_skipped": self._skipped}
+        return super().__getstate__() | {"options": self.options, "skipped_steps": self.skipped_steps}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -24,26 +24,32 @@ def update(
     runs: list[Run],
     options: RunOptions,
     norm_all_reduce: NormAllReduce | None,
-) -> Tensor | bool:
-    """Take one step; returns whether it was taken, as a 0-d bool tensor where only the device knows.
+) -> bool:
+    """Take one step; returns whether it was taken: not where ``skip_nonfinite`` found a NaN or an infinity.
 
     ``hyperparameters`` are one dict for each group.
     """
-    clip = _clip_divisor(listed, runs, options.max_grad_norm, norm_all_reduce)
+    clip: Tensor | None = None
+    if options.max_grad_norm is not None or options.skip_nonfinite:
+        grad_norm = _grad_norm(listed, runs, norm_all_reduce)
+        if options.skip_nonfinite and not grad_norm.isfinite():
+            return False
+        if options.max_grad_norm is not None:
+            clip = (grad_norm / options.max_grad_norm).clamp(min=1)
     active = _active(listed, runs)
     step = None if listed.steps is None else listed.steps + (1.0 if active is None else active)
     h = _per_parameter(hyperparameters, listed, on_device=clip is not None or options.capturable)
     numbers = _numbers(rule, h, step, clip, listed.device)
 
-    sums = torch.zeros(3, len(listed.params), dtype=listed.ratios.dtype, device=listed.device)
+    sums = torch.zeros(2, len(listed.params), dtype=listed.ratios.dtype, device=listed.device)
 
-    def measure(runs: list[Run], deferred: bool) -> None:
-        """Fill in ``sums`` over each parameter, shape [3, parameters]; see `PlainRunner.measure`."""
+    def measure(runs: list[Run]) -> None:
+        """Fill in ``sums`` over each parameter; see `PlainRunner.measure`."""
         for runner, part in runs:
-            part_sums = runner.measure(part, numbers, deferred)
+            part_sums = runner.measure(part, numbers)
             sums.index_copy_(1, listed.index(part.positions), part_sums.to(listed.device, sums.dtype))
 
-    def move(runs: list[Run], sums: Tensor, deferred: bool, keep: Tensor | None) -> Tensor:
+    def move(runs: list[Run], sums: Tensor) -> Tensor:
         """Move the parameters of ``runs`` by the trust ratios that follow from ``sums``; returns all ratios."""
         w_norm, norm = sums[0].sqrt(), sums[1].sqrt()
         known = Scalars(**numbers.on_device)
@@ -51,31 +57,18 @@ def update(
         ratio = torch.where(adapts, rule.trust_ratio(w_norm, norm, known), 1.0)
         extended = numbers.extended(rule.rates(ratio, known))
         for runner, part in runs:
-            runner.move(part, extended, deferred, keep)
+            runner.move(part, extended)
         return ratio
 
-    if norm_all_reduce is None and not options.skip_nonfinite:
+    if norm_all_reduce is None:
         for wave in [[(runner, wave)] for runner, part in runs for wave in runner.waves(part)]:
-            measure(wave, deferred=False)
-            ratio = move(wave, sums, deferred=False, keep=None)
-        _commit(listed, ratio, step, active, None)
-        return True
-
-    deferred = options.skip_nonfinite
-    measure(runs, deferred)
-    total = sums if norm_all_reduce is None else _sum_over_ranks(sums, norm_all_reduce)
-    finite = _as_host_bool(total[2].sum() == 0) if deferred else True
-    if finite is False:
-        return False
-    keep = finite if isinstance(finite, Tensor) else None
-    ratio = move(runs, total, deferred, keep)
-    _commit(listed, ratio, step, active, keep)
-    return finite
-
-
-def _as_host_bool(flag: Tensor) -> Tensor | bool:
-    """``flag``'s value where reading it does not wait for a device."""
-    return bool(flag) if flag.device.type == "cpu" and not torch.compiler.is_compiling() else flag
+            measure(wave)
+            ratio = move(wave, sums)
+    else:
+        measure(runs)
+        ratio = move(runs, _reduce(sums.view(-1), norm_all_reduce).view_as(sums))
+    _commit(listed, ratio, step, active)
+    return True
 
 
 def _active(listed: ParameterList, runs: list[Run]) -> Tensor | None:
@@ -118,24 +111,12 @@ def _numbers(
     return StepNumbers(vars(scalars), {})
 
 
-def _clip_divisor(
-    listed: ParameterList, runs: list[Run], max_grad_norm: float | None, norm_all_reduce: NormAllReduce | None
-) -> Tensor | None:
-    """The divisor of all gradients, 0-d: ``max(norm / max_grad_norm, 1)``."""
-    if max_grad_norm is None:
-        return None
+def _grad_norm(listed: ParameterList, runs: list[Run], norm_all_reduce: NormAllReduce | None) -> Tensor:
+    """Norm of all gradients of all ranks together, 0-d. It is finite where all of them are."""
     squares = torch.zeros(1, dtype=listed.ratios.dtype, device=listed.device)
     for runner, part in runs:
         squares += runner.grad_square_sum(part).to(listed.device)
-    squares = _reduce(squares, norm_all_reduce)
-    return (squares[0].sqrt() / max_grad_norm).clamp(min=1)
-
-
-def _sum_over_ranks(sums: Tensor, norm_all_reduce: NormAllReduce) -> Tensor:
-    """The same sums over all ranks' slices. Only whether all is finite travels of the last row: one element."""
-    count = sums.shape[1]
-    vector = _reduce(torch.cat([sums[0], sums[1], sums[2].sum().reshape(1)]), norm_all_reduce)
-    return torch.stack([vector[:count], vector[count:-1], vector[-1:].expand(count)])
+    return _reduce(squares, norm_all_reduce)[0].sqrt()
 
 
 def _reduce(vector: Tensor, norm_all_reduce: NormAllReduce | None) -> Tensor:
@@ -145,12 +126,10 @@ def _reduce(vector: Tensor, norm_all_reduce: NormAllReduce | None) -> Tensor:
     return vector if returned is None else returned
 
 
-def _commit(
-    listed: ParameterList, ratio: Tensor, step: Tensor | None, active: Tensor | None, keep: Tensor | None
-) -> None:
-    """Write step counts and ratios, as far as parameters were active and the step was taken."""
+def _commit(listed: ParameterList, ratio: Tensor, step: Tensor | None, active: Tensor | None) -> None:
+    """Write step counts and ratios, as far as parameters were active."""
     if step is not None and listed.steps is not None:
-        listed.steps.copy_(step if keep is None else torch.where(keep.to(step.device), step, listed.steps))
+        listed.steps.copy_(step)
     if active is not None:
         ratio = torch.where(send(active, ratio.device) != 0, ratio, listed.ratios)
-    listed.ratios.copy_(ratio if keep is None else torch.where(keep, ratio, listed.ratios))
+    listed.ratios.copy_(ratio)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
-import math
 import os
 import platform
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,6 +25,7 @@ from lightning_ring.job.ranks import RankInfo, discover_ranks
 from lightning_ring.tools.bench import COPY
 from lightning_ring.tools.bench.contenders import Collectives, open_contenders
 from lightning_ring.tools.bench.measure import Timing, measure
+from lightning_ring.tools.plan.profile import json_text
 
 GB = 1e9
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
@@ -91,7 +90,7 @@ def bench_json(
 ) -> dict[str, Any]:
     """Seconds, bytes, bytes a second throughout; a ``copy`` has the name of the collective it was measured beside.
 
-    A bandwidth that does not show in the times, because they do not grow with the size, is `None`.
+    A bandwidth that does not show in the times, because they do not grow with the size, is infinite.
     """
     size = world["world_size"]
     return {
@@ -107,10 +106,7 @@ def bench_json(
             | {"algorithm_bandwidth": timing.algorithm_bandwidth, "bus_bandwidth": timing.bus_bandwidth(size)}
             for timing in timings
         ],
-        "models": [
-            {**model, "bandwidth": model["bandwidth"] if math.isfinite(model["bandwidth"]) else None}
-            for model in models
-        ],
+        "models": list(models),
     }
 
 
@@ -144,9 +140,7 @@ def run(options: argparse.Namespace, sizes: Sequence[int]) -> int:
         print(*model_lines(models), sep="\n", flush=True)
         if options.json is not None:
             content = bench_json(timings, models, world, missing)
-            Path(options.json).write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
-        if options.plot is not None:
-            plot(timings, info.world_size, options.plot)
+            Path(options.json).write_text(json_text(content))
     control.barrier()  # a rank that ended now would be taken for one that failed
     for communicator in (*contenders.values(), control):
         communicator.close()
@@ -196,24 +190,3 @@ def check_memory(num_bytes: int, device: torch.device) -> None:
             f"the largest size takes {num_bytes / 2**30:.1f} GiB on this node, of which {free / 2**30:.1f} GiB are "
             "free. Choose a smaller --max, or fewer --backends."
         )
-
-
-def plot(timings: Sequence[Timing], world_size: int, path: str) -> None:
-    """Write the bus bandwidth of each backend, and the copy's, to ``path``."""
-    from matplotlib.figure import Figure  # no pyplot: it would look for a display
-
-    collectives = list(dict.fromkeys(t.collective for t in timings))
-    figure = Figure(figsize=(5 * len(collectives), 4), layout="constrained")
-    for number, collective in enumerate(collectives, start=1):
-        axes = figure.add_subplot(1, len(collectives), number)
-        here = [timing for timing in timings if timing.collective == collective]
-        for backend in dict.fromkeys(timing.backend for timing in here):
-            points = [(t.num_bytes, t.bus_bandwidth(world_size) / 1e9) for t in here if t.backend == backend]
-            style = {"linestyle": "--", "color": "gray"} if backend == COPY else {"marker": "o", "markersize": 3}
-            axes.plot(*zip(*points, strict=True), label=backend, **style)
-        axes.set(title=f"{collective}, {world_size} ranks", xlabel="bytes", ylabel="bus bandwidth, GB/s")
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.grid(True, which="both", alpha=0.2)
-        axes.legend()
-    figure.savefig(path, dpi=120)

@@ -67,13 +67,23 @@ class Answer:
 def ask(command: Sequence[str], seconds: float, environ: Mapping[str, str] | None = None) -> Answer:
     """Run ``command`` for at most ``seconds``; past them it ends, with all that it started."""
     try:
-        process = start(command, environ)
+        process = subprocess.Popen(
+            list(command),
+            env=dict(environ) if environ is not None else None,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
     except OSError as error:
         return Answer("", "", f"cannot be run: {error.strerror}")
+    _running.add(process)
     try:
         stdout, stderr = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
-        end(process)
+        _end(process)
         stdout, stderr = _what_it_wrote(process)
         return Answer(stdout, stderr, f"did not end within {seconds:g} s")
     finally:
@@ -84,28 +94,7 @@ def ask(command: Sequence[str], seconds: float, environ: Mapping[str, str] | Non
     return Answer(stdout, stderr, f"ended with exit code {code}" if code else "")
 
 
-def start(
-    command: Sequence[str], environ: Mapping[str, str] | None, *, answering: bool = False
-) -> subprocess.Popen[str]:
-    """Start ``command`` in a session of its own; the caller ends it by `end`, or by `end_all`.
-
-    ``answering``: its standard input is a pipe. Raises `OSError`: it cannot be run.
-    """
-    process = subprocess.Popen(
-        list(command),
-        env=dict(environ) if environ is not None else None,
-        stdin=subprocess.PIPE if answering else subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
-    _running.add(process)
-    return process
-
-
-def end(process: subprocess.Popen[str]) -> None:
+def _end(process: subprocess.Popen[str]) -> None:
     """End ``process`` and its children, in order if it can."""
     for signum, patience in ((signal.SIGTERM, _END_SECONDS), (signal.SIGKILL, 2.0)):
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -116,7 +105,6 @@ def end(process: subprocess.Popen[str]) -> None:
         remove_segments(pid)
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    _running.discard(process)
 
 
 def _what_it_wrote(process: subprocess.Popen[str]) -> tuple[str, str]:
@@ -128,4 +116,4 @@ def _what_it_wrote(process: subprocess.Popen[str]) -> tuple[str, str]:
 def end_all() -> None:
     """End all processes: the doctor was told to stop."""
     for process in list(_running):
-        end(process)
+        _end(process)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from lightning_ring.job.rendezvous.interfaces import ipv4_addresses, reachable_candidates
@@ -16,7 +15,6 @@ from lightning_ring.tools.doctor.findings import Finding, broken, ok, warning
 _SECONDS = 3.0
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _INFINIBAND = Path("/sys/class/infiniband")
-_GREETING = b"ring"
 
 
 def check(request: Request) -> list[Finding]:
@@ -50,46 +48,25 @@ def _own_addresses() -> list[str]:
     return [address for _, address in ipv4_addresses() if not address.startswith("127.")]
 
 
-@contextlib.contextmanager
-def open_door() -> Iterator[int]:
-    """A port on all addresses that greets every connection, until the context ends.
-
-    Raises `OSError`: this process cannot listen.
-    """
-    with socket.create_server(("", 0), backlog=64) as door:
-        threading.Thread(target=_greet, args=(door,), daemon=True).start()
-        yield door.getsockname()[1]
-        door.shutdown(socket.SHUT_RDWR)  # wakes accept
-
-
-def _greet(door: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # closed
-        while True:
-            caller, _ = door.accept()
-            with caller, contextlib.suppress(OSError):
-                caller.sendall(_GREETING)
-
-
-def knock(address: str, port: int) -> str:
-    """Connect to a door on ``address``; returns the error, empty if it greeted."""
+def _connect(address: str, port: int) -> str:
+    """The error; empty if there is none."""
     try:
-        with socket.create_connection((address, port), timeout=_SECONDS) as connection:
-            connection.settimeout(_SECONDS)
-            answer = connection.recv(len(_GREETING))
+        socket.create_connection((address, port), timeout=_SECONDS).close()
     except TimeoutError:
         return f"no answer within {_SECONDS:g} s"
     except OSError as error:
         return error.strerror or str(error)
-    return "" if answer == _GREETING else "another program answers there"
+    return ""
 
 
 def _listening(request: Request) -> Finding:
     """A rank listens, and is reached, at each address of this host."""
     name = "listening"
     try:
-        with open_door() as port:
+        with socket.create_server(("", 0)) as door:
             addresses = ["127.0.0.1", *reachable_candidates(request.environ)]
-            failed = {address: error for address in addresses if (error := knock(address, port))}
+            port = door.getsockname()[1]
+            failed = {address: error for address in addresses if (error := _connect(address, port))}
     except OSError as error:
         return broken(name, f"no port can be opened: {error.strerror}", "A sandbox or a limit forbids it (ulimit -n).")
     if failed:

@@ -10,7 +10,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +121,7 @@ def read_profile(path: str | os.PathLike[str]) -> Profile:
         )
     try:
         link = content["link"]
-        profile = Profile(
+        return Profile(
             Model(**content["model"]),
             Run(**content["run"]),
             Phases(**content["phases"]),
@@ -129,10 +129,8 @@ def read_profile(path: str | os.PathLike[str]) -> Profile:
             content["link_level"],
             None if link is None else {name: _cost(**model) for name, model in link.items()},
         )
-        _check(profile)
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigurationError(f"{path} is a damaged profile ({type(error).__name__}: {error}). {_HOW}") from None
-    return profile
 
 
 def _cost(alpha_seconds: float, bandwidth: float | None) -> CostModel:
@@ -160,36 +158,6 @@ def read_json(path: str | os.PathLike[str]) -> Any:
         raise ConfigurationError(f"{path}: {error.strerror}. {_HOW}") from None
     except ValueError as error:
         raise ConfigurationError(f"{path} is not JSON ({error}). {_HOW}") from None
-
-
-def _check(profile: Profile) -> None:
-    run, phases = profile.run, profile.phases
-    if not profile.gradients:
-        raise ValueError("no gradients")
-    for field in fields(phases):
-        _check_number(field.name, getattr(phases, field.name))
-    for gradient in profile.gradients:
-        _check_number(f"ready of {gradient.name}", gradient.ready)
-        _check_number(f"num_bytes of {gradient.name}", gradient.num_bytes)
-    if phases.alone <= 0:
-        raise ValueError("a step that takes no time")
-    if min(run.world_size, run.num_nodes) < 1 or run.world_size % run.num_nodes:
-        raise ValueError(f"{run.world_size} ranks on {run.num_nodes} nodes")
-    for name in ("batch_size", "steps"):
-        _check_number(name, getattr(run, name))
-    for cost in (profile.link or {}).values():
-        _check_number("alpha_seconds", cost.alpha_seconds)
-        if not cost.bandwidth > 0:
-            raise ValueError(f"bandwidth is {cost.bandwidth!r}")
-    if profile.link is not None and {"all_reduce", "reduce_scatter", "all_gather"} - profile.link.keys():
-        raise ValueError(f"link has only {', '.join(profile.link)}")
-    if (profile.link is None) != (profile.link_level is None) or profile.link_level not in (None, "node", "network"):
-        raise ValueError(f"link_level is {profile.link_level!r}")
-
-
-def _check_number(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
-        raise ValueError(f"{name} is {value!r}")
 
 
 def check_same_model(first: str, one: Profile, second: str, other: Profile) -> None:

@@ -169,22 +169,10 @@ def _fits(starts: list[tuple[float, str]], ends: list[tuple[float, str]]) -> Ite
         yield Fit(time, environment, next((end for when, end in reversed(ends) if time <= when < until), ""))
 
 
-class _AnyTag(yaml.SafeLoader):
-    """Takes what tags such as ``!!python/object`` make objects of as the plain values below them."""
-
-
-def _untagged(loader: yaml.SafeLoader, suffix: str, node: yaml.Node) -> Any:
-    if isinstance(node, yaml.MappingNode):
-        return loader.construct_mapping(node, deep=True)
-    return loader.construct_sequence(node, deep=True) if isinstance(node, yaml.SequenceNode) else node.value
-
-
-_AnyTag.add_multi_constructor("", _untagged)
-
-
 def _yaml(path: Path) -> Any:
+    """All values are texts, whatever their tags (``!!python/object`` and the like) would make of them."""
     try:
-        return yaml.load(path.read_text(), _AnyTag) if path.is_file() else None
+        return yaml.load(path.read_text(), yaml.BaseLoader) if path.is_file() else None
     except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
         return {path.name: f"cannot be read: {type(error).__name__}"}
 
@@ -210,7 +198,7 @@ def _flatten(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
         for key, inner in value.items():
             yield from _flatten(inner, f"{name}.{key}" if name else str(key))
     elif name:
-        yield name, json.dumps(value, default=str) if isinstance(value, (list, dict)) else str(value)
+        yield name, json.dumps(value) if isinstance(value, (list, dict)) else value
 
 
 def _overrides(path: Path) -> Iterator[tuple[str, str]]:
