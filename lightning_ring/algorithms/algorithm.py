@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_ring.comm.communicator import Communicator
-from lightning_ring.gradients.squared_norms import squares_by_bucket
+from lightning_ring.gradients.squared_norms import sum_of_squares
 
 log = logging.getLogger(__name__)
 
@@ -125,17 +125,9 @@ class Algorithm:
         """Scale gradients so that their norm over ``parameters`` is at most ``max_norm``; returns the norm before."""
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
-    @property
-    def num_buckets(self) -> int:
-        """Number of gradient buckets, the same on every rank."""
-        return 0
-
     def gradient_squares(self, parameters: Sequence[Parameter]) -> Tensor:
-        """This rank's part of the squared norms of gradients: of each bucket, then of gradients outside buckets.
-
-        1-D, float64, summed over ranks by the caller.
-        """
-        return squares_by_bucket(parameters, [], 1)
+        """This rank's part of the squared norm of gradients. 0-d, float64, summed over ranks by the caller."""
+        return sum_of_squares(parameters, 1)
 
     # -- checkpoints
 

@@ -23,7 +23,7 @@ from lightning_ring.gradients.reducer import Reducer
 from lightning_ring.gradients.shard_reducer import ShardReducer
 from lightning_ring.gradients.sizing.auto_buckets import AutoBuckets
 from lightning_ring.gradients.sparse import sparse_weights
-from lightning_ring.gradients.squared_norms import squares_by_bucket
+from lightning_ring.gradients.squared_norms import sum_of_squares
 
 
 class Averaging(Algorithm):
@@ -161,12 +161,8 @@ class Averaging(Algorithm):
 
     # -- gradients, checkpoints, requests
 
-    @property
-    def num_buckets(self) -> int:
-        return len(self.reducer.buckets) if self.reducer is not None else 0
-
     def gradient_squares(self, parameters: Sequence[Parameter]) -> Tensor:
-        return squares_by_bucket(parameters, self._training.buckets, self._comm.world_size)
+        return sum_of_squares(parameters, self._comm.world_size)
 
     def state_dict(self) -> dict[str, Any]:
         state = self._compressor.state_dict(unrecorded(self._comm)) if self._compressor is not None else None
@@ -192,4 +188,4 @@ class Averaging(Algorithm):
 
     def description(self) -> str:
         compressed = f" as {self._compressor.name}" if self._compressor else ""
-        return f"{compressed} in {self.num_buckets} bucket(s) of up to {self._cap_mb:g} MiB"
+        return f"{compressed} in {len(self._training.buckets)} bucket(s) of up to {self._cap_mb:g} MiB"

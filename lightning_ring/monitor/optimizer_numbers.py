@@ -17,8 +17,8 @@ def gradient_squares(strategy: Any, optimizer: Optimizer) -> Tensor:
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if hasattr(strategy, "gradient_squares"):
-        squares: Tensor = strategy.gradient_squares(params)  # by bucket
-        return squares.sum()
+        squares: Tensor = strategy.gradient_squares(params)
+        return squares
     grads = [param.grad for param in params if param.grad is not None]
     if not grads:
         return torch.zeros((), dtype=torch.float64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from itertools import pairwise
 
 import pytest
@@ -31,10 +32,9 @@ def algorithm_of(strategy, compression):
     return made(bucket_cap_mb=0.0005, compression=chosen)
 
 
-def train(comm, strategy, compression, layer, num_steps=5):
+def train(comm, net, strategy, compression, layer, num_steps=5):
     """Returns for each step the scale after it, and the parameters. On rank 1 the gradient of ``layer`` becomes inf."""
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))
+    net = copy.deepcopy(net)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     algorithm = algorithm_of(strategy, compression)
     algorithm.attach(net, [optimizer], comm)
@@ -67,7 +67,9 @@ def train(comm, strategy, compression, layer, num_steps=5):
 @pytest.mark.parametrize("layer", [0, 4])  # of different ranks' shards
 @pytest.mark.parametrize(("strategy", "compression"), WAYS)
 def test_an_infinity_on_one_rank_skips_the_step_on_all(strategy, compression, layer):
-    ranks = run_ranks(3, lambda comm: train(comm, strategy, compression, layer))
+    torch.manual_seed(0)  # here: threads share torch's generator
+    net = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))
+    ranks = run_ranks(3, lambda comm: train(comm, net, strategy, compression, layer))
     for steps in ranks:
         assert [scale for scale, _ in steps] == [16, 16, 8, 8, 8]
         for number, ((_, before), (_, after)) in enumerate(pairwise(steps), 1):

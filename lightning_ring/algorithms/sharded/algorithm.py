@@ -23,7 +23,7 @@ from lightning_ring.algorithms.sharded.parameters import ShardedParameters
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.gradients.compression import Compressor
 from lightning_ring.gradients.shard_reducer import ShardReducer
-from lightning_ring.gradients.squared_norms import squares_by_bucket
+from lightning_ring.gradients.squared_norms import sum_of_squares
 
 
 class Sharded(Algorithm):
@@ -199,17 +199,13 @@ class Sharded(Algorithm):
         with self._own_norms():
             return norms.clip_grad_norm_(parameters, max_norm, self._attached, norm_type)
 
-    @property
-    def num_buckets(self) -> int:
-        return self._averaging.num_buckets
-
     def gradient_squares(self, parameters: Sequence[Parameter]) -> Tensor:
         """As of `Algorithm`; collective the first time."""
         sharded = self._attached
         sharded.follow()
         with self._own_norms():
             parts = {param: sharded.own_gradient(param) for param in parameters if param in sharded.by_param}
-            return squares_by_bucket(parameters, sharded.reducer.buckets, self._comm.world_size, parts)
+            return sum_of_squares(parameters, self._comm.world_size, parts)
 
     def unscale_shards(self, unscale: Callable[..., Any]) -> Callable[..., Any]:
         """A loss scaler's ``unscale`` for sharded gradients: an infinity on one rank counts on all."""

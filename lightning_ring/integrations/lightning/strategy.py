@@ -181,15 +181,10 @@ class RingStrategy(RankedStrategy):
         """
         return self.algorithm.clip_grad_norm_(parameters, max_norm, norm_type)
 
-    @property
-    def num_buckets(self) -> int:
-        """Current number of gradient buckets, the same on every rank."""
-        return self.algorithm.num_buckets
-
     def gradient_squares(self, parameters: Sequence[Parameter]) -> Tensor:
-        """This rank's part of the squared norms of gradients: of each bucket, then of gradients outside buckets.
+        """This rank's part of the squared norm of gradients. 0-d, float64.
 
-        1-D, float64. All ranks call it with the same parameters, after gradients are averaged.
+        All ranks call it with the same parameters, after gradients are averaged.
         """
         return self.algorithm.gradient_squares(parameters)
 
