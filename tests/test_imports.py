@@ -32,6 +32,7 @@ ALLOWED = {  # room: the rooms that it may import
     "tools": {"comm", "errors", "gradients", "host", "job", "launch"},
     "monitor": {"comm", "errors", "host", "timeline", "tools"},
     "cli": {"data", "errors", "host", "job", "launch", "timeline", "tools"},
+    "elastic": {"algorithms", "comm", "errors", "gradients", "host", "job", "membership"},
     "integrations": {
         *("algorithms", "comm", "errors", "gradients", "host", "job", "launch", "monitor", "options", "timeline"),
     },
