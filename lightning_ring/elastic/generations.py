@@ -11,7 +11,7 @@ from lightning_ring.comm.backends.shared_memory.kept import KeptMemory
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.elastic.gloo_sockets import Sockets, open_sockets, shut_down
 from lightning_ring.elastic.store import StewardStore
-from lightning_ring.errors import PeerFailedError
+from lightning_ring.errors import PeerFailedError, RingError
 from lightning_ring.job.communicators import open_communicator
 from lightning_ring.job.job import Job, Lasting
 from lightning_ring.job.members import exchange_members, own_member
@@ -73,7 +73,7 @@ class Generations:
         self._member.check()
         return communicator
 
-    def close(self, error: PeerFailedError | None = None) -> None:
+    def close(self, error: RingError | None = None) -> None:
         """End this generation, broken by ``error``, or in peace. From here on this rank sends and writes nothing."""
         if self.job is None:
             return

@@ -47,6 +47,7 @@ class Member:
         self._token = environ["RING_STEWARD_TOKEN"]
         self.view: View | None = None
         self.newcomers_wait = False
+        self.training_is_over = False  # another member has finished it
         self.on_stop: Callable[[PeerFailedError], None] = lambda error: None
         self.on_lost: Callable[[], None] = self._end_process
         self._stopped_generation = -1
@@ -93,6 +94,11 @@ class Member:
         """Raise `GenerationOver` or `JobEnded` once the current generation is over. Costs nothing otherwise."""
         if self._over is not None:
             raise self._over
+
+    def is_over(self, seconds: float = 0.0) -> bool:
+        """Whether the current generation is over, or is so within ``seconds``. Transports may know it earlier."""
+        with self._news:
+            return self._news.wait_for(lambda: self._over is not None, seconds)
 
     def report(self, report: Report) -> None:
         """Say where this rank stands. From here on it writes nothing that another rank reads, until the next view."""
@@ -196,6 +202,8 @@ class Member:
                 self._next = View.from_message(message)
             elif kind == "newcomers":
                 self.newcomers_wait = True
+            elif kind == "finisher":
+                self.training_is_over = True
             elif kind == "answer":
                 if message["number"] in self._answers:
                     self._answers[message["number"]] = message

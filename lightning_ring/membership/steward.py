@@ -133,6 +133,8 @@ class Steward:
             self._serve(guest, message)
         elif kind == "finished":
             self.roster.finish(member)
+            for other in self.roster.members:
+                self._tell(other, {"kind": "finisher"})
         elif kind == "failed":
             self.end(message["text"])
 
