@@ -57,6 +57,7 @@ class ElasticLoop:
             )
         self.position = 0
         self._samples = 0  # of all ranks, in the step under way
+        self._undo: Callable[[], None] | None = None  # of that step
         self._member = member
         self._generations = generations
         self._algorithm = algorithm
@@ -88,7 +89,7 @@ class ElasticLoop:
         """Compute gradients, on ``samples`` samples of this rank, average them and step the optimizers, once."""
         after = self.step + 1
         while self.step < after:
-            undo = remember(self._module)
+            self._undo = remember(self._module)
             try:
                 self._samples = samples * self.world_size
                 self._algorithm.begin_batch()
@@ -97,8 +98,6 @@ class ElasticLoop:
                 self._recovery.agree()
             except Exception as error:
                 self._recovery.after(error)
-                if self.step < after:
-                    undo()
                 continue
             self._recovery.commit()
             if self._recovery.newcomers_wait:
@@ -128,6 +127,12 @@ class ElasticLoop:
         for optimizer in self._optimizers:
             optimizer.zero_grad()
         self.position += self._samples
+        self._undo = None
+
+    def take_back(self) -> None:
+        if self._undo is not None:
+            self._undo()
+            self._undo = None
 
     def enter(self, view: View, comm: Communicator) -> None:
         self._algorithm.detach(wait=False)

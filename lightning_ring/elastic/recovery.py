@@ -28,6 +28,9 @@ class Training(Protocol):
     def commit(self) -> None:
         """Finish the step whose averages are complete: step the optimizers. Calls no collective."""
 
+    def take_back(self) -> None:
+        """Undo what the step under way has changed: it is done again. Called before `enter`, which may send state."""
+
     def enter(self, view: View, comm: Communicator) -> None:
         """Go on over ``comm``, and give newcomers their state. Collective; may be called again if a rank dies in it."""
 
@@ -91,6 +94,8 @@ class Recovery:
             self.view = view = self._member.next_view(VIEW_SECONDS)
             if self.step is not None and view.step is not None and view.step > self.step:
                 self.commit()
+            else:
+                self._training.take_back()
             self.complete = False
             try:
                 self._training.enter(view, self._generations.open(view))

@@ -128,7 +128,7 @@ class Steward:
             self.roster.report(member, message["generation"], Report(message["step"], message["complete"]))
             self._why = self._why or "newcomers wait"
             if self.ended is not None:
-                self._tell(member, {"kind": "end", "why": self.ended, "finished": False})
+                self._tell(member, {"kind": "end", "why": self.ended, "finished": self.roster.finished})
         elif kind == "store":
             self._serve(guest, message)
         elif kind == "finished":

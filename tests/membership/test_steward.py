@@ -99,9 +99,12 @@ def test_a_process_that_waits_when_the_training_ends_is_told_so() -> None:
         two = server.join(1)
         two.report(Report())
         one.finish()
-        with pytest.raises(JobEnded) as ended:
-            two.next_view(WAIT)
-        assert ended.value.finished
+        three = server.join(2)
+        three.report(Report())  # comes when all is over
+        for late in (two, three):
+            with pytest.raises(JobEnded) as ended:
+                late.next_view(WAIT)
+            assert ended.value.finished
 
 
 def test_a_stranger_is_sent_away() -> None:
