@@ -22,7 +22,8 @@ ALLOWED = {  # room: the rooms that it may import
     "gradients": {"comm", "errors"},
     "algorithms": {"comm", "errors", "gradients", "optim"},
     "options": {"algorithms", "comm", "errors", "gradients", "timeline"},
-    "launch": {"errors", "host", "job"},
+    "membership": {"errors", "job"},
+    "launch": {"errors", "host", "job", "membership"},
     "timeline": {"comm", "errors", "host"},
     "optim": {"errors"},
     "schedules": {"errors"},
@@ -31,6 +32,7 @@ ALLOWED = {  # room: the rooms that it may import
     "tools": {"comm", "errors", "gradients", "host", "job", "launch"},
     "monitor": {"comm", "errors", "host", "timeline", "tools"},
     "cli": {"data", "errors", "host", "job", "launch", "timeline", "tools"},
+    "elastic": {"algorithms", "comm", "errors", "gradients", "host", "job", "membership"},
     "integrations": {
         *("algorithms", "comm", "errors", "gradients", "host", "job", "launch", "monitor", "options", "timeline"),
     },
@@ -77,7 +79,10 @@ def test_importing_the_package_registers_ring_in_any_order_and_starts_no_mpi(ord
 
 def test_importing_the_package_imports_neither_lightning_nor_torch() -> None:
     print_names = "print(sorted(sys.modules.keys() & {'lightning', 'torch', 'mpi4py'}))"
-    modules = "lightning_ring, lightning_ring.cli.ringrun, lightning_ring.cli.doctor"
+    modules = (
+        "lightning_ring, lightning_ring.cli.ringrun, lightning_ring.cli.doctor, lightning_ring.launch.elastic, "
+        "lightning_ring.membership.member"
+    )
     assert run_code(f"import {modules}, sys; {print_names}") == "[]"
 
 

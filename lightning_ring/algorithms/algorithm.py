@@ -69,6 +69,13 @@ class Algorithm:
         ``wait=False``, after an exception, waits for no other rank.
         """
 
+    def refusal_of_deaths(self) -> str:
+        """Why this algorithm cannot go on when a rank dies; ``""`` if it can.
+
+        It can if each rank's parameters and optimizer state are all there is: `attach` with fewer ranks then goes on.
+        """
+        return f"{type(self).__name__} keeps state of its ranks that the others do not have"
+
     # -- a batch
 
     def begin_batch(self, active_ranks: int | None = None) -> None:

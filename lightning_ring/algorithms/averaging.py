@@ -18,7 +18,7 @@ from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.cost import default_cap_mb
 from lightning_ring.comm.recording import unrecorded
 from lightning_ring.comm.replicate import broadcast_tensors
-from lightning_ring.gradients.compression import COMPRESSORS, Compressor
+from lightning_ring.gradients.compression import COMPRESSORS, Compressor, ErrorFeedback
 from lightning_ring.gradients.reducer import Reducer
 from lightning_ring.gradients.shard_reducer import ShardReducer
 from lightning_ring.gradients.sizing.auto_buckets import AutoBuckets
@@ -95,6 +95,15 @@ class Averaging(Algorithm):
             self.reducer.remove()
         self.reducer = None
         self._optimizers = ()
+
+    def refusal_of_deaths(self) -> str:
+        chosen = self._compression
+        compressor = COMPRESSORS[chosen].build() if isinstance(chosen, str) else chosen
+        if self._shards:
+            return super().refusal_of_deaths()
+        if isinstance(compressor, ErrorFeedback):
+            return f"compression {compressor.name!r} keeps each rank's rounding errors, which would die with it"
+        return ""
 
     # -- a batch
 

@@ -173,6 +173,8 @@ class CollectiveQueue:
                 self.finish(last)
             except RingError:
                 break  # whoever waits for the work is told
+        with self._moving:
+            pass  # a thread may still be inside a step: from here on nothing is written into others' memory
         if self._thread is not None:
             self._alarm.ring()
             self._thread.join(CHECK_SECONDS)

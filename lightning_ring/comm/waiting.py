@@ -60,9 +60,14 @@ class WaitPolicy:
     """
 
     def __init__(
-        self, timeout: timedelta = DEFAULT_TIMEOUT, check: Check | None = None, stall_warning: timedelta | None = None
+        self,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+        check: Check | None = None,
+        stall_warning: timedelta | None = None,
     ) -> None:
         self.timeout = timeout
+        self.opening = timedelta.max  # for which a group's connections may take to come up
+        self.grace = GRACE_SECONDS  # for which a collective goes on although a peer has failed
         self.stall_warning = stall_warning
         self.check = check
         self.error: RingError | None = None
@@ -102,7 +107,7 @@ class WaitPolicy:
             # a peer that failed right after this collective has sent its part of it: what is on the way may arrive,
             # and this rank then meets the same error itself
             self._doomed_since = self._doomed_since or time.monotonic()
-            if time.monotonic() - self._doomed_since > GRACE_SECONDS:
+            if time.monotonic() - self._doomed_since >= self.grace:
                 raise self.fail(error) from None
 
     def raise_named(self, error: RingError) -> None:

@@ -170,8 +170,10 @@ class Reducer:
         return self._stop_flag.take()
 
     def remove(self) -> None:
-        """Remove the hooks; the gradients stay."""
+        """Remove the hooks and let go of the buckets; the gradients stay, and with them their memory."""
         self._hooks.remove()
+        self._layout.buckets, self._layout.slots = [], {}
+        self._queue, self._works = [], []
 
     def _forget_buckets(self) -> None:
         """They are about to be replaced."""

@@ -41,7 +41,10 @@ def open_communicator(
     across = chosen
     if backend == "auto" and chosen == "mpi" and len(nodes) > 1:
         across = backend_between_nodes(job.members)
-    policy = WaitPolicy(timeout, job.check, stall_warning)
+    policy = job.policy = WaitPolicy(timeout, job.check, stall_warning)
+    if job.lasting is not None:
+        policy.grace = 0.0  # the generation is over: its ranks do the step again, or have all they need
+        policy.opening = job.lasting.opening
     if job.stalls is not None:
         job.stalls.follow(policy, job.num_communicators)
     if nested:
@@ -80,7 +83,8 @@ def _open_flat(job: Job, backend: str, policy: WaitPolicy) -> Communicator:
     if backend == "shared memory":
         store = dist.PrefixStore(f"shared memory/{job.num_communicators}", job.store)
         bootstrap = StoreBootstrap(store, range(job.info.world_size), job.info.rank, policy)
-        shared = open_shared_memory(bootstrap, policy)
+        kept = job.lasting.memory if job.lasting is not None else None
+        shared = open_shared_memory(bootstrap, policy, kept=kept)
         if shared is not None:
             return shared
         backend = _by_messages(job.info)

@@ -5,14 +5,17 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from lightning_ring.comm.backends.gloo import limit_waits
+from lightning_ring.comm.backends.shared_memory.kept import KeptMemory
 from lightning_ring.comm.communicator import Communicator
+from lightning_ring.comm.waiting import WaitPolicy
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.job.excepthook import end_job_on_error, stop_ending_job
 from lightning_ring.job.gpus import check_gpu_assignment, nccl_version
@@ -25,6 +28,19 @@ from lightning_ring.job.threads import fit_threads
 from lightning_ring.job.watch.watch import JobWatch
 
 _log = logging.getLogger("lightning_ring")
+
+
+@dataclass(frozen=True, slots=True)
+class Lasting:
+    """What a job has whose ranks come and go, instead of a watch.
+
+    ``check`` raises a `PeerFailedError` once its generation is over. ``memory`` outlives the generation. ``opening``
+    bounds the meeting of ranks that are all there: Gloo waits that long for a connection of a rank that has just died.
+    """
+
+    check: Callable[[], None]
+    memory: KeptMemory
+    opening: timedelta = timedelta(seconds=10)
 
 
 class Job:
@@ -42,6 +58,7 @@ class Job:
         watch: JobWatch | None = None,
         device: torch.device | None = None,
         timeout: timedelta = dist.default_pg_timeout,
+        lasting: Lasting | None = None,
     ) -> None:
         self.info = info  # this process's rank, and the job's generation
         self.members = list(members)  # by rank
@@ -50,7 +67,9 @@ class Job:
         self.stalls = StallReporter(watch) if watch is not None else None
         self.communicator: Communicator | None = None  # open until the next one is, or the job is closed
         self.num_communicators = 0
+        self.policy: WaitPolicy | None = None  # of the communicator
         self.closed = False
+        self.lasting = lasting
         self._device = device or torch.device("cpu")
         self._timeout = timeout
         self._num_groups = 0
@@ -58,6 +77,8 @@ class Job:
 
     def check(self) -> None:
         """Raise `PeerFailedError` once another rank has failed."""
+        if self.lasting is not None:
+            self.lasting.check()
         if self.watch is not None:
             self.watch.check()
 
@@ -94,11 +115,13 @@ class Job:
             store=dist.PrefixStore(f"default/{self._num_groups}", self.store),
             rank=self.info.rank,
             world_size=self.info.world_size,
-            timeout=self._timeout,
+            timeout=self._timeout if self.lasting is None else self.lasting.opening,
             device_id=self._device if cuda else None,
         )
         self._num_groups += 1
         self._default_group = dist.group.WORLD
+        if self.lasting is not None and self._default_group is not None:
+            limit_waits(self._default_group, self._timeout)
 
     def reopen(self, ranks: Sequence[int]) -> Job | None:
         """Close this job and open the next generation over ``ranks`` of it, which become ranks 0, 1, 2, ...

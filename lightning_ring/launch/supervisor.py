@@ -1,45 +1,26 @@
-"""Starts the processes of a job, passes signals on, waits for them, and cleans up.
-
-Each child leads a session of its own, so that a terminal's Ctrl-C reaches this process alone, which then asks the ranks
-to stop; mpirun would kill them 0.2 s later, too soon for a checkpoint.
-"""
+"""Starts the processes of a job, passes signals on, waits for them, and cleans up."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
 from lightning_ring.job.exit import remove_segments, say
+from lightning_ring.launch.processes import Child, processes_of_sessions, start_child
 
 STOP_SIGNAL = signal.SIGUSR2  # mpirun passes it on to the ranks
 PEERS_SECONDS = 15.0  # in which the other ranks end by themselves after one died
 _TERM_SECONDS = 5.0  # between SIGTERM and SIGKILL
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-@dataclass
-class Child:
-    """A process to start. ``name`` is for messages: ``"rank 1"``, ``"mpirun"``."""
-
-    name: str
-    command: Sequence[str]
-    environ: Mapping[str, str]
-    pass_fds: Sequence[int] = ()
-    dies_with_parent: int = signal.SIGKILL  # the signal that it gets if this process is killed
-    process: subprocess.Popen[bytes] | None = field(default=None, init=False)
 
 
 def stop_grace(environ: Mapping[str, str]) -> float:
@@ -50,13 +31,33 @@ def stop_grace(environ: Mapping[str, str]) -> float:
         return 30.0
 
 
-class Supervisor:
-    """Runs ``children`` as one job: when one fails the others end, and when this process is told to stop, all do."""
+def _look_again_soon() -> None:
+    time.sleep(0.05)
 
-    def __init__(self, children: Sequence[Child], *, grace: float, stop_signal: int = STOP_SIGNAL) -> None:
-        self._children = children
+
+class Supervisor:
+    """Runs ``children`` as one job: when one fails the others end, and when this process is told to stop, all do.
+
+    ``excuses(child, code)`` tells whether the job goes on although a child ended with ``code`` (-n for signal n), which
+    is not 0. ``wait`` is called between two looks at the children, and may `start` more of them.
+    """
+
+    def __init__(
+        self,
+        children: Sequence[Child],
+        *,
+        grace: float,
+        stop_signal: int = STOP_SIGNAL,
+        excuses: Callable[[Child, int], bool] = lambda child, code: False,
+        wait: Callable[[], None] = _look_again_soon,
+    ) -> None:
+        self._children = list(children)
         self._grace = grace
         self._stop_signal = stop_signal
+        self._excuses = excuses
+        self._wait = wait
+        self._cwd: str | None = None
+        self._cause = ""
         self._signals: list[int] = []
         self._handled = 0
         self._exit_code: int | None = None
@@ -68,16 +69,15 @@ class Supervisor:
         That is 0, the code of the first child that failed (128 + n if signal n ended it), or 128 + n if signal n told
         this process to stop.
         """
+        self._cwd = cwd
         with self._catching_signals(), tempfile.NamedTemporaryFile("r", prefix="lightning_ring_") as cause:
+            self._cause = cause.name
             try:
                 for child in self._children:
-                    child.environ = {**child.environ, "RING_ERROR_FILE": cause.name}
-                    child.process = _start(child, cwd)
-                    for fd in child.pass_fds:  # the child's alone from here on: closed when it dies
-                        os.close(fd)
+                    self._start(child)
                 while self._running():
                     self._step()
-                    time.sleep(0.05)
+                    self._wait()
                 self._step()
             finally:
                 if self._running() or self._exit_code or self._signals:
@@ -88,10 +88,26 @@ class Supervisor:
             return 128 + self._signals[0]
         return self._exit_code or 0
 
+    def start(self, child: Child) -> None:
+        """Start one more child of the job that runs."""
+        self._children.append(child)
+        self._start(child)
+
+    @property
+    def ending(self) -> bool:
+        """Whether the job was told to stop, or a child failed."""
+        return bool(self._signals) or self._exit_code is not None
+
     def kill(self, signum: int) -> None:
         for child in self._running():
             assert child.process is not None
             child.process.send_signal(signum)
+
+    def _start(self, child: Child) -> None:
+        child.environ = {**child.environ, "RING_ERROR_FILE": self._cause}
+        child.process = start_child(child, self._cwd)
+        for fd in child.pass_fds:  # the child's alone from here on: closed when it dies
+            os.close(fd)
 
     def _running(self) -> list[Child]:
         return [child for child in self._children if child.process is not None and child.process.poll() is None]
@@ -111,11 +127,12 @@ class Supervisor:
         """A child that failed, and its code (-n for signal n). Of several, one that a signal ended: that one did not
         end because of another."""
         codes = [(child, child.process.poll() or 0) for child in self._children if child.process is not None]
-        return min((pair for pair in codes if pair[1] != 0), key=lambda pair: pair[1] > 0, default=None)
+        failed = [pair for pair in codes if pair[1] != 0 and not self._excuses(*pair)]
+        return min(failed, key=lambda pair: pair[1] > 0, default=None)
 
     def _on_failure(self, child: Child, code: int) -> None:
         assert child.process is not None
-        how = f"was killed by signal {-code} ({_signal_name(-code)})" if code < 0 else f"ended with exit code {code}"
+        how = f"was killed by signal {-code} ({signal_name(-code)})" if code < 0 else f"ended with exit code {code}"
         if len(self._children) > 1 or code < 0:  # mpirun has named the rank itself
             say(f"{child.name} (pid {child.process.pid}) {how}; the job ends")
         if not self._signals:
@@ -123,7 +140,7 @@ class Supervisor:
 
     def _on_signal(self, signum: int, times: int) -> None:
         if times == 0:
-            say(f"{_signal_name(signum)}: asking the ranks to stop, for up to {self._grace:.0f} s; again ends them now")
+            say(f"{signal_name(signum)}: asking the ranks to stop, for up to {self._grace:.0f} s; again ends them now")
             self.kill(self._stop_signal)
             self._end_in(self._grace)
         elif times == 1:
@@ -183,51 +200,7 @@ class Supervisor:
         self._signals.append(signum)
 
 
-def processes_of_sessions(leaders: set[int]) -> list[int]:
-    """Pids of the live processes in the sessions that ``leaders`` lead (Linux; elsewhere the live leaders' own)."""
-    found: list[int] = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue  # it ended meanwhile
-        if int(fields[3]) in leaders and fields[0] not in "ZX":
-            found.append(int(stat.parent.name))
-    return found
-
-
-def _start(child: Child, cwd: str | None) -> subprocess.Popen[bytes]:
-    # A terminal's input cannot be read from another session; a file or a pipe goes to rank 0 as always
-    stdin = subprocess.DEVNULL if sys.stdin is None or sys.stdin.closed or os.isatty(0) else None
-    with warnings.catch_warnings():
-        # Python warns of forks from processes with threads; the child only calls prctl, whose symbol is loaded
-        warnings.simplefilter("ignore", DeprecationWarning)
-        return subprocess.Popen(
-            list(child.command),
-            env=dict(child.environ),
-            cwd=cwd,
-            stdin=stdin,
-            pass_fds=child.pass_fds,
-            start_new_session=True,
-            preexec_fn=_bind_to_parent(child.dies_with_parent),
-        )
-
-
-def _bind_to_parent(signum: int) -> Callable[[], None] | None:
-    """Let the kernel send the child ``signum`` when this process dies, however it dies (Linux)."""
-    if not sys.platform.startswith("linux"):
-        return None
-    prctl, parent = ctypes.CDLL(None).prctl, os.getpid()
-
-    def bind() -> None:
-        prctl(1, int(signum))  # PR_SET_PDEATHSIG
-        if os.getppid() != parent:
-            os._exit(1)
-
-    return bind
-
-
-def _signal_name(signum: int) -> str:
+def signal_name(signum: int) -> str:
     try:
         return signal.Signals(signum).name
     except ValueError:

@@ -81,7 +81,16 @@ def open_gloo_subgroup(parts: Sequence[Sequence[int]], policy: WaitPolicy) -> Gl
 
 def _own_group(policy: WaitPolicy, ranks: list[int] | None = None) -> Any:
     """A new group, or on other ranks a constant. Gloo's own limit comes second: its errors name no collective."""
-    return dist.new_group(ranks, timeout=policy.timeout + timedelta(seconds=30), backend="gloo")
+    limit = policy.timeout + timedelta(seconds=30)
+    group = dist.new_group(ranks, timeout=min(limit, policy.opening), backend="gloo")
+    if policy.opening < limit and isinstance(group, dist.ProcessGroup):
+        limit_waits(group, limit)
+    return group
+
+
+def limit_waits(group: dist.ProcessGroup, limit: timedelta) -> None:
+    """Let later collectives of ``group`` on CPUs take up to ``limit``, which differs from the time of its opening."""
+    group._get_backend(torch.device("cpu"))._set_default_timeout(limit)
 
 
 class GlooCommunicator(RingCommunicator):

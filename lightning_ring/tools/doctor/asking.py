@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lightning_ring.job.exit import remove_segments
-from lightning_ring.launch.supervisor import processes_of_sessions
+from lightning_ring.launch.processes import processes_of_sessions
 
 # A launcher's variables for its ranks. The ranks that the doctor starts get variables of their own.
 _PREFIXES = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "MV2_COMM_WORLD_", "TORCHELASTIC_")

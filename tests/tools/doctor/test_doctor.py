@@ -13,7 +13,7 @@ import pytest
 
 from lightning_ring.cli import doctor as command
 from lightning_ring.errors import ConfigurationError
-from lightning_ring.launch.supervisor import processes_of_sessions
+from lightning_ring.launch.processes import processes_of_sessions
 from lightning_ring.tools.doctor.asking import ask
 from lightning_ring.tools.doctor.findings import HostReport, compare, last_line, lines, ok, short, warning
 from lightning_ring.tools.doctor.gpus import pairs_by_link

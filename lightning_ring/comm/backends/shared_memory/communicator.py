@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_ring.comm.backends.shared_memory import collectives as shared
+from lightning_ring.comm.backends.shared_memory.kept import KeptMemory
 from lightning_ring.comm.backends.shared_memory.regions import Regions
 from lightning_ring.comm.backends.shared_memory.rounds import SEGMENT_BYTES, Rounds
 from lightning_ring.comm.backends.shared_memory.segment import Bootstrap, NoSharedMemory, share
@@ -62,12 +63,13 @@ def open_shared_memory(
     *,
     members: Sequence[int] = (),
     beside: SharedMemoryCommunicator | None = None,
+    kept: KeptMemory | None = None,
 ) -> SharedMemoryCommunicator | None:
     """A communicator among the ranks of ``bootstrap``, which share a node; `None`, after one warning, if they cannot.
 
     Collective. ``bootstrap`` is used here only: any communicator over just these ranks, or a `StoreBootstrap`.
     ``members`` are the ranks' numbers in the job, for errors. With a communicator ``beside`` it, over the same ranks,
-    both see tensors from the `empty` of either.
+    both see tensors from the `empty` of either. ``kept`` lends the memory of `empty`, and outlives the communicator.
     """
     try:
         maps = share(bootstrap, SEGMENT_BYTES)
@@ -76,7 +78,7 @@ def open_shared_memory(
             _log.warning("The ranks of this node cannot share memory: %s. Tensors travel by messages instead.", error)
         return None
     regions = beside.regions if beside is not None else Regions(bootstrap.rank)
-    comm = SharedMemoryCommunicator(bootstrap.rank, maps, policy or WaitPolicy(), regions, members)
+    comm = SharedMemoryCommunicator(bootstrap.rank, maps, policy or WaitPolicy(), regions, members, kept)
     comm.fit_waiting()
     return comm
 
@@ -90,11 +92,18 @@ class SharedMemoryCommunicator(Communicator):
     """
 
     def __init__(
-        self, rank: int, maps: Sequence[mmap.mmap], policy: WaitPolicy, regions: Regions, members: Sequence[int] = ()
+        self,
+        rank: int,
+        maps: Sequence[mmap.mmap],
+        policy: WaitPolicy,
+        regions: Regions,
+        members: Sequence[int] = (),
+        kept: KeptMemory | None = None,
     ) -> None:
         self.rank = rank
         self.world_size = len(maps)
         self.regions = regions
+        self._share = kept.share if kept is not None else share
         self._policy = policy
         self._rounds = Rounds(rank, maps)
         self._members = list(members) or list(range(len(maps)))
@@ -114,7 +123,7 @@ class SharedMemoryCommunicator(Communicator):
         if device.type != "cpu" or numel * dtype.itemsize <= SHORT_BYTES:
             return torch.empty(numel, dtype=dtype, device=device)
         try:
-            maps = share(self, numel * dtype.itemsize)
+            maps = self._share(self, numel * dtype.itemsize)
         except NoSharedMemory as error:
             if self.rank == 0 and not self._warned:
                 _log.warning("No shared memory for a buffer, which is copied at every use instead: %s.", error)

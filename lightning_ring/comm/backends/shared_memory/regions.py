@@ -37,7 +37,7 @@ class Regions:
         self._by_number: dict[int, Region] = {}
         self._num_added = 0
 
-    def add(self, maps: Sequence[mmap.mmap], dtype: torch.dtype) -> Tensor:
+    def add(self, maps: Sequence[mmap.mmap | memoryview], dtype: torch.dtype) -> Tensor:
         """All of this rank's map as a tensor; the region is forgotten, and its memory unmapped, with the last view."""
         self._num_added += 1
         own = maps[self._rank]

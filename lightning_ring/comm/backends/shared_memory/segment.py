@@ -35,13 +35,18 @@ class NoSharedMemory(Exception):
 
 def share(bootstrap: Bootstrap, num_bytes: int) -> list[mmap.mmap]:
     """Every rank's new memory of ``num_bytes``, by rank, mapped and its pages reserved. Collective."""
+    return share_named(bootstrap, num_bytes)[1]
+
+
+def share_named(bootstrap: Bootstrap, num_bytes: int) -> tuple[str, list[mmap.mmap]]:
+    """As `share`, with a name of the memory that is the same on every rank, and that no other memory has."""
     file, offer = _make(num_bytes)
     try:
         offers = bootstrap.all_gather_object(offer)
         _raise_if_any([offer.get("error", "") for offer in offers])
         maps, error = _map_all(offers, num_bytes)
         _raise_if_any(bootstrap.all_gather_object(error))  # until here the others need this process's descriptor
-        return maps
+        return offers[0]["name"], maps
     finally:
         if file is not None:
             os.close(file)

@@ -1,0 +1,41 @@
+"""An error of one rank's program ends the job; the end of the job ends each rank with one line."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+from lightning_ring.job.exit import end_process, leave_cause, say
+from lightning_ring.membership.member import JobEnded, Member
+
+
+def end_job_on_error(member: Member) -> Callable[[], None]:
+    """Let an uncaught exception in this process end the whole job. Returns what takes that back.
+
+    A rank that only learns that the job has ended prints one line; with exit code 0 if the training was finished.
+    """
+    previous, pid = sys.excepthook, os.getpid()
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> Any:
+        if os.getpid() != pid:  # a forked child
+            return previous(kind, error, trace)
+        if isinstance(error, JobEnded):
+            if not error.finished:
+                say(f"process {member.number} ends: {error}")
+            end_process(0 if error.finished else 1)
+        previous(kind, error, trace)
+        first_line = (str(error).strip().splitlines() or [""])[0]
+        summary = f"process {member.number} (pid {pid}) failed: {kind.__name__}: {first_line}"
+        leave_cause(summary)
+        member.fail(summary)
+        end_process(130 if isinstance(error, KeyboardInterrupt) else 1)
+
+    def take_back() -> None:
+        if sys.excepthook is hook:
+            sys.excepthook = previous
+
+    sys.excepthook = hook
+    return take_back

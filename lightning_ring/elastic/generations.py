@@ -1,0 +1,102 @@
+"""The connections of this process to the ranks of a view: opened for each generation, ended when it is over."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from lightning_ring.comm.backends.shared_memory.kept import KeptMemory
+from lightning_ring.comm.communicator import Communicator
+from lightning_ring.elastic.gloo_sockets import Sockets, open_sockets, shut_down
+from lightning_ring.elastic.store import StewardStore
+from lightning_ring.errors import PeerFailedError, RingError
+from lightning_ring.job.communicators import open_communicator
+from lightning_ring.job.job import Job, Lasting
+from lightning_ring.job.members import exchange_members, own_member
+from lightning_ring.job.ranks import RankInfo
+from lightning_ring.job.rendezvous.interfaces import prefer_interface
+from lightning_ring.membership.member import Member
+from lightning_ring.membership.roster import View
+
+_LOOPBACK = "127.0.0.1"
+
+
+class Generations:
+    """Opens a `Job` for each view of ``member``, with the communicator and torch.distributed's default group.
+
+    ``backend``, ``timeout`` and ``stall_warning`` are those of `open_communicator`. When a view is over the member's
+    thread ends all waits of this rank; `close` then makes sure that this rank writes into no other's memory.
+    """
+
+    def __init__(
+        self, member: Member, backend: str, device: torch.device, timeout: timedelta, stall_warning: timedelta
+    ) -> None:
+        self.job: Job | None = None
+        self._member = member
+        self._backend = backend
+        self._device = device
+        self._timeout = timeout
+        self._stall_warning = stall_warning
+        self._memory = KeptMemory()
+        self._others: Sockets | None = None  # sockets that were open before those of the generation
+        self._own: Sockets = frozenset()
+        member.on_stop = self._end_waits
+
+    @property
+    def communicator(self) -> Communicator:
+        assert self.job is not None, "open() comes first"
+        assert self.job.communicator is not None
+        return self.job.communicator
+
+    def open(self, view: View) -> Communicator:
+        """Connect to the other members of ``view``. Collective.
+
+        Raises:
+            PeerFailedError: The view is over already.
+        """
+        assert self.job is None, "close() comes first"
+        rank, world_size = view.members.index(self._member.number), len(view.members)
+        info = RankInfo(rank, world_size, rank, world_size, 0, 1, "ringrun", view.generation)
+        store = StewardStore(self._member, self._timeout.total_seconds())
+        own = own_member(info, self._member.number, self._device)
+        members = exchange_members(own, info, store)  # all have come: what follows takes milliseconds
+        prefer_interface(_LOOPBACK)
+        self._memory.regroup(view.members)
+        lasting = Lasting(self._member.check, self._memory)
+        self._own, self._others = frozenset(), open_sockets()
+        self.job = job = Job(info, members, store, None, self._device, self._timeout, lasting)
+        job.open_default_group()
+        communicator = open_communicator(job, self._backend, self._device, self._timeout, self._stall_warning)
+        self._own, self._others = open_sockets() - self._others, None
+        self._member.check()
+        return communicator
+
+    def close(self, error: RingError | None = None) -> None:
+        """End this generation, broken by ``error``, or in peace. From here on this rank sends and writes nothing."""
+        if self.job is None:
+            return
+        job, self.job = self.job, None
+        if error is not None:
+            if job.policy is not None:
+                job.policy.fail(error)
+            self._shut_down()
+        if job.communicator is not None:
+            job.communicator.abandon()
+            job.communicator = None
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        job.closed = True
+        self._own, self._others = frozenset(), None
+
+    def _end_waits(self, error: PeerFailedError) -> None:
+        """In the member's thread, while this rank computes, waits for a collective or opens connections."""
+        job = self.job
+        if job is not None and job.policy is not None:
+            job.policy.fail(error)
+        self._shut_down()
+
+    def _shut_down(self) -> None:
+        others = self._others
+        shut_down(self._own if others is None else open_sockets() - others)

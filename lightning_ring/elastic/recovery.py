@@ -1,0 +1,127 @@
+"""A rank whose view is over stops, reports, finishes a step that others have finished, and connects anew."""
+
+from __future__ import annotations
+
+import logging
+from typing import Protocol
+
+import torch
+
+from lightning_ring.comm.communicator import Communicator, ReduceOp
+from lightning_ring.elastic.generations import Generations
+from lightning_ring.errors import PeerFailedError, RingError
+from lightning_ring.job.watch.peers import comes_from_a_peer
+from lightning_ring.membership.agreement import Report
+from lightning_ring.membership.member import JobEnded, Member
+from lightning_ring.membership.roster import View
+
+BLAME_SECONDS = 3.0  # a transport may see a death before the steward says so
+VIEW_SECONDS = 24 * 3600.0  # for the next view: the steward ends the job where there are too few ranks
+NUM_ATTEMPTS = 5  # to connect without that anybody died
+
+_log = logging.getLogger("lightning_ring")
+
+
+class Training(Protocol):
+    """What `Recovery` calls in the training that goes on."""
+
+    def commit(self) -> None:
+        """Finish the step whose averages are complete: step the optimizers. Calls no collective."""
+
+    def take_back(self) -> None:
+        """Undo what the step under way has changed: it is done again. Called before `enter`, which may send state."""
+
+    def enter(self, view: View, comm: Communicator) -> None:
+        """Go on over ``comm``, and give newcomers their state. Collective; may be called again if a rank dies in it."""
+
+
+class Recovery:
+    """Keeps count of the finished steps, and brings ``training`` from one view of ``member`` to the next.
+
+    A training step is: gradients and averages; ``complete = True``; `agree`; `commit`. Collectives of the step raise
+    when the view is over. Whoever catches that calls `after`, and does the step again unless `step` has risen.
+
+    Attributes:
+        step: Number of optimizer steps that this rank has finished; `None` as long as it has no state.
+        complete: Whether this rank holds the complete averages of the next step.
+        view: The current view.
+    """
+
+    def __init__(self, member: Member, generations: Generations, training: Training) -> None:
+        self.step: int | None = None
+        self.complete = False
+        self.view: View | None = None
+        self.newcomers_wait = False
+        self._member = member
+        self._generations = generations
+        self._training = training
+
+    def start(self) -> None:
+        """Take part: in the first view, or as a newcomer. Blocks until the view begins."""
+        self._go_on(None)
+
+    def agree(self) -> None:
+        """The commit barrier: returns once every rank of the view is here, with complete averages. Collective.
+
+        `newcomers_wait` is the same on all ranks afterwards: `pause` has to follow the step.
+        """
+        flag = torch.tensor([float(self._member.newcomers_wait)])
+        self._generations.communicator.all_reduce_(flag, op=ReduceOp.MAX, name="commit").wait()
+        self.newcomers_wait = bool(flag.item())
+
+    def commit(self) -> None:
+        """Step the optimizers, after `agree`."""
+        assert self.step is not None
+        self._training.commit()
+        self.step += 1
+        self.complete = False
+
+    def pause(self) -> None:
+        """Let newcomers in, between two steps. Collective."""
+        self._go_on(None)
+
+    def after(self, error: Exception) -> None:
+        """Go on after ``error``, if the view is over; else raise it: the program failed, or calls of ranks diverged."""
+        if not is_from_a_peer(error) or not self._member.is_over(BLAME_SECONDS):
+            raise error
+        self._go_on(error)
+
+    def _go_on(self, error: Exception | None) -> None:
+        attempts = 0
+        while True:
+            self._generations.close(_as_ring_error(error))
+            self._member.report(Report(self.step, self.complete))
+            self.view = view = self._member.next_view(VIEW_SECONDS)
+            if self.step is not None and view.step is not None and view.step > self.step:
+                self.commit()
+            else:
+                self._training.take_back()
+            self.complete = False
+            try:
+                self._training.enter(view, self._generations.open(view))
+            except JobEnded:
+                raise
+            except (RingError, RuntimeError, TimeoutError) as again:
+                if not self._member.is_over():  # a connection did not come up in time
+                    attempts += 1
+                    if attempts >= NUM_ATTEMPTS or not is_from_a_peer(again):
+                        raise
+                    _log.warning("The ranks connect again, after: %s", again)
+                error = again
+            else:
+                if self.step is None:
+                    self.step = view.step or 0
+                return
+
+
+def is_from_a_peer(error: BaseException) -> bool:
+    """Whether ``error`` may come from a rank that has gone: of transports, which do not know the reason, as well."""
+    if isinstance(error, JobEnded):
+        return False
+    return isinstance(error, RingError | TimeoutError) or comes_from_a_peer(error)
+
+
+def _as_ring_error(error: Exception | None) -> RingError | None:
+    if error is None or isinstance(error, RingError):
+        return error
+    return PeerFailedError(str(error))

@@ -1,0 +1,1 @@
+"""Who takes part in a job whose ranks come and go. Without torch."""

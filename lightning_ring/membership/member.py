@@ -1,0 +1,224 @@
+"""A rank's side of the membership: one connection to the steward, and a thread that reads it. Without torch."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from lightning_ring.errors import PeerFailedError, RankDiscoveryError
+from lightning_ring.job.exit import end_process, say
+from lightning_ring.job.watch.messages import Message, MessageConnection, in_forked_children
+from lightning_ring.membership.agreement import Report
+from lightning_ring.membership.roster import View
+
+CONNECT_SECONDS = 30.0
+
+
+class GenerationOver(PeerFailedError):
+    """The ranks of this generation do not go on together: one died, or newcomers wait. The next view follows."""
+
+
+class JobEnded(PeerFailedError):
+    """The steward has ended the job; ``finished`` if the training had been finished by all."""
+
+    def __init__(self, why: str, finished: bool = False) -> None:
+        super().__init__(why)
+        self.finished = finished
+
+
+class Member:
+    """This process in the job of the steward that ``environ`` names. Opened by `open`; thread-safe.
+
+    ``on_stop`` is called in the member's thread when the current generation is over, with the error that ends its
+    collectives. It must be quick. ``on_lost`` is called when the steward has gone, and ends this process: nobody can
+    tell any more who takes part, and two halves of a job must not go on apart.
+    """
+
+    def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
+        self.number = int(environ["RING_MEMBER"])
+        self._host, _, port = environ["RING_STEWARD"].rpartition(":")
+        self._port = int(port)
+        self._token = environ["RING_STEWARD_TOKEN"]
+        self.view: View | None = None
+        self.newcomers_wait = False
+        self.training_is_over = False  # another member has finished it
+        self.on_stop: Callable[[PeerFailedError], None] = lambda error: None
+        self.on_lost: Callable[[], None] = self._end_process
+        self._stopped_generation = -1
+        self._connection: MessageConnection | None = None
+        self._sending = threading.Lock()
+        self._news = threading.Condition()
+        self._next: View | None = None
+        self._over: PeerFailedError | None = None
+        self._answers: dict[int, Message | None] = {}
+        self._num_requests = 0
+        self._closed = False
+
+    @classmethod
+    def is_wanted(cls, environ: Mapping[str, str] = os.environ) -> bool:
+        """Whether a steward started this process."""
+        return "RING_STEWARD" in environ
+
+    @property
+    def generation(self) -> int:
+        return -1 if self.view is None else self.view.generation
+
+    @property
+    def rank(self) -> int:
+        assert self.view is not None, "next_view() comes first"
+        return self.view.members.index(self.number)
+
+    def open(self) -> None:
+        try:
+            connection = socket.create_connection((self._host, self._port), timeout=CONNECT_SECONDS)
+        except OSError as error:
+            raise RankDiscoveryError(
+                f"Process {self.number} could not reach the steward at {self._host}:{self._port} ({error}), which "
+                "started it and has probably ended."
+            ) from error
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._connection = MessageConnection(connection)
+        in_forked_children(self._forget)
+        self._send({"kind": "hello", "token": self._token, "member": self.number, "pid": os.getpid()})
+        threading.Thread(target=self._listen, name="ring-member", daemon=True).start()
+
+    # -- views
+
+    def check(self) -> None:
+        """Raise `GenerationOver` or `JobEnded` once the current generation is over. Costs nothing otherwise."""
+        if self._over is not None:
+            raise self._over
+
+    def is_over(self, seconds: float = 0.0) -> bool:
+        """Whether the current generation is over, or is so within ``seconds``. Transports may know it earlier."""
+        with self._news:
+            return self._news.wait_for(lambda: self._over is not None, seconds)
+
+    def report(self, report: Report) -> None:
+        """Say where this rank stands. From here on it writes nothing that another rank reads, until the next view."""
+        place = {"step": report.step, "complete": report.complete}
+        self._send({"kind": "report", "generation": self.generation, **place})
+
+    def next_view(self, timeout: float) -> View:
+        """The view that follows the current one, which is in force from now on. Blocks up to ``timeout`` seconds.
+
+        Raises:
+            JobEnded: There is none.
+        """
+        with self._news:
+            if not self._news.wait_for(lambda: self._next or isinstance(self._over, JobEnded), timeout):
+                raise JobEnded(f"There was no next view of the ranks within {timeout:g} s.")
+            if isinstance(self._over, JobEnded):
+                raise self._over
+            assert self._next is not None
+            # a stop of this new view may have come already
+            stopped = isinstance(self._over, GenerationOver) and self._stopped_generation == self._next.generation
+            self.view, self._next = self._next, None
+            self._over = self._over if stopped else None
+            self.newcomers_wait = False
+        return self.view
+
+    # -- the store of the current view
+
+    def request(self, message: dict[str, Any], timeout: float) -> Any:
+        """The store's answer to ``message`` (`KeyValue`). Blocks.
+
+        Raises:
+            GenerationOver: The generation is over, before the answer or during the wait for it.
+            TimeoutError: The keys were not there within ``timeout`` seconds.
+        """
+        generation = self.generation
+        with self._news:
+            self._num_requests += 1
+            number = self._num_requests
+            self._answers[number] = None
+        self._send({"kind": "store", "generation": generation, "number": number, **message})
+        with self._news:
+            there = self._news.wait_for(lambda: self._answers[number] is not None, timeout)
+            answer = self._answers.pop(number)
+        if not there or answer is None:
+            raise TimeoutError(f"{message['op']} of {message.get('keys') or message.get('key')}: none in {timeout:g} s")
+        if "refused" in answer:
+            self.check()
+            raise GenerationOver(answer["refused"])
+        return answer["value"]
+
+    # -- the end
+
+    def finish(self) -> None:
+        """Say that this rank has finished the training. It takes part in no later view."""
+        self._send({"kind": "finished"})
+
+    def fail(self, text: str) -> None:
+        """Say that this rank failed by an error of its program, which ends the job."""
+        self._send({"kind": "failed", "text": text})
+
+    def close(self) -> None:
+        """Hang up. The steward takes a member that has not finished for dead."""
+        self._closed = True
+        if self._connection is not None:
+            with contextlib.suppress(OSError):
+                self._connection.socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
+
+    # -- the connection
+
+    def _send(self, message: Message) -> None:
+        connection = self._connection
+        assert connection is not None, "open() comes first"
+        with self._sending:
+            connection.send(message)
+            until = time.monotonic() + CONNECT_SECONDS
+            while connection.unsent and time.monotonic() < until:
+                select.select([], [connection.socket], [], 1.0)
+                connection.flush()
+
+    def _listen(self) -> None:
+        connection = self._connection
+        assert connection is not None
+        over = None
+        while over is None and not self._closed:
+            select.select([connection.socket], [], [], 1.0)
+            messages, over = connection.receive()
+            for message in messages:
+                self._take(message)
+        if not self._closed and not isinstance(self._over, JobEnded):
+            self.on_lost()
+
+    def _end_process(self) -> None:
+        say(f"process {self.number} ends: the steward, which started it, has gone")
+        end_process(1)
+
+    def _take(self, message: Message) -> None:
+        kind = message["kind"]
+        stop: PeerFailedError | None = None
+        with self._news:
+            if kind == "view":
+                self._next = View.from_message(message)
+            elif kind == "newcomers":
+                self.newcomers_wait = True
+            elif kind == "finisher":
+                self.training_is_over = True
+            elif kind == "answer":
+                if message["number"] in self._answers:
+                    self._answers[message["number"]] = message
+            elif kind == "stop":
+                self._stopped_generation = message["generation"]
+                stop = GenerationOver(f"Generation {message['generation']} is over: {message['why']}.")
+            elif kind == "end":
+                stop = JobEnded(f"The job ends: {message['why']}.", message["finished"])
+            if stop is not None and not isinstance(self._over, JobEnded):
+                self._over = stop
+            self._news.notify_all()
+        if stop is not None:
+            self.on_stop(stop)
+
+    def _forget(self) -> None:
+        """A forked child (a data-loader worker) must not hold the connection open when its parent is killed."""
+        if self._connection is not None:
+            self._connection.close()

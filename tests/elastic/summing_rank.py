@@ -1,0 +1,93 @@
+"""A rank that sums buckets again and again, through `Generations`: ``summing_rank.py FOLDER BACKEND STEPS DEATHS``.
+
+DEATHS are ``NUMBER:STEP:BUCKET``: process NUMBER kills itself in STEP, after it has called for BUCKET buckets. Each
+survivor writes NUMBER.json: its communicators, how long reserving took in each generation, sums of the default group.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from lightning_ring.comm.communicator import Communicator
+from lightning_ring.elastic.generations import Generations
+from lightning_ring.errors import PeerFailedError, RingError
+from lightning_ring.membership.agreement import Report
+from lightning_ring.membership.member import Member
+
+CPU, LIMIT = torch.device("cpu"), timedelta(seconds=60)
+NUMEL, BUCKETS = 1 << 20, 4
+
+
+class Summing:
+    def __init__(self, backend: str, deaths: list[str]) -> None:
+        self.member = Member()
+        self.member.open()
+        self.generations = Generations(self.member, backend, CPU, LIMIT, LIMIT)
+        self.deaths = [tuple(map(int, death.split(":"))) for death in deaths]
+        self.step: int | None = None
+        self.complete = False
+        self.buckets: list[torch.Tensor] = []
+        self.result: dict[str, list] = {"communicators": [], "reserving": [], "default": [], "recovery": []}
+
+    def enter(self) -> Communicator:
+        self.member.report(Report(self.step, self.complete))
+        view = self.member.next_view(60)
+        comm = self.generations.open(view)
+        self.buckets.clear()
+        began = time.perf_counter()
+        self.buckets = [comm.empty(NUMEL, torch.float32, CPU) for _ in range(BUCKETS)]
+        self.result["reserving"].append(time.perf_counter() - began)
+        self.result["communicators"].append(type(comm).__name__)
+        total = torch.tensor([float(self.member.number)])
+        dist.all_reduce(total)
+        assert total.item() == sum(view.members)
+        self.result["default"].append(total.item())
+        self.step, self.complete = view.step or 0, False
+        return comm
+
+    def sum_buckets(self, comm: Communicator) -> None:
+        works = []
+        for index, bucket in enumerate(self.buckets):
+            if (self.member.number, self.step, index) in self.deaths:
+                os.kill(os.getpid(), signal.SIGKILL)
+            bucket.fill_(self.step + comm.rank + index)
+            works.append(comm.all_reduce_(bucket))
+        for index, work in enumerate(works):
+            work.wait()
+            total = sum(self.step + rank + index for rank in range(comm.world_size))
+            assert self.buckets[index][0] == self.buckets[index][-1] == total
+        self.complete = True
+        comm.barrier()
+        self.step, self.complete = self.step + 1, False
+
+    def run(self, steps: int) -> None:
+        broken: RingError | None = None
+        began = 0.0
+        while self.step is None or self.step < steps:
+            try:
+                if self.step is None or broken is not None:
+                    self.generations.close(broken)
+                    comm, broken = self.enter(), None
+                    self.result["recovery"].append(time.perf_counter() - began)
+                self.sum_buckets(comm)
+            except PeerFailedError as error:
+                broken, began = error, time.perf_counter()
+        comm.barrier()
+        self.member.finish()
+        self.generations.close()
+
+
+if __name__ == "__main__":
+    folder, backend, steps, *deaths = sys.argv[1:]
+    rank = Summing(backend, deaths)
+    rank.run(int(steps))
+    (Path(folder) / f"{rank.member.number}.json").write_text(json.dumps(rank.result))

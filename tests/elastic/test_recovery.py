@@ -1,0 +1,100 @@
+"""The order of what a rank does when its view is over, with a member, connections and a training that only record."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lightning_ring.elastic.recovery import Recovery
+from lightning_ring.errors import CollectiveError, PeerFailedError
+from lightning_ring.membership.agreement import Report
+from lightning_ring.membership.member import GenerationOver, JobEnded
+from lightning_ring.membership.roster import View
+
+OVER = GenerationOver("generation 0 is over")
+
+
+class Recorder:
+    """Member, `Generations` and `Training` in one. ``opens`` raise what is in it, one a call."""
+
+    def __init__(self, *views: View, over: bool = True, opens: tuple[Exception | None, ...] = ()) -> None:
+        self.calls: list[Any] = []
+        self.views, self.over, self.opens = list(views), over, list(opens)
+        self.recovery = Recovery(self, self, self)  # type: ignore[arg-type]
+
+    def is_over(self, seconds: float = 0.0) -> bool:
+        return self.over
+
+    def close(self, error: Exception | None) -> None:
+        self.calls.append("close")
+
+    def report(self, report: Report) -> None:
+        self.calls.append(report)
+
+    def next_view(self, timeout: float) -> View:
+        if not self.views:
+            raise JobEnded("no view is left")
+        return self.views.pop(0)
+
+    def open(self, view: View) -> str:
+        self.calls.append(f"open {view.generation}")
+        if self.opens and (error := self.opens.pop(0)) is not None:
+            raise error
+        return "communicator"
+
+    def commit(self) -> None:
+        self.calls.append("commit")
+
+    def take_back(self) -> None:
+        self.calls.append("take back")
+
+    def enter(self, view: View, comm: str) -> None:
+        self.calls.append(f"enter {view.generation}")
+
+
+def test_a_step_that_is_done_again_is_taken_back_before_state_is_sent() -> None:
+    ranks = Recorder(View(1, (0, 2), 5))
+    ranks.recovery.step = 5
+    ranks.recovery.after(OVER)
+    assert ranks.calls == ["close", Report(5, False), "take back", "open 1", "enter 1"]
+    assert ranks.recovery.step == 5
+
+
+def test_a_step_that_others_have_finished_is_finished_first_and_once() -> None:
+    ranks = Recorder(View(1, (0, 2), 6), View(2, (0,), 6), opens=(OVER, None))
+    ranks.recovery.step, ranks.recovery.complete = 5, True
+    ranks.recovery.after(OVER)
+    first, second = ["close", Report(5, True), "commit", "open 1"], ["close", Report(6, False), "take back", "open 2"]
+    assert ranks.calls == [*first, *second, "enter 2"]
+    assert ranks.recovery.step == 6
+
+
+def test_a_newcomer_has_state_only_once_it_has_entered() -> None:
+    ranks = Recorder(View(3, (0, 4), 7, (4,)), View(4, (1, 4), 7, (4,)), opens=(PeerFailedError("rank 0 died"), None))
+    ranks.recovery.start()
+    assert [call for call in ranks.calls if isinstance(call, Report)] == [Report(None), Report(None)]
+    assert ranks.recovery.step == 7
+
+
+def test_connections_that_do_not_come_up_are_tried_again_a_few_times() -> None:
+    ranks = Recorder(*(View(n, (0, 1), 0) for n in range(9)), over=False, opens=(TimeoutError("no key"),) * 9)
+    with pytest.raises(TimeoutError):
+        ranks.recovery.start()
+    assert ranks.calls.count("close") == 5
+
+
+@pytest.mark.parametrize("error", [ValueError("no such column"), CollectiveError("ranks called other collectives")])
+def test_an_error_while_nobody_has_died_is_raised(error: Exception) -> None:
+    ranks = Recorder(View(1, (0,), 1), over=False)
+    with pytest.raises(type(error)):
+        ranks.recovery.after(error)
+    assert ranks.calls == []
+
+
+def test_the_end_of_the_job_is_raised() -> None:
+    ranks = Recorder()
+    with pytest.raises(JobEnded):
+        ranks.recovery.after(OVER)
+    with pytest.raises(JobEnded):
+        Recorder(View(1, (0,), 1)).recovery.after(JobEnded("too few ranks"))

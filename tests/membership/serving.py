@@ -1,0 +1,63 @@
+"""A steward in a thread, and members in the same process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from lightning_ring.membership.agreement import Report
+from lightning_ring.membership.member import Member
+from lightning_ring.membership.roster import Roster
+from lightning_ring.membership.steward import Steward
+
+WAIT = 10.0
+
+
+class Serving:
+    """A steward in a thread, whose members are threads' too: a killed one is seen to be dead at once."""
+
+    def __init__(self, **limits: int) -> None:
+        self.killed: list[int] = []
+        self.members: list[Member] = []
+        self.steward = Steward(Roster(**limits), self.killed.append)
+        self.over = threading.Event()
+        self.thread = threading.Thread(target=self.serve)
+        self.thread.start()
+
+    def serve(self) -> None:
+        while not self.over.is_set():
+            self.steward.step(0.005)
+            while self.killed:
+                self.steward.gone(self.killed.pop(), "killed")
+
+    def join(self, number: int) -> Member:
+        member = Member(self.steward.variables(number))
+        member.on_lost = lambda: None
+        member.open()
+        self.members.append(member)
+        return member
+
+
+@contextmanager
+def serving(**limits: int) -> Iterator[Serving]:
+    server = Serving(**limits)
+    try:
+        yield server
+    finally:
+        for member in server.members:
+            member.close()
+        server.over.set()
+        server.thread.join(WAIT)
+        server.steward.close()
+
+
+def first_view(server: Serving, count: int) -> list[Member]:
+    for number in range(count):
+        server.steward.expect(number)
+    members = [server.join(number) for number in range(count)]
+    for member in members:
+        member.report(Report())
+    for member in members:
+        assert member.next_view(WAIT).members == tuple(range(count))
+    return members

@@ -1,0 +1,116 @@
+"""The steward and its members in one process: views, the store of a view, refusals, strangers."""
+
+from __future__ import annotations
+
+import socket
+import threading
+
+import pytest
+
+from lightning_ring.membership.agreement import Report
+from lightning_ring.membership.member import GenerationOver, JobEnded, Member
+from tests.membership.serving import WAIT, first_view, serving
+
+
+def test_a_death_stops_the_others_and_frees_who_waits_in_the_store() -> None:
+    with serving() as server:
+        one, two, three = first_view(server, 3)
+        stopped = threading.Event()
+        two.on_stop = lambda error: stopped.set()
+        freed: list[BaseException] = []
+
+        def wait() -> None:
+            try:
+                one.request({"op": "get", "keys": ["never"]}, WAIT)
+            except GenerationOver as error:
+                freed.append(error)
+
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        three.close()
+        waiting.join(WAIT)
+        assert "generation 0 is over (process 2 has died" in str(freed[0]).lower() or "process 2 has died" in str(
+            freed[0]
+        )
+        assert stopped.wait(WAIT)
+        with pytest.raises(GenerationOver, match="process 2 has died"):
+            two.check()
+        with pytest.raises(GenerationOver):
+            two.request({"op": "set", "key": "a", "value": "b"}, WAIT)
+        one.report(Report(3))
+        two.report(Report(2, complete=True))
+        for member in (one, two):
+            view = member.next_view(WAIT)
+            assert (view.generation, view.members, view.step) == (1, (0, 1), 3)
+            member.check()
+
+
+def test_the_store_answers_as_torchs_and_each_view_begins_with_an_empty_one() -> None:
+    with serving() as server:
+        one, two = first_view(server, 2)
+        assert one.request({"op": "add", "key": "n", "value": 2}, WAIT) == 2
+        assert two.request({"op": "add", "key": "n", "value": 3}, WAIT) == 5
+        assert two.request({"op": "get", "keys": ["n"]}, WAIT) == ["5"]
+        assert one.request({"op": "check", "keys": ["n", "m"]}, WAIT) is False
+        assert one.request({"op": "compare_set", "key": "m", "expected": "", "value": "x"}, WAIT) == "x"
+        assert one.request({"op": "compare_set", "key": "m", "expected": "y", "value": "z"}, WAIT) == "x"
+        assert one.request({"op": "compare_set", "key": "k", "expected": "y", "value": "z"}, WAIT) == "y"
+        assert one.request({"op": "count"}, WAIT) == 2
+        assert one.request({"op": "delete", "key": "m"}, WAIT) is True
+        with pytest.raises(GenerationOver, match="no operation 'sing'"):
+            one.request({"op": "sing"}, WAIT)
+        with pytest.raises(TimeoutError, match=r"none in 0\.05 s"):
+            one.request({"op": "wait", "keys": ["never"]}, 0.05)
+        two.close()
+        one.report(Report(0))
+        one.next_view(WAIT)
+        assert one.request({"op": "count"}, WAIT) == 0
+
+
+def test_a_newcomer_is_announced_and_let_in_when_the_members_stop() -> None:
+    with serving() as server:
+        (one,) = first_view(server, 1)
+        two = server.join(1)
+        two.report(Report())
+        with pytest.raises(JobEnded, match=r"no next view of the ranks within 0\.1 s"):
+            two.next_view(0.1)
+        assert one.newcomers_wait
+        one.check()  # it goes on until it stops by itself
+        one.report(Report(8))
+        for member in (one, two):
+            view = member.next_view(WAIT)
+            assert (view.members, view.step, view.newcomers) == ((0, 1), 8, (1,))
+        assert not one.newcomers_wait
+
+
+def test_a_failure_ends_the_job_on_every_rank() -> None:
+    with serving() as server:
+        one, two = first_view(server, 2)
+        one.fail("rank 0 failed: ValueError: no such file")
+        two.report(Report(1))
+        with pytest.raises(JobEnded, match="ValueError: no such file") as ended:
+            two.next_view(WAIT)
+        assert not ended.value.finished
+
+
+def test_a_process_that_waits_when_the_training_ends_is_told_so() -> None:
+    with serving() as server:
+        (one,) = first_view(server, 1)
+        two = server.join(1)
+        two.report(Report())
+        one.finish()
+        three = server.join(2)
+        three.report(Report())  # comes when all is over
+        for late in (two, three):
+            with pytest.raises(JobEnded) as ended:
+                late.next_view(WAIT)
+            assert ended.value.finished
+
+
+def test_a_stranger_is_sent_away() -> None:
+    with serving() as server:
+        stranger = Member(server.steward.variables(0) | {"RING_STEWARD_TOKEN": "guess"})
+        with socket.create_connection((stranger._host, stranger._port), timeout=WAIT) as connection:
+            connection.sendall(b'{"kind": "hello", "token": "guess", "member": 0}\n{"kind": "failed", "text": "!"}\n')
+            assert connection.recv(1) == b""
+        assert server.steward.ended is None
