@@ -99,7 +99,9 @@ class ElasticJob:
     def _next_child(self) -> Child:
         number = len(self._processes)
         common = rank_environment(self.limits.ranks, [], self.environ, STOP_SIGNAL)
-        child = Child(f"process {number}", self.command, common | self._steward.variables(number))
+        # numbers to go on with until the first view tells the rank
+        provisional = {"RING_RANK": str(number % self.limits.ranks), "RING_WORLD_SIZE": str(self.limits.ranks)}
+        child = Child(f"process {number}", self.command, common | provisional | self._steward.variables(number))
         self._processes[number] = _Process(child, time.monotonic())
         self._steward.expect(number)
         return child
