@@ -49,6 +49,7 @@ class _Process:
     child: Child
     started: float
     dead: bool = False
+    outlived: bool = False  # the job went on without it, and ends for another reason, if it ends
     reaped: bool = False  # the kernel has told its exit code, which may take seconds longer
 
     @property
@@ -127,6 +128,7 @@ class ElasticJob:
         over = self._supervisor.ending or self._steward.ended is not None
         if over or number in self._steward.roster.finishers or 0 <= code <= _LARGEST_OF_PROGRAMS:
             return
+        process.outlived = True
         how = f"was killed by signal {-code} ({signal_name(-code)})" if code < 0 else f"ended with exit code {code}"
         replaced = self._respawns is not None and self._respawns.died(now, now - process.started)
         others = (
@@ -136,6 +138,8 @@ class ElasticJob:
 
     def _outlives(self, child: Child, code: int) -> bool:
         roster = self._steward.roster
+        if any(process.outlived for process in self._processes.values() if process.child is child):
+            return True
         if 0 < code <= _LARGEST_OF_PROGRAMS or (self._steward.ended is not None and not roster.finished):
             return False
         others = [process for process in self._processes.values() if process.child is not child]

@@ -81,7 +81,9 @@ class ElasticStrategy(RingStrategy):
             return
         self._check(trainer)
         fit.position = TrainingPosition(trainer)
-        take_names(trainer.loggers, self.broadcast(names_of(trainer.loggers) if self.is_global_zero else []))
+        plain = super().broadcast  # rank 0 is asked when it is called: it may be another one the second time
+        names = self._call(lambda: plain(names_of(trainer.loggers) if self.is_global_zero else [], 0))
+        take_names(trainer.loggers, names)
         self._in_fit.enter_context(gathering_through(fit.calls, trainer.lightning_module))
         loop = trainer.fit_loop.epoch_loop
         advance, validate = loop.advance, loop.val_loop.run

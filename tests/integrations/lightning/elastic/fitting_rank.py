@@ -107,11 +107,10 @@ def main() -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(
-        module,
-        DataLoader(data, batch_size=BATCH, sampler=ShuffledSampler(SAMPLES, remainder="drop", seed=3)),
-        DataLoader(data, batch_size=BATCH),
-    )
+    order = ShuffledSampler(SAMPLES, remainder="drop", seed=3)
+    # without drop_last another number of ranks may leave a last batch of one sample, which BatchNorm refuses
+    loader = DataLoader(data, batch_size=BATCH, sampler=order, drop_last=True)
+    trainer.fit(module, loader, DataLoader(data, batch_size=BATCH))
     result = {
         "rank": trainer.global_rank,
         "world_size": trainer.world_size,

@@ -13,6 +13,7 @@ import pytest
 from tests.processes import ROOT, run
 
 RANK = str(ROOT / "tests" / "integrations" / "lightning" / "elastic" / "fitting_rank.py")
+TORTURE = str(ROOT / "tests" / "membership" / "torture.py")
 START = (
     "import sys; from lightning_ring.launch.elastic import *; "
     "sys.exit(ElasticJob([sys.executable, *sys.argv[2:]], ElasticLimits(int(sys.argv[1]))).run())"
@@ -71,7 +72,7 @@ def check(folder: Path, ends: list[dict[str, Any]], world_size: int) -> None:
     [
         ("auto", ["1:3:backward", "0:6:forward"]),  # rank 0 hands over its files
         ("gloo", ["2:2:step", "0:5:backward"]),
-        ("auto", ["3:4:batch_end", "1:11:validation"]),
+        ("auto", ["3:4:batch_end", "1:10:validation"]),
         ("gloo", ["0:9:save", "2:13:forward"]),
         ("auto", ["2:9:validation", "0:9:epoch_end"]),
         ("gloo", ["1:9:epoch_end", "0:14:batch_end"]),
@@ -80,3 +81,12 @@ def check(folder: Path, ends: list[dict[str, Any]], world_size: int) -> None:
 def test_a_fit_outlives_ranks(backend: str, deaths: list[str], tmp_path: Path) -> None:
     ends = fit(tmp_path, backend, *deaths)
     check(tmp_path, ends, 4 - len(deaths))
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_fit_outlives_random_kills(seed: int, tmp_path: Path) -> None:
+    rank = [RANK, str(tmp_path), ["auto", "gloo"][seed]]
+    command = [sys.executable, TORTURE, "--no-respawn", "--kills", "2", str(seed), str(tmp_path), *rank]
+    done = run(command, timeout=250)
+    assert done.returncode == 0, done.stdout[-6000:]
+    check(tmp_path, [json.loads(path.read_text()) for path in sorted(tmp_path.glob("*.json"))], 2)
