@@ -34,7 +34,8 @@ ALLOWED = {  # room: the rooms that it may import
     "cli": {"data", "errors", "host", "job", "launch", "timeline", "tools"},
     "elastic": {"algorithms", "comm", "errors", "gradients", "host", "job", "membership"},
     "integrations": {
-        *("algorithms", "comm", "errors", "gradients", "host", "job", "launch", "monitor", "options", "timeline"),
+        *("algorithms", "comm", "data", "elastic", "errors", "gradients", "host", "job", "launch", "membership"),
+        *("monitor", "options", "timeline"),
     },
     "__init__": {"errors", "integrations"},
 }

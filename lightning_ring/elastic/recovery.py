@@ -9,7 +9,7 @@ import torch
 
 from lightning_ring.comm.communicator import Communicator, ReduceOp
 from lightning_ring.elastic.generations import Generations
-from lightning_ring.errors import PeerFailedError, RingError
+from lightning_ring.errors import ConfigurationError, PeerFailedError, RingError
 from lightning_ring.job.watch.peers import comes_from_a_peer
 from lightning_ring.membership.agreement import Report
 from lightning_ring.membership.member import JobEnded, Member
@@ -71,8 +71,12 @@ class Recovery:
 
     def commit(self) -> None:
         """Step the optimizers, after `agree`."""
-        assert self.step is not None
         self._training.commit()
+        self.committed()
+
+    def committed(self) -> None:
+        """The optimizers have been stepped."""
+        assert self.step is not None
         self.step += 1
         self.complete = False
 
@@ -99,7 +103,7 @@ class Recovery:
             self.complete = False
             try:
                 self._training.enter(view, self._generations.open(view))
-            except JobEnded:
+            except (JobEnded, ConfigurationError):
                 raise
             except (RingError, RuntimeError, TimeoutError) as again:
                 if not self._member.is_over():  # a connection did not come up in time

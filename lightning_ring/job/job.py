@@ -192,6 +192,12 @@ def current_job() -> Job | None:
     return _last if _last is not None and not _last.closed else None
 
 
+def adopt(job: Job) -> None:
+    """Make ``job``, which was opened elsewhere, the current job of this process."""
+    global _last
+    _last = job
+
+
 def connect(info: RankInfo, device: torch.device, timeout: timedelta) -> Job:
     """The current job, made ready for another fit, if its ranks are those of ``info``; else a new one (`open_job`)."""
     job = current_job()

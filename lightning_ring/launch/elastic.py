@@ -49,6 +49,7 @@ class _Process:
     child: Child
     started: float
     dead: bool = False
+    outlived: bool = False  # the job went on without it, and ends for another reason, if it ends
     reaped: bool = False  # the kernel has told its exit code, which may take seconds longer
 
     @property
@@ -99,7 +100,9 @@ class ElasticJob:
     def _next_child(self) -> Child:
         number = len(self._processes)
         common = rank_environment(self.limits.ranks, [], self.environ, STOP_SIGNAL)
-        child = Child(f"process {number}", self.command, common | self._steward.variables(number))
+        # numbers to go on with until the first view tells the rank
+        provisional = {"RING_RANK": str(number % self.limits.ranks), "RING_WORLD_SIZE": str(self.limits.ranks)}
+        child = Child(f"process {number}", self.command, common | provisional | self._steward.variables(number))
         self._processes[number] = _Process(child, time.monotonic())
         self._steward.expect(number)
         return child
@@ -125,6 +128,7 @@ class ElasticJob:
         over = self._supervisor.ending or self._steward.ended is not None
         if over or number in self._steward.roster.finishers or 0 <= code <= _LARGEST_OF_PROGRAMS:
             return
+        process.outlived = True
         how = f"was killed by signal {-code} ({signal_name(-code)})" if code < 0 else f"ended with exit code {code}"
         replaced = self._respawns is not None and self._respawns.died(now, now - process.started)
         others = (
@@ -134,6 +138,8 @@ class ElasticJob:
 
     def _outlives(self, child: Child, code: int) -> bool:
         roster = self._steward.roster
+        if any(process.outlived for process in self._processes.values() if process.child is child):
+            return True
         if 0 < code <= _LARGEST_OF_PROGRAMS or (self._steward.ended is not None and not roster.finished):
             return False
         others = [process for process in self._processes.values() if process.child is not child]

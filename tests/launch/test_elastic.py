@@ -86,7 +86,7 @@ def test_too_few_ranks_end_the_job_with_the_names_of_the_dead(tmp_path: Path) ->
         f"sys.argv = ['', {str(tmp_path)!r}, '100000', '0.01']; runpy.run_path({RANK!r}, run_name='__main__')\n"
     )
     done = start("ElasticLimits(2, min_ranks=2)", str(script))
-    assert done.returncode == 137, done.stdout
+    assert done.returncode == 1, done.stdout
     assert "1 of its ranks are left, and it goes on with 2 or more (--min-ranks). Dead: process 0 (pid" in done.stdout
 
 
@@ -124,3 +124,22 @@ def test_no_steward_no_job(tmp_path: Path) -> None:
     while not all(is_dead(int(child)) for child in children):
         assert time.monotonic() < until
         time.sleep(0.02)
+
+
+@pytest.mark.ranks
+def test_the_cause_of_the_end_is_the_failure_and_not_an_earlier_death(tmp_path: Path) -> None:
+    script = tmp_path / "failing.py"
+    script.write_text(
+        "import os, runpy, signal, sys, threading, time\n"
+        "number = os.environ['RING_MEMBER']\n"
+        "def end():\n"
+        "    if number == '0': os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    if number == '1': time.sleep(1.0); os._exit(3)\n"
+        "threading.Timer(1.0, end).start()\n"
+        f"sys.argv = ['', {str(tmp_path)!r}, '100000', '0.01']; runpy.run_path({RANK!r}, run_name='__main__')\n"
+    )
+    done = start("ElasticLimits(3)", str(script))
+    assert done.returncode == 3, done.stdout
+    assert "process 0 (pid" in done.stdout
+    assert "ended with exit code 3; the job ends" in done.stdout
+    assert "killed by signal 9 (SIGKILL); the job ends" not in done.stdout

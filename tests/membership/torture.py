@@ -1,10 +1,11 @@
-"""Kills ranks of an elastic job at random moments: ``torture.py SEED FOLDER COMMAND...``; exit code of the job.
+"""Kills ranks of an elastic job at random moments: ``torture.py [options] SEED FOLDER COMMAND...``.
 
 A rank counts as a holder of the state once its log in FOLDER has a line; one holder at least is left alive.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import random
@@ -17,13 +18,10 @@ from pathlib import Path
 from lightning_ring.launch.elastic import ElasticJob, ElasticLimits
 from lightning_ring.launch.respawn import RespawnLimits
 
-KILLS = 4
-RANKS = 4
 
-
-def torture(job: ElasticJob, folder: Path, draws: random.Random) -> None:
+def torture(job: ElasticJob, folder: Path, draws: random.Random, kills: int) -> None:
     killed = 0
-    while killed < KILLS:
+    while killed < kills:
         time.sleep(draws.choice([0.0, 0.003, 0.03, 0.2, 0.4]))  # also during a recovery, and two at once
         pids = job.pids()
         holders = [number for number in pids if (folder / f"{number}.log").exists()]
@@ -36,11 +34,20 @@ def torture(job: ElasticJob, folder: Path, draws: random.Random) -> None:
 
 
 def main() -> int:
-    seed, folder, *command = sys.argv[1:]
-    respawn = RespawnLimits(limit=20, delay=0.02, steady=0.0) if int(seed) % 3 else None
-    limits = ElasticLimits(RANKS if respawn else RANKS + KILLS, respawn=respawn)
-    job = ElasticJob([sys.executable, *command], limits)
-    threading.Thread(target=torture, args=(job, Path(folder), random.Random(int(seed))), daemon=True).start()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--kills", type=int, default=4)
+    parser.add_argument("--no-respawn", action="store_true", help="else only every third seed is without")
+    parser.add_argument("seed", type=int)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("command", nargs=argparse.REMAINDER)
+    options = parser.parse_args()
+    replaced = not options.no_respawn and options.seed % 3 > 0
+    respawn = RespawnLimits(limit=20, delay=0.02, steady=0.0) if replaced else None
+    ranks = options.ranks if replaced or options.no_respawn else options.ranks + options.kills
+    job = ElasticJob([sys.executable, *options.command], ElasticLimits(ranks, respawn=respawn))
+    draws = random.Random(options.seed)
+    threading.Thread(target=torture, args=(job, options.folder, draws, options.kills), daemon=True).start()
     return job.run()
 
 

@@ -1,0 +1,1 @@
+"""A fit that goes on when ranks die."""

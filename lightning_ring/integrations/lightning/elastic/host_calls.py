@@ -1,0 +1,64 @@
+"""Collectives outside optimizer steps: made again in place when a rank dies in them, alone or as a section of code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from lightning_ring.comm.communicator import Communicator
+
+T = TypeVar("T")
+
+
+class HostCalls:
+    """Counts the calls of this rank, so that one that has missed the end of a call gets its result from another.
+
+    No rank returns from a call before all have come to it. After a death some may therefore have finished a call in
+    which the others still are, and none is further. ``recover(error)`` brings this rank into the next view, in which
+    `compare` is called, or raises.
+    """
+
+    def __init__(self, recover: Callable[[Exception], None]) -> None:
+        self._recover = recover
+        self._count = 0
+        self._last: Any = None
+        self._inside = False
+        self._missed: tuple[Any] | None = None
+
+    def call(self, run: Callable[[], T], again: Callable[[], None] = lambda: None) -> T:
+        """``run()``, and once more for each rank that dies in it, after ``again()``."""
+        if self._inside:
+            return run()
+        while True:
+            try:
+                with self.inside():
+                    result = run()
+            except Exception as error:
+                self._recover(error)
+                if self._missed is not None:
+                    result = self._missed[0]
+                    break
+                again()
+            else:
+                break
+        self._count += 1
+        self._last = result.clone() if isinstance(result, Tensor) else result
+        return result
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Around code that is done again as a whole: its calls are not."""
+        before, self._inside = self._inside, True
+        try:
+            yield
+        finally:
+            self._inside = before
+
+    def compare(self, comm: Communicator) -> None:
+        """Learn whether another rank has finished the call under way. Collective."""
+        calls: list[tuple[int, Any]] = comm.all_gather_object((self._count, self._last))
+        most, last = max(calls, key=lambda call: call[0])
+        self._missed = (last,) if most > self._count else None

@@ -1,0 +1,80 @@
+"""Takes back what Lightning and the module have changed in a training step, before it is done again."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Checkpoint, EarlyStopping
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from lightning_ring.elastic.undo import remember
+
+_LOGGED = ("value", "cumulated_batch_size", "_forward_cache", "_computed", "_update_count", "has_reset")
+
+
+def remember_step(trainer: pl.Trainer, module: nn.Module) -> Callable[[], None]:
+    """Keep buffers, random generators, metrics, logged results and progress; the returned function restores them."""
+    restore_module = remember(module)
+    restore_metrics = remember_metrics(module)
+    loop = trainer.fit_loop.epoch_loop
+    results = {key: (result, _attributes(result)) for key, result in loop._results.items()}
+    progress = copy.deepcopy(loop.automatic_optimization.optim_progress.state_dict())
+
+    @torch.no_grad()
+    def restore() -> None:
+        restore_module()
+        restore_metrics()
+        for key in list(loop._results):
+            if key not in results:
+                del loop._results[key]
+        for result, attributes in results.values():
+            for name, value in attributes.items():
+                setattr(result, name, value)
+        loop.automatic_optimization.optim_progress.load_state_dict(progress)
+
+    return restore
+
+
+def remember_metrics(module: nn.Module) -> Callable[[], None]:
+    """Keep what the metrics of ``module`` have counted; the returned function restores it."""
+    metrics = [(metric, _state(metric)) for metric in module.modules() if isinstance(metric, Metric)]
+
+    def restore() -> None:
+        for metric, state in metrics:
+            for name, value in state.items():
+                setattr(metric, name, _copied(value))
+
+    return restore
+
+
+def remember_callbacks(trainer: pl.Trainer) -> Callable[[], None]:
+    """Keep what callbacks know that save or stop, since all ranks have to decide alike; the function restores it."""
+    every = getattr(trainer, "callbacks", [])
+    callbacks = [callback for callback in every if isinstance(callback, Checkpoint | EarlyStopping)]
+    states = [{name: copy.copy(value) for name, value in vars(callback).items()} for callback in callbacks]
+
+    def restore() -> None:
+        for callback, state in zip(callbacks, states, strict=True):
+            vars(callback).update({name: copy.copy(value) for name, value in state.items()})
+
+    return restore
+
+
+def _state(metric: Metric) -> dict[str, Any]:
+    state = {name: _copied(value) for name, value in metric.metric_state.items()}
+    return state | {"_update_count": metric._update_count, "_computed": None}
+
+
+def _attributes(result: Any) -> dict[str, Any]:
+    return {name: _copied(getattr(result, name)) for name in _LOGGED if hasattr(result, name)}
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.clone()
+    return list(value) if isinstance(value, list) else value

@@ -1,0 +1,128 @@
+"""A fit whose ranks may die: ``fitting_rank.py FOLDER BACKEND [DEATH ...]``.
+
+A DEATH is NUMBER:STEP:PLACE, with STEP the number of finished optimizer steps. PLACE is ``forward``, ``backward``,
+``step``, ``batch_end``, ``validation``, ``save`` or ``epoch_end``. Each process appends epoch, step and samples of each
+batch that it reads to ``FOLDER/NUMBER.log``, and writes its end to ``FOLDER/NUMBER.json``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanMetric
+
+from lightning_ring.data import ShuffledSampler
+from lightning_ring.integrations.lightning.elastic.strategy import ElasticStrategy
+
+FOLDER, BACKEND, DEATHS = Path(sys.argv[1]), sys.argv[2], sys.argv[3:]
+NUMBER = int(os.environ["RING_MEMBER"])
+SAMPLES, BATCH, EPOCHS = 144, 4, 2
+
+
+def die(step: int, place: str) -> None:
+    if f"{NUMBER}:{step}:{place}" in DEATHS:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Module(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 1))
+        self.seen = MeanMetric()
+        self.net[0].weight.register_post_accumulate_grad_hook(lambda _: self.die("backward"))
+
+    def die(self, place: str) -> None:
+        die(self.global_step, place)
+
+    def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
+        x, y, samples = batch
+        with (FOLDER / f"{NUMBER}.log").open("a") as log:
+            log.write(json.dumps([self.current_epoch, self.global_step, samples.tolist()]) + "\n")
+        self.die("forward")
+        loss = nn.functional.mse_loss(self.net(x), y)
+        self.seen(loss)
+        self.log("seen", self.seen, on_epoch=True, on_step=False)
+        self.log("loss", loss, sync_dist=True, on_step=True, on_epoch=True)
+        return loss
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.die("step")
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.die("batch_end")
+
+    def validation_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.die("validation")
+        self.log("val_loss", nn.functional.mse_loss(self.net(batch[0]), batch[1]), sync_dist=True)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.die("save")
+
+    def on_train_epoch_end(self) -> None:
+        self.die("epoch_end")
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.9), "interval": "step"},
+        }
+
+
+def digest(module: Module, optimizer: torch.optim.Optimizer) -> str:
+    found = hashlib.blake2b(digest_size=8)
+    for param in module.parameters():
+        found.update(param.detach().numpy().tobytes())
+        for value in optimizer.state[param].values():
+            found.update(value.numpy().tobytes())
+    return found.hexdigest()
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(1)
+    x = torch.randn(SAMPLES, 8, generator=torch.Generator().manual_seed(0))
+    data = TensorDataset(x, x.sum(1, keepdim=True), torch.arange(SAMPLES))
+    module = Module()
+    trainer = pl.Trainer(
+        strategy=ElasticStrategy(backend=BACKEND),
+        accelerator="cpu",
+        max_epochs=EPOCHS,
+        logger=CSVLogger(FOLDER, name="csv", flush_logs_every_n_steps=1),
+        log_every_n_steps=1,
+        callbacks=[ModelCheckpoint(FOLDER / "checkpoints", monitor="val_loss", save_top_k=2, save_last=True)],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    order = ShuffledSampler(SAMPLES, remainder="drop", seed=3)
+    # without drop_last another number of ranks may leave a last batch of one sample, which BatchNorm refuses
+    loader = DataLoader(data, batch_size=BATCH, sampler=order, drop_last=True)
+    trainer.fit(module, loader, DataLoader(data, batch_size=BATCH))
+    result = {
+        "rank": trainer.global_rank,
+        "world_size": trainer.world_size,
+        "digest": digest(module, trainer.optimizers[0]),
+        "step": trainer.global_step,
+        "epoch": trainer.current_epoch,
+        "lr": trainer.optimizers[0].param_groups[0]["lr"],
+        "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+        "batches": int(module.net[1].num_batches_tracked),
+    }
+    (FOLDER / f"{NUMBER}.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

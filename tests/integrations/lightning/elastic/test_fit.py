@@ -1,0 +1,92 @@
+"""`Trainer.fit` goes on when ranks are killed: in a step, in validation, in saving, at an epoch's end; rank 0 too."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.processes import ROOT, run
+
+RANK = str(ROOT / "tests" / "integrations" / "lightning" / "elastic" / "fitting_rank.py")
+TORTURE = str(ROOT / "tests" / "membership" / "torture.py")
+START = (
+    "import sys; from lightning_ring.launch.elastic import *; "
+    "sys.exit(ElasticJob([sys.executable, *sys.argv[2:]], ElasticLimits(int(sys.argv[1]))).run())"
+)
+SAMPLES, BATCH, EPOCHS = 144, 4, 2
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(290)]
+
+
+def fit(folder: Path, backend: str, *deaths: str) -> list[dict[str, Any]]:
+    """The ends of the survivors, of 4 ranks."""
+    done = run([sys.executable, "-c", START, "4", RANK, str(folder), backend, *deaths], timeout=200)
+    assert done.returncode == 0, done.stdout[-6000:]
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+
+
+def trained_samples(folder: Path) -> dict[int, list[int]]:
+    """By epoch, the samples of the steps that count. A step that was done again counts with its last readers."""
+    reads: dict[int, dict[int, list[tuple[int, list[int]]]]] = {}  # step, process
+    for log in folder.glob("*.log"):
+        for epoch, step, samples in map(json.loads, log.read_text().splitlines()):
+            reads.setdefault(step, {}).setdefault(int(log.stem), []).append((epoch, samples))
+    survivors = {int(path.stem) for path in folder.glob("*.json")}
+    trained: dict[int, list[int]] = {}
+    for by_process in reads.values():
+        again = any(len(by_process[process]) > 1 for process in survivors)
+        for process, batches in by_process.items():
+            if process in survivors or not again:
+                epoch, samples = batches[-1]
+                trained.setdefault(epoch, []).extend(samples)
+    return trained
+
+
+def check(folder: Path, ends: list[dict[str, Any]], world_size: int) -> None:
+    assert [end["rank"] for end in ends] == list(range(world_size))
+    for end in ends:
+        assert end["world_size"] == world_size
+        assert end["epoch"] == EPOCHS
+        for name in ("digest", "step", "lr", "batches"):
+            assert end[name] == ends[0][name], name
+        for name in ("val_loss", "loss_epoch", "seen"):
+            assert end["metrics"][name] == pytest.approx(ends[0]["metrics"][name]), name
+    assert ends[0]["batches"] == ends[0]["step"]  # a forward that was taken back does not count
+    for samples in trained_samples(folder).values():
+        assert len(set(samples)) == len(samples)  # none twice
+        assert SAMPLES - len(samples) < 4 * BATCH  # none left out but for a remainder
+    with (folder / "csv" / "version_0" / "metrics.csv").open() as file:
+        steps = [int(row["step"]) for row in csv.DictReader(file) if row["loss_step"]]
+    assert steps == sorted(set(steps))
+    assert len(set(range(ends[0]["step"])) - set(steps)) <= 1  # the line that a rank 0 had yet to write when it died
+    assert len(list((folder / "csv").iterdir())) == 1
+    assert (folder / "checkpoints" / "last.ckpt").exists()
+
+
+@pytest.mark.parametrize(
+    ("backend", "deaths"),
+    [
+        ("auto", ["1:3:backward", "0:6:forward"]),  # rank 0 hands over its files
+        ("gloo", ["2:2:step", "0:5:backward"]),
+        ("auto", ["3:4:batch_end", "1:10:validation"]),
+        ("gloo", ["0:9:save", "2:13:forward"]),
+        ("auto", ["2:9:validation", "0:9:epoch_end"]),
+        ("gloo", ["1:9:epoch_end", "0:14:batch_end"]),
+    ],
+)
+def test_a_fit_outlives_ranks(backend: str, deaths: list[str], tmp_path: Path) -> None:
+    ends = fit(tmp_path, backend, *deaths)
+    check(tmp_path, ends, 4 - len(deaths))
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_fit_outlives_random_kills(seed: int, tmp_path: Path) -> None:
+    rank = [RANK, str(tmp_path), ["auto", "gloo"][seed]]
+    command = [sys.executable, TORTURE, "--no-respawn", "--kills", "2", str(seed), str(tmp_path), *rank]
+    done = run(command, timeout=250)
+    assert done.returncode == 0, done.stdout[-6000:]
+    check(tmp_path, [json.loads(path.read_text()) for path in sorted(tmp_path.glob("*.json"))], 2)

@@ -1,0 +1,73 @@
+"""Collectives between steps that are made again: results, sections, and a rank that missed the end of one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_ring.errors import PeerFailedError
+from lightning_ring.integrations.lightning.elastic.host_calls import HostCalls
+
+DIED = PeerFailedError("rank 1 died")
+
+
+class Others:
+    """A communicator whose other rank has made ``count`` calls, the last of which gave ``last``."""
+
+    def __init__(self, count: int, last: Any) -> None:
+        self.theirs = (count, last)
+
+    def all_gather_object(self, mine: Any) -> list[Any]:
+        return [mine, self.theirs]
+
+
+def calls_beside(count: int, last: Any) -> HostCalls:
+    calls = HostCalls(lambda error: calls.compare(Others(count, last)))  # type: ignore[arg-type]
+    return calls
+
+
+def dying(times: int, result: Any) -> Any:
+    """A collective in which somebody dies the first ``times`` times."""
+    deaths = iter(range(times))
+
+    def run() -> Any:
+        if next(deaths, None) is not None:
+            raise DIED
+        return result
+
+    return run
+
+
+def test_a_call_is_made_again_as_often_as_somebody_dies_in_it() -> None:
+    calls, again = calls_beside(0, None), []
+    assert calls.call(dying(2, "result"), lambda: again.append(1)) == "result"
+    assert len(again) == 2
+
+
+def test_whoever_missed_the_end_of_a_call_takes_the_result_of_a_rank_that_did_not() -> None:
+    calls, again = calls_beside(2, torch.tensor(5.0)), []
+    calls.call(dying(0, "the first"))
+    assert calls.call(dying(1, "never"), lambda: again.append(1)) == torch.tensor(5.0)
+    assert not again
+
+
+def test_calls_within_a_section_are_not_made_again_by_themselves() -> None:
+    calls, attempts = calls_beside(0, None), []
+
+    def section() -> str:
+        attempts.append(1)
+        calls.call(dying(1 if len(attempts) == 1 else 0, None))
+        return "over"
+
+    assert calls.call(section) == "over"
+    assert len(attempts) == 2
+
+
+def test_what_no_death_explains_is_raised() -> None:
+    def recover(error: Exception) -> None:
+        raise error
+
+    with pytest.raises(PeerFailedError):
+        HostCalls(recover).call(dying(1, None))
