@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from itertools import pairwise
 
 import pytest
@@ -14,6 +15,7 @@ from lightning_ring.gradients.compression import PowerSGD
 from tests.thread_ranks import run_ranks
 
 INFINITE_AT = 2  # step, counted from 0
+NET = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))
 WAYS = [
     ("ring", None),
     ("ring", "fp16"),
@@ -33,8 +35,7 @@ def algorithm_of(strategy, compression):
 
 def train(comm, strategy, compression, layer, num_steps=5):
     """Returns for each step the scale after it, and the parameters. On rank 1 the gradient of ``layer`` becomes inf."""
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))
+    net = copy.deepcopy(NET)  # thread-ranks share torch's random generator
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     algorithm = algorithm_of(strategy, compression)
     algorithm.attach(net, [optimizer], comm)
