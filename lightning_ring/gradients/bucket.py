@@ -184,10 +184,12 @@ class Bucket:
 
         A parameter that no rank used keeps its ``.grad``. ``read`` brings a tensor to the host (`Communicator.read`).
         """
-        used = None if all(self.contributed) else read(self.used).tolist()  # waits for the device: only if needed
+        others = [param for param, own in zip(self.params, self.contributed, strict=True) if not own]
+        # it waits for the device: only if needed
+        used = read(self.used).tolist() if any(param.requires_grad for param in others) else [0] * len(self.params)
         published = []
         for index, param in enumerate(self.params):
-            if self.contributed[index] or (used is not None and used[index] > 0 and param.requires_grad):
+            if self.contributed[index] or (used[index] > 0 and param.requires_grad):
                 lent = self._lent if index not in self._kept else None
                 param.grad = lent.views[index] if lent is not None else self._copied(index)
                 published.append(param)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_ring.comm.communicator import ChainedWork, ReduceOp, Work
+from lightning_ring.comm.host_copy import on_host
 from lightning_ring.gradients.bucket import Bucket
 from lightning_ring.gradients.kept_averages import KeptAverages
 from lightning_ring.gradients.reducer import Reducer
@@ -90,7 +91,7 @@ class ShardReducer(Reducer):
 
         def arrived() -> None:
             torch._foreach_copy_(targets, list(parts))
-            if keeps or totals.device.type == "cpu":  # reading it makes the host wait for a GPU
+            if keeps or on_host(totals):  # reading it makes the host wait for a GPU
                 self._kept.check_counts(self._comm.read(totals), self._comm.world_size)
 
         return ChainedWork(self._comm.all_reduce_(vector, name=self._named("flags")), arrived)

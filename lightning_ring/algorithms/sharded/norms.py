@@ -34,7 +34,8 @@ def clip_grad_norm_(
 
     Gradients outside the buckets are assumed to be the same on all ranks.
     """
-    own, everywhere = [], []
+    own: list[Any] = []
+    everywhere: list[Tensor] = []
     for param in params:
         if param.grad is None:
             continue
@@ -44,8 +45,8 @@ def clip_grad_norm_(
             everywhere.append(param.grad)
     total = _total_norm(own, everywhere, parameters, norm_type)
     scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    for grad in own + everywhere:
-        grad.mul_(scale.to(grad.device, grad.real.dtype))  # type: ignore[union-attr]
+    for grads in _alike(own + everywhere):
+        torch._foreach_mul_(grads, scale.to(grads[0].device, grads[0].real.dtype))
     return total
 
 
@@ -63,8 +64,19 @@ def _total_norm(own: list[Any], everywhere: list[Tensor], parameters: ShardedPar
 
 
 def _power_sum(grads: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
-    norms = torch._foreach_norm(grads, norm_type) if grads else []
-    return sum((norm.double() ** norm_type for norm in norms), torch.zeros(1, dtype=torch.float64, device=device))
+    total = torch.zeros(1, dtype=torch.float64, device=device)
+    for alike in _alike(grads):
+        norms = torch.stack(torch._foreach_norm(alike, norm_type))
+        total += norms.double().pow_(norm_type).sum().to(device)
+    return total
+
+
+def _alike(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """By device and type, for multi-tensor operations."""
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return list(groups.values())
 
 
 def unscale_shards(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_ring.comm.communicator import ChainedWork, Communicator, Work
+from lightning_ring.comm.host_copy import on_host
 from lightning_ring.gradients.compression.compressor import Compressor, GradientLayout
 
 
@@ -76,7 +77,7 @@ class ErrorFeedback(Compressor):
             work = self.compressor.all_reduce(flat, comm, lost=residual, name=name)
         else:
             work = self._all_reduce_converted(flat, residual, self.compressor.buffer_dtype, comm, name)
-        return ChainedWork(work, lambda: self._keep_unused(absent, layout, comm)) if absent else work
+        return ChainedWork(work, lambda: self._keep_unused(absent, layout)) if absent else work
 
     def state_dict(self, comm: Communicator) -> dict[str, Any]:
         """Every rank's residuals, on rank 0 only: for N ranks up to N times the model's bytes."""
@@ -108,18 +109,20 @@ class ErrorFeedback(Compressor):
         buffer = flat.to(dtype)
 
         def arrived() -> None:
-            if comm.read(buffer.sum(dtype=flat.dtype)).isfinite():
+            finite = buffer.sum(dtype=flat.dtype).isfinite()
+            if not on_host(flat):
+                torch.where(finite, flat - flat.to(dtype), residual, out=residual)
+            elif finite:
                 torch.sub(flat, flat.to(dtype), out=residual)
             flat.copy_(buffer)
 
         return ChainedWork(self.compressor.all_reduce(buffer, comm, name=name), arrived)
 
-    def _keep_unused(self, absent: dict[int, Tensor], layout: GradientLayout, comm: Communicator) -> None:
+    def _keep_unused(self, absent: dict[int, Tensor], layout: GradientLayout) -> None:
         """What arrived for a gradient that no rank has is dropped: its residual is still owed."""
-        used = comm.read(layout.used).tolist()
-        for index, residual in absent.items():
-            if used[index] <= 0:
-                self._views[layout.names[index]].copy_(residual)
+        for index, residual in absent.items():  # the host waits for no device
+            view = self._views[layout.names[index]]
+            view.copy_(torch.where(layout.used[index] > 0, view, residual))
 
     @staticmethod
     def _restore(residual: Tensor, earlier: Tensor | None) -> None:

@@ -20,6 +20,7 @@ class Matrix:
     gradient: Tensor
     p: Tensor
     q: Tensor
+    drawn: Tensor | None = None  # the random Q it starts from, on a device that would need it back
 
 
 @dataclass(slots=True)

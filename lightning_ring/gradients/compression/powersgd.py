@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_ring.comm.communicator import ChainedWork, Communicator, ReduceOp, Work
+from lightning_ring.comm.host_copy import on_host
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.gradients.compression.compressor import Compressor, GradientLayout
 from lightning_ring.gradients.compression.error_feedback import ErrorFeedback
@@ -115,7 +116,7 @@ class LowRank(Compressor):
             work,
             lambda: _put_back(plan),
             lambda: _send_second(plan, comm, name),
-            lambda: self._decompress(plan, flat, lost, comm),
+            lambda: self._decompress(plan, flat, lost),
         )
 
     def state_dict(self, comm: Communicator) -> dict[str, Any]:
@@ -150,14 +151,21 @@ class LowRank(Compressor):
         self._restore(matrix)
         return matrix
 
-    def _draw(self, matrix: Matrix) -> None:
+    def _random(self, matrix: Matrix) -> Tensor:
         # by name: the same on every rank and in every order of buckets
         generator = torch.Generator().manual_seed(zlib.crc32(matrix.name.encode()) + self.seed)
-        matrix.q.copy_(torch.randn(matrix.q.shape, generator=generator, dtype=matrix.q.dtype))
+        return torch.randn(matrix.q.shape, generator=generator, dtype=matrix.q.dtype)
 
-    def _decompress(self, plan: Plan, flat: Tensor, lost: Tensor | None, comm: Communicator) -> None:
+    def _draw(self, matrix: Matrix) -> None:
+        matrix.q.copy_(self._random(matrix))
+
+    def _decompress(self, plan: Plan, flat: Tensor, lost: Tensor | None) -> None:
         """Put the product of the factors into ``flat``, and the rest of this rank's gradients into ``lost``."""
-        if not comm.read(plan.second.sum()).isfinite():  # a loss scaler will skip this step: it has not been taken
+        finite = plan.second.sum().isfinite()
+        if not on_host(flat):
+            self._decompress_on_device(plan, flat, lost, finite)
+            return
+        if not finite:  # a loss scaler will skip this step: it has not been taken
             for matrix in plan.matrices:
                 matrix.gradient.fill_(torch.nan)
                 self._draw(matrix)
@@ -171,6 +179,21 @@ class LowRank(Compressor):
             error.sub_(matrix.gradient)
         if lost is not None and plan.rest:
             torch._foreach_zero_([counterpart(lost, flat, part) for part in plan.rest])
+
+    def _decompress_on_device(self, plan: Plan, flat: Tensor, lost: Tensor | None, finite: Tensor) -> None:
+        """The same, by selection: to ask whether the sums are ``finite`` would make the host wait in every bucket."""
+        for matrix in plan.matrices:
+            product = torch.mm(matrix.p, matrix.q.t())
+            if lost is not None:
+                error = counterpart(lost, flat, matrix.gradient)
+                error.copy_(torch.where(finite, matrix.gradient - product, error))
+            matrix.gradient.copy_(torch.where(finite, product, torch.nan))
+            if matrix.drawn is None:
+                matrix.drawn = self._random(matrix).to(matrix.q.device)
+            matrix.q.copy_(torch.where(finite, matrix.q, matrix.drawn))
+        if lost is not None and plan.rest:
+            for place in [counterpart(lost, flat, part) for part in plan.rest]:
+                place.copy_(torch.where(finite, 0.0, place))
 
     def _restore(self, matrix: Matrix) -> None:
         q = self._loaded.pop(matrix.name, None)

@@ -1,0 +1,108 @@
+"""How often a step makes the host wait for a device, and how many operations it launches; the device is a fake."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_ring.algorithms.averaging import Averaging
+from lightning_ring.algorithms.sharded import Sharded, norms
+from lightning_ring.gradients.compression import PowerSGD
+from tests.fake_device import on_fake_device
+from tests.thread_ranks import run_ranks
+
+NUM_LAYERS = 80
+WAYS = {
+    "ring": lambda: Averaging(bucket_cap_mb=0.002),
+    "ring, fp16": lambda: Averaging(bucket_cap_mb=0.002, compression="fp16"),
+    "ring, bf16": lambda: Averaging(bucket_cap_mb=0.002, compression="bf16"),
+    "ring, powersgd": lambda: Averaging(bucket_cap_mb=0.002, compression=PowerSGD(rank=1, start_iter=0)),
+    "ring_sharded": lambda: Sharded(bucket_cap_mb=0.002),
+    "ring_sharded, fp16": lambda: Sharded(bucket_cap_mb=0.002, compression="fp16"),
+}
+
+
+class Launches(TorchDispatchMode):
+    """Counts operations."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_launches = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.num_launches += 1
+        return func(*args, **(kwargs or {}))
+
+
+def net_of(num_layers=4):
+    torch.manual_seed(0)
+    layers = [layer for _ in range(num_layers) for layer in (nn.Linear(8, 8), nn.Tanh())]
+    return nn.Sequential(*layers)
+
+
+def train(comm, algorithm, now, *, num_steps=5, freeze_at=None):
+    """``now`` is the step that the device is in, as far as the host may know."""
+    net = net_of()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    algorithm.attach(net, [optimizer], comm)
+    for step in range(num_steps):
+        now[comm.rank] = step
+        if step == freeze_at:
+            net[0].requires_grad_(False)
+        algorithm.begin_batch()
+        with algorithm.forward():
+            loss = net(torch.ones(2, 8) * (comm.rank + 1)).square().mean()
+        optimizer.zero_grad()
+        with algorithm.backward():
+            loss.backward()
+        optimizer.step()
+        algorithm.wait_parameters()
+        algorithm.agreed_to_stop()
+    weights = torch.cat([param.detach().flatten() for param in net.parameters()])
+    algorithm.detach()
+    return weights
+
+
+@pytest.mark.parametrize("freeze_at", [None, 2])
+@pytest.mark.parametrize("way", WAYS)
+def test_the_host_waits_for_no_value_of_the_step_it_has_just_sent(monkeypatch, way, freeze_at):
+    expected = run_ranks(1, lambda comm: train(comm, WAYS[way](), {}, freeze_at=freeze_at))
+    now = {}
+
+    def mark():
+        step = now[0]
+        return lambda: step < now[0]
+
+    on_fake_device(monkeypatch, mark)
+
+    def rank(comm):
+        def refuse(reached):
+            raise AssertionError("the host waits for the device")
+
+        comm.wait_until = refuse
+        return train(comm, WAYS[way](), now, freeze_at=freeze_at)
+
+    assert torch.equal(run_ranks(1, rank)[0], expected[0])
+
+
+def test_clipping_takes_as_many_operations_for_many_parameters_as_for_few():
+    def count(num_layers):
+        def rank(comm):
+            net = net_of(num_layers)
+            algorithm = Sharded(bucket_cap_mb=1)
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+            algorithm.attach(net, [optimizer], comm)
+            with algorithm.backward():
+                net(torch.ones(2, 8)).sum().backward()
+            algorithm.clip_grad_norm_(net.parameters(), 0.1)  # builds the buckets of parameters
+            own = [algorithm._attached.own_gradient(param) for param in net.parameters()]
+            with Launches() as launches:
+                norms._total_norm(own, [], algorithm._attached, 2.0)
+            algorithm.detach()
+            return launches.num_launches
+
+        return run_ranks(1, rank)[0]
+
+    assert count(NUM_LAYERS) == count(2) < 15
