@@ -34,9 +34,8 @@ def split_at_buckets(cap_mb: float) -> Iterator[None]:
     which is 1 MiB, as here.
     """
     buckets = _Buckets(int(max(cap_mb, FIRST_BUCKET_MB) * _MIB))
-    before = DistributedDataParallel._active_ddp_module
     DistributedDataParallel._active_ddp_module = cast(Any, buckets)
     try:
         yield
     finally:
-        DistributedDataParallel._active_ddp_module = before
+        DistributedDataParallel._active_ddp_module = None  # not what was there before: that may be another thread's

@@ -173,8 +173,9 @@ class CollectiveQueue:
                 self.finish(last)
             except RingError:
                 break  # whoever waits for the work is told
-        with self._moving:
-            pass  # a thread may still be inside a step: from here on nothing is written into others' memory
+        # a thread may still be inside a step: from here on nothing is written into others' memory
+        if self._moving.acquire(timeout=STUCK_SECONDS):
+            self._moving.release()
         if self._thread is not None:
             self._alarm.ring()
             self._thread.join(CHECK_SECONDS)

@@ -17,7 +17,7 @@ from lightning_ring.membership.roster import Roster
 from lightning_ring.membership.steward import Steward
 
 LOOK_SECONDS = 0.01  # how often the kernel is asked whether a process is on its way out
-_LARGEST_OF_PROGRAMS = 128  # exit codes above it are a shell's, for a program that a signal ended
+_CODES_OF_SIGNALS = range(129, 193)  # a shell's, for a program that a signal ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,8 @@ class ElasticJob:
             if process.dead and not process.reaped and (code := process.poll()) is not None:
                 process.reaped = True
                 self._replace(number, process, code, now)
-        for _ in range(self._respawns.take_due(now) if self._respawns is not None else 0):
+        over = self._supervisor.ending or self._steward.ended is not None
+        for _ in range(self._respawns.take_due(now) if self._respawns is not None and not over else 0):
             self._supervisor.start(self._next_child())
         self._show_view()
         self._end_if_starved(now)
@@ -126,7 +127,7 @@ class ElasticJob:
     def _replace(self, number: int, process: _Process, code: int, now: float) -> None:
         """Say how a process ended that the job outlives, and have another one take its place."""
         over = self._supervisor.ending or self._steward.ended is not None
-        if over or number in self._steward.roster.finishers or 0 <= code <= _LARGEST_OF_PROGRAMS:
+        if over or number in self._steward.roster.finishers or not _by_signal(code):
             return
         process.outlived = True
         how = f"was killed by signal {-code} ({signal_name(-code)})" if code < 0 else f"ended with exit code {code}"
@@ -140,7 +141,7 @@ class ElasticJob:
         roster = self._steward.roster
         if any(process.outlived for process in self._processes.values() if process.child is child):
             return True
-        if 0 < code <= _LARGEST_OF_PROGRAMS or (self._steward.ended is not None and not roster.finished):
+        if not _by_signal(code) or (self._steward.ended is not None and not roster.finished):
             return False
         others = [process for process in self._processes.values() if process.child is not child]
         return any(other.child.process is not None and other.poll() in (None, 0) for other in others)
@@ -173,3 +174,7 @@ class ElasticJob:
                 f"{left} of its ranks are left, and it goes on with {self.limits.min_ranks} or more (--min-ranks). "
                 f"Dead: {dead}"
             )
+
+
+def _by_signal(code: int) -> bool:
+    return code < 0 or code in _CODES_OF_SIGNALS

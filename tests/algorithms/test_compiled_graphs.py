@@ -74,3 +74,36 @@ def test_buckets_leave_while_the_backward_of_a_compiled_model_runs(make):
     first, last_product = entries.index("collective"), len(entries) - 1 - entries[::-1].index("product")
     assert "product" in entries[:first]
     assert entries[first:last_product].count("collective") == 3, "all but the last bucket leave before backward ends"
+
+
+def graphs_of_a_later_batch(comm):
+    """How many graphs a compiled model of one bucket has when it is compiled again after a step."""
+    torch.compiler.reset()
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    net = nn.Sequential(*(nn.Linear(64, 64) for _ in range(12)))
+    compiled = torch.compile(net, backend=count, dynamic=False)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    algorithm = Sharded(bucket_cap_mb=25)
+    algorithm.attach(net, [optimizer], comm)
+    for size in (4, 4, 3):
+        algorithm.begin_batch()
+        graphs.clear()
+        with algorithm.forward():
+            loss = compiled(torch.ones(size, 64)).sum()
+        optimizer.zero_grad()
+        with algorithm.backward():
+            loss.backward()
+        optimizer.step()
+    algorithm.wait_parameters()
+    algorithm.detach()
+    return len(graphs)
+
+
+@pytest.mark.ranks  # it compiles
+def test_parameters_that_lie_in_a_bucket_split_no_graph():
+    assert run_ranks(1, graphs_of_a_later_batch) == [1]

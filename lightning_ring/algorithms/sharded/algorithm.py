@@ -25,6 +25,8 @@ from lightning_ring.gradients.compression import Compressor
 from lightning_ring.gradients.shard_reducer import ShardReducer
 from lightning_ring.gradients.squared_norms import sum_of_squares
 
+_ENDING_SECONDS = 1.0  # in which what all ranks have sent arrives
+
 
 class Sharded(Algorithm):
     """Gradients are reduce-scattered, each rank steps its shard, and parameters are all-gathered.
@@ -88,6 +90,11 @@ class Sharded(Algorithm):
         if self._parameters is not None and self.reducer is not None:
             if wait:
                 self.wait_parameters()
+            elif not self._parameters.take_what_arrives(_ENDING_SECONDS):
+                self._warn(
+                    "training ended while new parameters were on their way to this rank: its weights mix those before "
+                    "and after the last step. Go on from a checkpoint."
+                )
             for optimizer in list(self._sliced.values()):
                 optimizer.release()
             self._reads.remove()
@@ -139,7 +146,9 @@ class Sharded(Algorithm):
     def forward(self, *, wait: bool = True) -> Iterator[None]:
         assert self._parameters is not None, "attach() comes first"
         reads = self._reads.forward(norms=not wait) if self.overlaps else nullcontext()
-        with self._averaging.forward(), reads:
+        # the compiler takes the size of a parameter's memory, which is that of a whole bucket once it lies in one
+        splits = nullcontext() if self._parameters.buckets else self._averaging.forward()
+        with splits, reads:
             yield
         if wait:
             self.wait_parameters()

@@ -34,7 +34,7 @@ def intercepting_class(before_read: Callable[[Parameter], None]) -> type[Paramet
         @classmethod
         def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs = kwargs or {}
-            intercepted = func not in _READS_NO_VALUES and [*_of_class(cls, args), *_of_class(cls, kwargs.values())]
+            intercepted = reads_values(func) and [*of_class(cls, args), *of_class(cls, kwargs.values())]
             for param in intercepted or ():
                 before_read(param)
             if intercepted and all(type(param) is not cls for param in intercepted):
@@ -44,7 +44,9 @@ def intercepting_class(before_read: Callable[[Parameter], None]) -> type[Paramet
 
         def __deepcopy__(self, memo: Any) -> Any:
             before_read(self)
-            return Parameter.__deepcopy__(self, memo)
+            copy = Parameter.__deepcopy__(self, memo)
+            copy.__class__ = Parameter  # where the copied one keeps its class, as in another thread
+            return copy
 
         def __reduce_ex__(self, protocol: Any) -> Any:
             before_read(self)
@@ -53,12 +55,17 @@ def intercepting_class(before_read: Callable[[Parameter], None]) -> type[Paramet
     return InterceptedParameter
 
 
-def _of_class(cls: type, values: Iterable[Any]) -> Iterator[Any]:
+def reads_values(func: Any) -> bool:
+    """Whether a call of torch may do more than describe its arguments."""
+    return func not in _READS_NO_VALUES
+
+
+def of_class(cls: type, values: Iterable[Any]) -> Iterator[Any]:
+    """Those of ``values``, also in lists, tuples and dicts, whose class is ``cls``."""
     for value in values:
-        kind = type(value)
-        if kind is cls:
+        if type(value) is cls:
             yield value
-        elif kind is list or kind is tuple:
-            yield from _of_class(cls, value)
-        elif kind is dict:
-            yield from _of_class(cls, value.values())
+        elif isinstance(value, (list, tuple)):
+            yield from of_class(cls, value)
+        elif isinstance(value, dict):
+            yield from of_class(cls, value.values())

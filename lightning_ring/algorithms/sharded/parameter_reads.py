@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
 from lightning_ring.algorithms.sharded.compiled_code import find_unseen_reader
-from lightning_ring.algorithms.sharded.intercept import intercepting_class
+from lightning_ring.algorithms.sharded.intercept import intercepting_class, of_class, reads_values
 from lightning_ring.algorithms.sharded.norms import NORMS
 from lightning_ring.algorithms.sharded.parameters import ShardedParameters
 from lightning_ring.gradients.streams import current_stream
@@ -63,10 +63,9 @@ class ParameterReads:
         parameters.reducer.on_gradient = self._on_gradient
         self.follow()
         if unseen := find_unseen_reader(module):
-            self.trusted = False
-            warn(
+            self._distrust(
                 f"{unseen} (scripted, compiled, or a transform of torch.func) may read parameters where lightning_ring "
-                f"cannot see it. {_WAITS}"
+                "cannot see it."
             )
 
     def follow(self) -> None:
@@ -93,7 +92,7 @@ class ParameterReads:
         noting = [param for param in params if type(param) is Parameter]  # others never travel during a forward
         self._verified.update(id(param) for param in params if type(param) is not Parameter)
         self._addresses = {param.data_ptr() for param in params if param.numel()}
-        self._stream = current_stream(self._parameters.device)
+        self._stream = current_stream(params[0].device) if params else None
         self._set_class(noting, self._noting)
         self._in_forward = True
         try:
@@ -131,17 +130,29 @@ class ParameterReads:
     def look_for_wrapped(self, values: Iterable[Any]) -> None:
         """Stop trusting where ``values``, arguments of a call of torch, contain a parameter wrapped by `torch.func`."""
         if self._in_forward and self.trusted and any(_unwrapped_address(value) in self._addresses for value in values):
-            self.trusted = False
-            self._warn(f"torch.func transforms a function of parameters. {_WAITS}")
+            self._distrust("torch.func transforms a function of parameters.")
+
+    def look_for_unread(self, func: Any, values: Iterable[Any]) -> None:
+        """After a call of torch with ``values``: a parameter among them that noted no read is read in another way."""
+        if self._in_forward and self.trusted and reads_values(func):
+            for _ in of_class(self._noting, values):
+                self._distrust(
+                    f"{getattr(func, '__name__', func)} was called with a parameter, whose read was not seen."
+                )
+                return
+
+    def _distrust(self, why: str) -> None:
+        self.trusted = False
+        self._warn(f"{why} {_WAITS}")
 
     def _note(self, param: Parameter) -> None:
-        if threading.get_ident() == self._thread:
+        # of compiled code only what the compiler traces would be seen
+        if not torch.compiler.is_compiling() and threading.get_ident() == self._thread:
             self._seen.add(id(param))
             if type(param) is self._noting:
                 self._set_class([param], Parameter)
                 if self.trusted and current_stream(param.device) != self._stream:
-                    self.trusted = False
-                    self._warn(f"Parameters are read on several streams of {param.device}. {_WAITS}")
+                    self._distrust(f"Parameters are read on several streams of {param.device}.")
 
     @staticmethod
     def _set_class(params: Iterable[Parameter], kind: type[Parameter]) -> None:
@@ -157,10 +168,9 @@ class ParameterReads:
             self._verified.add(id(param))
         else:
             name = next((name for name, other in self._module.named_parameters() if other is param), "a parameter")
-            self.trusted = False
-            self._warn(
+            self._distrust(
                 f"{name} got a gradient, but no call of torch from Python was seen reading it (scripted or compiled "
-                f"code, or torch.func). {_WAITS}"
+                "code, or torch.func)."
             )
 
 
@@ -188,7 +198,10 @@ class _Watch(TorchFunctionMode):
             if func in NORMS:
                 self._reads.on_norm(args)
             self._reads.look_for_wrapped(args)
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if not torch.compiler.is_compiling():
+            self._reads.look_for_unread(func, args)
+        return result
 
 
 def _unwrapped_address(value: Any) -> int | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -15,13 +17,14 @@ from torch.nn import Parameter
 from lightning_ring.algorithms.sharded.intercept import intercepting_class
 from lightning_ring.algorithms.sharded.memory import is_held_elsewhere, num_holders, unreadable_like
 from lightning_ring.comm.communicator import Communicator, Work
+from lightning_ring.errors import RingError
 from lightning_ring.gradients.bucket import Bucket
 from lightning_ring.gradients.shard_reducer import ShardReducer
 from lightning_ring.gradients.streams import current_stream, order_after_current
 
 _TOO_EARLY = (
     "{} was read before its new values had arrived from the ranks that stepped them, by code that lightning_ring does "
-    "not see reading (scripted or compiled code, torch.func, a thread, C++). Call "
+    "not see reading (scripted or compiled code, torch.func, a thread, a forked process, C++). Call "
     "self.trainer.strategy.wait_parameters() before that, or use strategy='ring'."
 )
 
@@ -153,7 +156,7 @@ class ShardedParameters:
         self.by_param: dict[Parameter, ParameterShard] = {}  # this rank's, of each parameter in a bucket
         self._bucket_of: dict[int, ParameterBucket] = {}
         self._gathers: dict[ParameterBucket, Work] = {}
-        self._thread = threading.get_ident()
+        self._reader = (os.getpid(), threading.get_ident())
         self._intercepting = intercepting_class(self._before_read)
         self._stepped_on: Any = None  # the stream
 
@@ -202,7 +205,8 @@ class ShardedParameters:
             self._wait_for(bucket)
 
     def _before_read(self, param: Parameter) -> None:
-        if threading.get_ident() == self._thread:  # a wait in another thread could overtake one of this thread
+        # a wait in another thread could overtake one of this thread; one in a forked child would answer the other ranks
+        if (os.getpid(), threading.get_ident()) == self._reader:
             self.wait_for(param)
 
     def hide(self) -> None:
@@ -224,6 +228,19 @@ class ShardedParameters:
     def wait(self) -> None:
         while self._gathers:
             self._wait_for(next(iter(self._gathers)))
+
+    def take_what_arrives(self, seconds: float) -> bool:
+        """After an exception, which some ranks may not have met: wait no longer than that. Whether all have arrived."""
+        until = time.monotonic() + seconds
+        try:
+            for bucket, work in list(self._gathers.items()):
+                while not work.done() and time.monotonic() < until:
+                    time.sleep(0.001)
+                if work.done():
+                    self._wait_for(bucket)
+        except RingError:
+            pass
+        return self.complete
 
     def _wait_for(self, bucket: ParameterBucket) -> None:
         # neither `torch.func` nor a mode takes part in computations of the wait

@@ -97,6 +97,6 @@ def parse(line: bytes) -> Message | None:
     """The message on ``line``; `None` for anything else."""
     try:
         message = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):  # of lists in lists in lists
         return None
     return message if isinstance(message, dict) and isinstance(message.get("kind"), str) else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import sys
@@ -80,7 +81,8 @@ def _report(num_hosts: int, chosen: Sequence[str], request: Request, host: Host)
     answer = ask(_command(host, num_hosts, chosen, request), seconds, environ)
     for line in answer.stdout.splitlines():
         if line.startswith(PREFIX):
-            return HostReport(host.name, HostReport.from_json(json.loads(line.removeprefix(PREFIX))).families)
+            with contextlib.suppress(ValueError):  # of a line that was cut
+                return HostReport(host.name, HostReport.from_json(json.loads(line.removeprefix(PREFIX))).families)
     said = what_was_said(answer.stderr)
     found = f"gave no report: it {answer.problem or 'ended without a word'}{': ' + said if said else ''}"
     advice = (

@@ -7,7 +7,7 @@ import io
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning as L
 import pytest
@@ -60,6 +60,11 @@ class Reading(Classifier):
 def _sum(values: Any) -> Any:
     leaves = torch.utils._pytree.tree_leaves(values)
     return sum(leaf.double().sum().float() for leaf in leaves)
+
+
+class _Pair(NamedTuple):
+    first: Tensor
+    second: Tensor
 
 
 class _Square(torch.autograd.Function):
@@ -129,6 +134,7 @@ WAYS: dict[str, Read] = {  # the first one in the first step, in which `torch.fu
     "state_dict": lambda m, x: _sum(list(m.state_dict().values())),
     "foreach": lambda m, x: _sum(torch._foreach_mul([p.detach() for p in m.parameters()], 2.0)),
     "foreach norm": lambda m, x: _sum(torch._foreach_norm(list(m.parameters()))),
+    "named tuple": lambda m, x: torch.cat(_Pair(m.net[0].bias, m.net[2].bias)).sum(),
 }
 
 
