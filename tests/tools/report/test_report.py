@@ -10,6 +10,7 @@ from typing import Any
 
 import lightning as L
 import pytest
+import time
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch.utils.data import DataLoader, TensorDataset
@@ -205,6 +206,7 @@ def test_a_run_that_went_on_shows_each_fit_and_the_later_value_of_a_step(trained
             writer.add_scalar("val/loss", value, 5)
             if end is not None:
                 writer.add_text("ring/end", end, 5)
+                time.sleep(1.1)  # files are named after the second
     (run,) = read_runs([tmp_path])
     assert [(fit.environment["ranks"], fit.end) for fit in run.fits] == [("4", "PeerFailedError: rank 3"), ("3", "")]
     assert run.end == "not recorded: killed, or still running"
