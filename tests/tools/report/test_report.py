@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import time
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
-import time
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch.utils.data import DataLoader, TensorDataset
