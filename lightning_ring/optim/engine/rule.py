@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_ring.optim.engine.parameter_list import GPUS
 from lightning_ring.optim.engine.tensor_list import Tensors
 
 Operand = Any  # a Tensor, a TensorList or a Symbol: each has + - * / and .sqrt()
@@ -148,7 +149,7 @@ def known_on_host(h: Scalars, device: torch.device) -> StepNumbers:
     packed = torch.stack(list(host.values()))
     if device.type == "mps":
         packed = packed.float()
-    elif device.type == "cuda":
+    elif device.type in GPUS:
         packed = packed.pin_memory()
     moved = packed.to(device, non_blocking=True)
     return StepNumbers(dict(zip(host, moved.unbind(), strict=True)), host)
