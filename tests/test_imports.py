@@ -19,7 +19,7 @@ ALLOWED = {  # room: the rooms that it may import
     "host": {"errors"},
     "comm": {"errors", "host"},
     "job": {"comm", "errors", "host"},
-    "gradients": {"comm", "errors"},
+    "gradients": {"comm", "errors", "host"},
     "algorithms": {"comm", "errors", "gradients", "optim"},
     "options": {"algorithms", "comm", "errors", "gradients", "timeline"},
     "membership": {"errors", "job"},

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_ring.comm.communicator import Communicator, ReduceOp, Work
 from lightning_ring.errors import RingError
+from lightning_ring.host.accelerator import gpu_module, is_gpu, mark, timed_event
 
 _log = logging.getLogger("lightning_ring")
 
@@ -31,7 +32,7 @@ class CollectiveRecord:
     up takes of each what comes after the end of those before it (`monitor.step_window` does), so that no moment counts
     twice; when an overlapping one began on the wire is not known.
 
-    On CUDA ``ended`` is `None`. ``events`` tell when the stream that called it came to it, and when it was over;
+    On a GPU ``ended`` is `None`. ``events`` tell when the stream that called it came to it, and when it was over;
     ``wait_event`` when the stream that waited for it came to that.
     """
 
@@ -43,8 +44,8 @@ class CollectiveRecord:
     waited_from: float = 0.0
     waited_until: float = 0.0
     ended: float | None = None  # when it was over, if the work has such an attribute; else when its caller had waited
-    events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
-    wait_event: torch.cuda.Event | None = None
+    events: tuple[Any, Any] | None = None
+    wait_event: Any = None
 
 
 Listener = Callable[[CollectiveRecord], None]
@@ -53,15 +54,15 @@ Listener = Callable[[CollectiveRecord], None]
 class RecordedCommunicator(Communicator):
     """``comm``, whose collectives are told to ``listeners`` once they were waited for, in the thread that waited.
 
-    Costs four clock reads a collective, on CUDA three events; without listeners nothing. Collectives that block are not
-    recorded. The list may change while training goes on; a listener that raises is taken off it.
+    Costs four clock reads a collective, on a GPU three events; without listeners nothing. Collectives that block are
+    not recorded. The list may change while training goes on; a listener that raises is taken off it.
     """
 
     def __init__(self, comm: Communicator, listeners: list[Listener]) -> None:
         self._comm = comm
         self.rank, self.world_size = comm.rank, comm.world_size
         self._listeners = listeners
-        self._side: torch.cuda.Stream | None = None
+        self._side: Any = None  # a stream
 
     @property
     def shard_indices(self) -> Sequence[int]:
@@ -117,10 +118,9 @@ class RecordedCommunicator(Communicator):
         if not self._listeners:
             return None
         record = CollectiveRecord(_NUMBERS.sub("", name), kind, tensor.nbytes, time.perf_counter())
-        if tensor.is_cuda:
-            self._side = self._side or torch.cuda.Stream(tensor.device)
-            record.events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            record.events[0].record()
+        if is_gpu(tensor.device):
+            self._side = self._side or gpu_module(tensor.device).Stream(tensor.device)
+            record.events = mark(tensor.device), timed_event(tensor.device)
         return record
 
     def _returned(self, record: CollectiveRecord | None, work: Work) -> Work:
@@ -128,10 +128,11 @@ class RecordedCommunicator(Communicator):
             return work
         record.returned = time.perf_counter()
         if record.events is not None and self._side is not None:
-            with torch.cuda.stream(self._side):  # ordered after the collective, and after nothing else
+            # ordered after the collective, and after nothing else
+            with gpu_module(self._side.device).stream(self._side):
                 _wait_on_stream(work)
                 record.events[1].record()
-        return _RecordedWork(work, record, self._listeners)
+        return _RecordedWork(work, record, self._listeners, self._side)
 
 
 def unrecorded(comm: Communicator) -> Communicator:
@@ -144,6 +145,7 @@ class _RecordedWork:
     _work: Work
     _record: CollectiveRecord | None
     _listeners: list[Listener]
+    _side: Any
 
     def wait(self) -> None:
         record, self._record = self._record, None
@@ -152,8 +154,7 @@ class _RecordedWork:
             return
         record.waited_from = time.perf_counter()
         if record.events is not None:
-            record.wait_event = torch.cuda.Event(enable_timing=True)
-            record.wait_event.record()
+            record.wait_event = mark(self._side.device)
         self._work.wait()
         record.waited_until = time.perf_counter()
         if record.events is None:

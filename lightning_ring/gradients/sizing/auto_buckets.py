@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from lightning_ring.comm.cost import DEFAULT_CAP_MB, FIRST_BUCKET_MB, Collective
 from lightning_ring.gradients.bucket import Bucket
 from lightning_ring.gradients.compression import Compressor
 from lightning_ring.gradients.sizing.merge import Seconds, last_arrival, merge
+from lightning_ring.host.accelerator import Mark, is_reached, mark, seconds_between
 
 PROBE_BYTES = (4 * 2**10, 64 * 2**10, 2**20, 4 * 2**20)
 PROBE_REPEATS = 5
@@ -64,15 +64,15 @@ class AutoBuckets:
         self._default_cap_mb = default_cap_mb
         self._collective: Collective = "reduce_scatter" if halves else "all_reduce"
         self._compressor = compressor
-        self._began: float | torch.cuda.Event = 0.0
-        self._notes: dict[str, list[tuple[float | torch.cuda.Event, float | torch.cuda.Event]]] = defaultdict(list)
+        self._began: Mark = 0.0
+        self._notes: dict[str, list[tuple[Mark, Mark]]] = defaultdict(list)
 
     def begin_backward(self, device: torch.device) -> None:
-        self._began = _now(device)
+        self._began = mark(device)
 
     def note(self, name: str, device: torch.device) -> None:
         """Now the gradient of ``name`` is there."""
-        self._notes[name].append((self._began, _now(device)))
+        self._notes[name].append((self._began, mark(device)))
 
     def forget(self) -> None:
         """Drop what was noted, of a first backward that warmed up."""
@@ -124,16 +124,15 @@ class AutoBuckets:
 
     def _time(self, flat: Tensor) -> float:
         self._comm.barrier()
-        began = _now(flat.device)
+        began = mark(flat.device)
         collective = self._comm.all_reduce_ if self._collective == "all_reduce" else self._comm.reduce_scatter_
         collective(flat, name="probe of the bucket size").wait()
-        return self._seconds_between(began, _now(flat.device))
+        return self._seconds_between(began, mark(flat.device))
 
-    def _seconds_between(self, began: float | torch.cuda.Event, ended: float | torch.cuda.Event) -> float:
-        if isinstance(began, float) or isinstance(ended, float):
-            return ended - began  # type: ignore[operator]
-        self._comm.wait_until(ended.query)
-        return began.elapsed_time(ended) / 1e3
+    def _seconds_between(self, began: Mark, ended: Mark) -> float:
+        if not is_reached(ended):
+            self._comm.wait_until(lambda: is_reached(ended))
+        return seconds_between(began, ended)
 
     def _seconds(self, cost: CostModel) -> Seconds:
         return lambda num_bytes: cost.seconds(num_bytes, self._comm.world_size, self._collective)
@@ -178,12 +177,3 @@ def _by_kind(params: Named) -> list[list[tuple[str, Parameter]]]:
 def _fixed_ends(params: Sequence[Parameter], cap_mb: float) -> list[int]:
     numbers = number_by_size([param.nbytes for param in params], cap_mb * _MIB, FIRST_BUCKET_MB * _MIB)
     return [last + 1 for last in range(len(numbers)) if last + 1 == len(numbers) or numbers[last] < numbers[last + 1]]
-
-
-def _now(device: torch.device) -> float | torch.cuda.Event:
-    """On CUDA a mark in the stream: the host is far ahead of it."""
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
