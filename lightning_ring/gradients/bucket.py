@@ -56,6 +56,7 @@ class Bucket:
         flags: The flags, as the last elements of ``flat``.
         wire: What `fill` writes and what travels: ``flat`` itself, unless a compressor called `travel_as`.
         copies: Whether gradients are copies. It differs from rank to rank.
+        produced: For each parameter, whether this backward has produced its gradient.
         pending: Number of parameters whose gradient this backward has yet to produce.
         launched: Whether this backward has sent the buffer.
         contributed: For each parameter, whether this rank put a gradient into the buffer.
@@ -74,6 +75,7 @@ class Bucket:
         self.wire = self._layout
         self._lent: LentViews | None = LentViews(self.flat, self.views)
         self._kept: dict[int, Tensor] = {}  # gradients that averages are copied into
+        self.produced = [False] * len(self.params)
         self.pending = 0
         self.launched = False
         self.contributed = [False] * len(self.params)
@@ -112,6 +114,7 @@ class Bucket:
 
     def begin(self) -> bool:
         """Prepare for a backward. Returns False if every parameter is frozen."""
+        self.produced = [False] * len(self.params)
         self.pending = sum(param.requires_grad for param in self.params)
         self.launched = False
         return self.pending > 0
