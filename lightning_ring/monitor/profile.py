@@ -18,17 +18,15 @@ from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 from lightning_ring.comm.recording import CollectiveRecord
+from lightning_ring.comm.timing import Mark, now, seconds_between
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.monitor.batch_size import first_dimension
 from lightning_ring.monitor.profiled_run import (
-    Mark,
     check_can_record,
     communicator,
     describe,
     is_sharded,
     measure_link,
-    now,
-    seconds_between,
 )
 from lightning_ring.monitor.step_record import StepRecord
 from lightning_ring.monitor.step_timer import StepTimer
@@ -182,7 +180,7 @@ class RingProfile(Callback):
 
     def _gradients(self, module: LightningModule) -> list[Gradient]:
         """A parameter that got none still travels, and holds its bucket back until backward ends."""
-        ready = {name: median(seconds_between(*pair) for pair in pairs) for name, pairs in self._ready.items()}
+        ready = {name: median(seconds_between(*pair, None) for pair in pairs) for name, pairs in self._ready.items()}
         if not ready:
             raise ConfigurationError("RingProfile saw no gradient in the steps it recorded: there is nothing to plan.")
         last = max(ready.values())

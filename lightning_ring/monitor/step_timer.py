@@ -11,6 +11,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.profilers import Profiler
 
 from lightning_ring.comm.recording import tell
+from lightning_ring.comm.timing import now
 from lightning_ring.errors import RingError
 from lightning_ring.monitor.step_record import MANUAL, StepRecord
 
@@ -46,7 +47,7 @@ class StepTimer(Profiler):
         super().__init__()
         self.inner = inner
         self._clock = clock
-        self._on_cuda = device.type == "cuda"
+        self._device = device
         self._phase_of: dict[str, str | None] = {}
         self._record = StepRecord()
         self._began: float | None = None
@@ -108,10 +109,10 @@ class StepTimer(Profiler):
         if phase is not None:
             self._record.end(phase, self._mark(phase))
         elif action_name == _STEP and self._began is not None:
-            now = self._clock()
+            ended = self._clock()
             record, began = self._record, self._began
-            record.began, record.total = began, now - began
-            self._record, self._began = StepRecord(), now
+            record.began, record.total = began, ended - began
+            self._record, self._began = StepRecord(), ended
             tell(self.listeners, record)
         elif action_name.endswith(_INTERRUPTIONS):
             self._record, self._began = StepRecord(), None
@@ -143,11 +144,8 @@ class StepTimer(Profiler):
             return phase
 
     def _mark(self, phase: str) -> Any:
-        if not self._on_cuda or phase in ("data", "copy"):
-            return self._clock()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        on_host = self._device.type != "cuda" or phase in ("data", "copy")
+        return self._clock() if on_host else now(self._device)
 
     # -- what the Trainer asks of its profiler
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
 import torch
-from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.cost import DEFAULT_CAP_MB, FIRST_BUCKET_MB, Collective, CostModel, fit, number_by_size
+from lightning_ring.comm.timing import Mark, now, seconds_between, time_collective
 from lightning_ring.gradients.bucket import Bucket
 from lightning_ring.gradients.compression import Compressor
 from lightning_ring.gradients.sizing.merge import Seconds, last_arrival, merge
@@ -64,15 +63,15 @@ class AutoBuckets:
         self._default_cap_mb = default_cap_mb
         self._collective: Collective = "reduce_scatter" if halves else "all_reduce"
         self._compressor = compressor
-        self._began: float | torch.cuda.Event = 0.0
-        self._notes: dict[str, list[tuple[float | torch.cuda.Event, float | torch.cuda.Event]]] = defaultdict(list)
+        self._began: Mark = 0.0
+        self._notes: dict[str, list[tuple[Mark, Mark]]] = defaultdict(list)
 
     def begin_backward(self, device: torch.device) -> None:
-        self._began = _now(device)
+        self._began = now(device)
 
     def note(self, name: str, device: torch.device) -> None:
         """Now the gradient of ``name`` is there."""
-        self._notes[name].append((self._began, _now(device)))
+        self._notes[name].append((self._began, now(device)))
 
     def forget(self) -> None:
         """Drop what was noted, of a first backward that warmed up."""
@@ -87,8 +86,9 @@ class AutoBuckets:
         return buckets
 
     def _choose(self, params: Named) -> BucketChoice:
-        own = {name: median(self._seconds_between(*pair) for pair in pairs) for name, pairs in self._notes.items()}
-        everyones = self._comm.all_gather_object(own)
+        comm = self._comm
+        own = {name: median(seconds_between(*pair, comm) for pair in pairs) for name, pairs in self._notes.items()}
+        everyones = comm.all_gather_object(own)
         ready: dict[str, float] = defaultdict(float)
         for times in everyones:
             for name, seconds in times.items():
@@ -113,27 +113,12 @@ class AutoBuckets:
         """Time what travels during backward, in several sizes. On one rank nothing travels, and costs nothing."""
         if self._comm.world_size == 1:
             return CostModel(0.0, float("inf"))
-        sizes, times = [], []
+        sizes, times = list[float](), list[float]()
         for num_bytes in PROBE_BYTES:
             flat = self._comm.empty(num_bytes // dtype.itemsize, dtype, device).zero_()
-            self._time(flat)  # opens what the first message of a size opens
-            for _ in range(PROBE_REPEATS):
-                sizes.append(flat.nbytes)
-                times.append(self._time(flat))
+            sizes += [flat.nbytes] * PROBE_REPEATS
+            times += time_collective(self._comm, self._collective, flat, PROBE_REPEATS, "probe of the bucket size")
         return fit(sizes, times, self._comm.world_size, collective=self._collective)
-
-    def _time(self, flat: Tensor) -> float:
-        self._comm.barrier()
-        began = _now(flat.device)
-        collective = self._comm.all_reduce_ if self._collective == "all_reduce" else self._comm.reduce_scatter_
-        collective(flat, name="probe of the bucket size").wait()
-        return self._seconds_between(began, _now(flat.device))
-
-    def _seconds_between(self, began: float | torch.cuda.Event, ended: float | torch.cuda.Event) -> float:
-        if isinstance(began, float) or isinstance(ended, float):
-            return ended - began  # type: ignore[operator]
-        self._comm.wait_until(ended.query)
-        return began.elapsed_time(ended) / 1e3
 
     def _seconds(self, cost: CostModel) -> Seconds:
         return lambda num_bytes: cost.seconds(num_bytes, self._comm.world_size, self._collective)
@@ -178,12 +163,3 @@ def _by_kind(params: Named) -> list[list[tuple[str, Parameter]]]:
 def _fixed_ends(params: Sequence[Parameter], cap_mb: float) -> list[int]:
     numbers = number_by_size([param.nbytes for param in params], cap_mb * _MIB, FIRST_BUCKET_MB * _MIB)
     return [last + 1 for last in range(len(numbers)) if last + 1 == len(numbers) or numbers[last] < numbers[last + 1]]
-
-
-def _now(device: torch.device) -> float | torch.cuda.Event:
-    """On CUDA a mark in the stream: the host is far ahead of it."""
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
