@@ -183,11 +183,12 @@ class SharedMemoryCommunicator(Communicator):
         if halves:
             operand = ReduceOp.SUM
         short = flat.nbytes <= SHORT_BYTES
+        location = 0 if short else self.regions.location(flat)
         if short:
             body = collective.through_slots(flat, self._rounds, operand)
-            steps = self._agreed(what, digest, body)
         else:
-            steps = self._in_place_if_all_can(what, digest, collective, flat, operand)
+            body = self._in_place_if_all_can(collective, flat, location, operand)
+        steps = self._agreed(what, digest, body, location)
         if halves:
             steps = _halved_first(flat, steps)
         return self._queue.submit(what, steps, background=not short)
@@ -210,11 +211,14 @@ class SharedMemoryCommunicator(Communicator):
             known = self._known[kind, dtype, numel, operand, name] = what, digest_of(what)
         return known
 
-    def _agreed(self, what: str, digest: int, body: Steps) -> Steps:
-        """``body``, whose first round tells the others what is called, and ends it if they call something else."""
+    def _agreed(self, what: str, digest: int, body: Steps, location: int = 0) -> Steps:
+        """``body``, whose first round tells the others what is called, and ends it if they call something else.
+
+        It also tells them the tensor's ``location``.
+        """
         self._num_calls += 1
         call = self._num_calls
-        self._rounds.announce(digest, 0)
+        self._rounds.announce(digest, location)
         yield next(body)
         if not self._rounds.agree():
             yield from self._compare(what, call)
@@ -226,21 +230,13 @@ class SharedMemoryCommunicator(Communicator):
         yield from shared.exchange_rows(headers, self._rounds)
         check_agreement(headers, call)
 
-    def _in_place_if_all_can(
-        self, what: str, digest: int, collective: SharedCollective, flat: Tensor, operand: Any
-    ) -> Steps:
-        """As `_agreed`; the first round also tells where the tensors are."""
-        self._num_calls += 1
-        call = self._num_calls
-        rounds, location = self._rounds, self.regions.location(flat)
-        rounds.announce(digest, location)
-        yield rounds.arrive()
-        if not rounds.agree():
-            yield from self._compare(what, call)
-        if location == 0 or not rounds.same_location():
-            yield from collective.through_slots(flat, rounds, operand)
+    def _in_place_if_all_can(self, collective: SharedCollective, flat: Tensor, location: int, operand: Any) -> Steps:
+        """A body of `_agreed` whose first round tells where the tensors are."""
+        yield self._rounds.arrive()
+        if location == 0 or not self._rounds.same_location():
+            yield from collective.through_slots(flat, self._rounds, operand)
         else:
-            yield from collective.in_place(flat, location, self.regions, rounds, operand)
+            yield from collective.in_place(flat, location, self.regions, self._rounds, operand)
 
     def _missing(self, number: int) -> list[int]:
         return [self._members[rank] for rank in self._rounds.missing(number)]
