@@ -129,7 +129,8 @@ class RecordedCommunicator(Communicator):
         record.returned = time.perf_counter()
         if record.events is not None and self._side is not None:
             with torch.cuda.stream(self._side):  # ordered after the collective, and after nothing else
-                _wait_on_stream(work)
+                if (order := getattr(work, "order_current_stream", None)) is not None:
+                    order()  # unlike `Work.wait` it queues nothing behind it
                 record.events[1].record()
         return _RecordedWork(work, record, self._listeners)
 
@@ -162,13 +163,6 @@ class _RecordedWork:
 
     def done(self) -> bool:
         return self._work.done()
-
-
-def _wait_on_stream(work: Work) -> None:
-    """Order the current stream after ``work`` without what `Work.wait` queues behind it once."""
-    order = getattr(work, "order_current_stream", None)
-    if order is not None:
-        order()
 
 
 def tell(listeners: list[Callable[[T], None]], argument: T) -> None:
