@@ -5,14 +5,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain, count
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from lightning_ring.comm.calls import by_rank
 from lightning_ring.comm.communicator import Communicator
@@ -130,20 +130,16 @@ def broadcast_optimizer_state(optimizer: Optimizer, comm: Communicator, src: int
     if len(set(kinds)) > 1:
         raise ModelMismatchError(f"the ranks have different optimizers: {by_rank(kinds)}. Build the same on all.")
     params = [param for group in optimizer.param_groups for param in group["params"]]
+    tensors: list[Tensor] = []
     state = {index: optimizer.state[param] for index, param in enumerate(params) if param in optimizer.state}
     groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    tensors = [value for value in tree_leaves((state, groups)) if isinstance(value, Tensor)]
-    numbers = count()
-    outline: Any = None
-    if comm.rank == src:
-        outline = tree_map_only(Tensor, lambda tensor: _spec(tensor, next(numbers)), (state, groups))
-    outline = comm.broadcast_object(outline, src=src)
+    outline = comm.broadcast_object(_outline((state, groups), tensors) if comm.rank == src else None, src=src)
     if comm.rank != src:
         device = params[0].device if params else torch.device("cpu")
         tensors = [spec.empty(device) for spec in tree_leaves(outline) if isinstance(spec, _TensorSpec)]
     broadcast_tensors(tensors, comm, src)
     if comm.rank != src:
-        state, groups = tree_map_only(_TensorSpec, lambda spec: tensors[spec.index], outline)
+        state, groups = _filled(outline, tensors)
         for index, param in enumerate(params):
             optimizer.state.pop(param, None)
             if index in state:
@@ -152,9 +148,27 @@ def broadcast_optimizer_state(optimizer: Optimizer, comm: Communicator, src: int
             group.update(values)
 
 
-def _spec(tensor: Tensor, index: int) -> _TensorSpec:
-    strides = torch.empty_like(tensor, device="meta").stride()  # dense, also of a tensor that repeats elements
-    return _TensorSpec(index, tensor.dtype, tuple(tensor.shape), strides, tensor.device.type != "cpu")
+def _outline(value: Any, tensors: list[Tensor]) -> Any:
+    """``value`` with a `_TensorSpec` for each tensor, which is appended to ``tensors``."""
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        strides = torch.empty_like(value, device="meta").stride()  # dense, also of a tensor that repeats elements
+        return _TensorSpec(len(tensors) - 1, value.dtype, tuple(value.shape), strides, value.device.type != "cpu")
+    if isinstance(value, dict):
+        return {key: _outline(item, tensors) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_outline(item, tensors) for item in value)
+    return value
+
+
+def _filled(outline: Any, tensors: list[Tensor]) -> Any:
+    if isinstance(outline, _TensorSpec):
+        return tensors[outline.index]
+    if isinstance(outline, dict):
+        return {key: _filled(item, tensors) for key, item in outline.items()}
+    if type(outline) in (list, tuple):
+        return type(outline)(_filled(item, tensors) for item in outline)
+    return outline
 
 
 # --- are the models the same?
