@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -197,20 +198,14 @@ class RingProfile(Callback):
         if trainer.strategy.root_device.type == "cuda":
             torch.cuda.synchronize(trainer.strategy.root_device)
         steps = [record.times() for record in self._times]
-
-        def middle(name: str) -> float:
-            return median(getattr(step, name) for step in steps)
-
+        middle = {part.name: median(getattr(step, part.name) for step in steps) for part in fields(Phases)}
         delay = median(self._waits)
         exposed = median(max(0.0, step.backward - backward) for step in steps)
         shards = trainer.world_size if is_sharded(trainer) else 1
-        return Phases(
-            data=middle("data"),
-            copy=middle("copy"),
-            forward=max(0.0, middle("forward") - delay),
+        return replace(
+            Phases(**middle),
+            forward=max(0.0, middle["forward"] - delay),
             backward=backward,
-            optimizer=middle("optimizer") * shards,
-            other=middle("other"),
+            optimizer=middle["optimizer"] * shards,
             exposed=exposed + delay if trainer.world_size > 1 else 0.0,
-            total=middle("total"),
         )
