@@ -130,7 +130,10 @@ class StallReporter:
         if "late" not in event and not self._warning() <= status.seconds < self._patience.seconds:
             return  # it began another one, or ends with a verdict
         if not self._watch.tell(event | {"kind": _LATE, "to": 0, "number": self._number}, RELAY_SECONDS):
-            self._do_without_rank_0(event)
+            if "late" in event:
+                self._decided.set()  # without a verdict: `verdict` gives the same text on every rank
+            else:
+                self._report(event, self._report_alone)
 
     def _answer_late(self, late: Message) -> None:
         """In rank 0, when a rank says that a collective is late."""
@@ -142,12 +145,6 @@ class StallReporter:
             text = "\n  ".join([f"{late['late']}.", *lines]) + f"\n{late['advice']}"
             self._watch.tell({"kind": _VERDICT, "number": number, "text": text})
             self._handle_all(meanwhile)
-
-    def _do_without_rank_0(self, event: Message) -> None:
-        if "late" in event:
-            self._decided.set()  # without a verdict: `verdict` gives the same text on every rank
-        else:
-            self._report(event, self._report_alone)
 
     def _report(self, late: Message, find: Callable[[Message], Found]) -> None:
         now = time.monotonic()
