@@ -50,6 +50,11 @@ class CollectiveRecord:
 Listener = Callable[[CollectiveRecord], None]
 
 
+def passed_on(inside: str, name: str) -> Any:
+    """The attribute or method ``name`` of the object that ``self`` has ``inside``."""
+    return property(lambda self: getattr(getattr(self, inside), name))
+
+
 class RecordedCommunicator(Communicator):
     """``comm``, whose collectives are told to ``listeners`` once they were waited for, in the thread that waited.
 
@@ -63,12 +68,15 @@ class RecordedCommunicator(Communicator):
         self._listeners = listeners
         self._side: torch.cuda.Stream | None = None
 
-    @property
-    def shard_indices(self) -> Sequence[int]:
-        return self._comm.shard_indices
-
-    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return self._comm.empty(numel, dtype, device)
+    shard_indices = passed_on("_comm", "shard_indices")
+    empty = passed_on("_comm", "empty")
+    all_gather = passed_on("_comm", "all_gather")
+    broadcast_object = passed_on("_comm", "broadcast_object")
+    all_gather_object = passed_on("_comm", "all_gather_object")
+    barrier = passed_on("_comm", "barrier")
+    wait_until = passed_on("_comm", "wait_until")
+    abandon = passed_on("_comm", "abandon")
+    close = passed_on("_comm", "close")
 
     def all_reduce_(self, tensor: Tensor, *, op: ReduceOp = ReduceOp.SUM, name: str = "") -> Work:
         record = self._called("all_reduce", tensor, name)
@@ -82,9 +90,6 @@ class RecordedCommunicator(Communicator):
         record = self._called("all_gather", flat, name)
         return self._returned(record, self._comm.all_gather_(flat, name=name))
 
-    def all_gather(self, tensor: Tensor, *, name: str = "") -> list[Tensor]:
-        return self._comm.all_gather(tensor, name=name)
-
     def all_to_all(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], *, name: str = "") -> Work:
         record = self._called("all_to_all", outputs[0], name) if outputs else None
         if record is not None:
@@ -94,24 +99,6 @@ class RecordedCommunicator(Communicator):
     def broadcast_(self, tensor: Tensor, *, src: int = 0, name: str = "") -> Work:
         record = self._called("broadcast", tensor, name)
         return self._returned(record, self._comm.broadcast_(tensor, src=src, name=name))
-
-    def broadcast_object(self, obj: T, *, src: int = 0) -> T:
-        return self._comm.broadcast_object(obj, src=src)
-
-    def all_gather_object(self, obj: Any) -> list[Any]:
-        return self._comm.all_gather_object(obj)
-
-    def barrier(self) -> None:
-        self._comm.barrier()
-
-    def wait_until(self, reached: Callable[[], bool]) -> None:
-        self._comm.wait_until(reached)
-
-    def abandon(self) -> None:
-        self._comm.abandon()
-
-    def close(self) -> None:
-        self._comm.close()
 
     def _called(self, kind: str, tensor: Tensor, name: str) -> CollectiveRecord | None:
         if not self._listeners:
