@@ -70,8 +70,9 @@ class RingCommunicator(Communicator):
         self.transport = transport
         self.rank, self.world_size = transport.rank, transport.world_size
         self._policy = policy
-        self._channels = ChannelSelector([Channel(transport, tag, policy) for tag in _CHANNEL_TAGS[:num_channels]])
-        self._threads = self._channels.threads  # in the order in which a collective passes through them
+        channels = [Channel(transport, tag, policy) for tag in _CHANNEL_TAGS[:num_channels]]
+        self._channels = ChannelSelector(channels)
+        self._threads = [channel.thread for channel in channels]  # in the order in which a collective passes
         self._checked = checked
         self._members = list(members) or list(range(transport.world_size))
         transport.while_waiting = self._while_waiting

@@ -86,13 +86,6 @@ def all_reduce_(
     return all_gather_(flat, p2p, piece_bytes=piece_bytes)
 
 
-def sum_rows(rows: Tensor, op: ReduceOp) -> Tensor:
-    """SUM or AVG of 16-bit ``rows`` (one a rank), in the order of the ranks; 1-D of their dtype."""
-    target = torch.empty_like(rows[0])
-    sum_into_(target, list(rows), op)
-    return target
-
-
 def _exchange_and_add_(
     flat: Tensor, p2p: PointToPoint, op: ReduceOp, scratch: Tensor | None, piece_bytes: int
 ) -> Tensor:
