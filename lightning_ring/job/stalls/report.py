@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from queue import Empty, SimpleQueue
 
 from lightning_ring.comm.waiting import WaitPolicy, ranks_text
@@ -93,12 +93,8 @@ class StallReporter:
 
     def _hear(self, message: Message) -> None:
         kind = message["kind"]
-        if kind in (_LATE, _STATUS):
-            if self._rank == 0:
-                self._events.put(message)
-        elif kind == _ASK:
-            if self._rank != 0:
-                self._events.put(message)
+        if kind in ((_LATE, _STATUS) if self._rank == 0 else (_ASK,)):
+            self._events.put(message)
         elif kind == _VERDICT and message.get("number") == self._number:
             # here and not in the other thread: it comes before the news that a rank failed of it
             self._patience.end(CollectiveError(str(message.get("text"))))
@@ -144,7 +140,8 @@ class StallReporter:
             lines, _, meanwhile = self._ask_all(late)
             text = "\n  ".join([f"{late['late']}.", *lines]) + f"\n{late['advice']}"
             self._watch.tell({"kind": _VERDICT, "number": number, "text": text})
-            self._handle_all(meanwhile)
+            for event in meanwhile:
+                self._handle(event)
 
     def _report(self, late: Message, find: Callable[[Message], Found]) -> None:
         now = time.monotonic()
@@ -158,7 +155,8 @@ class StallReporter:
             self._num_reports += 1
             head = f"{late['collective']} has waited {waited:.0f} s; it fails after {self._patience.seconds:g} s."
             _log.warning("%s", "\n  ".join([head, *lines]))
-        self._handle_all(meanwhile)
+        for event in meanwhile:
+            self._handle(event)
 
     def _ask_all(self, late: Message) -> Found:
         """In rank 0."""
@@ -186,10 +184,6 @@ class StallReporter:
         while not enough() and (left := until - time.monotonic()) > 0:
             with contextlib.suppress(Empty):
                 yield self._events.get(timeout=left)
-
-    def _handle_all(self, events: Sequence[Message]) -> None:
-        for event in events:
-            self._handle(event)
 
     def _own_status(self) -> RankStatus:
         return own_status(self._patience, self._progress() or (lambda: ""))
