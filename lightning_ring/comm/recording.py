@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
 from lightning_ring.comm.communicator import Communicator, ReduceOp, Work
+from lightning_ring.comm.timing import now
 from lightning_ring.errors import RingError
-from lightning_ring.host.accelerator import gpu_module, is_gpu, mark, timed_event
+from lightning_ring.host.accelerator import gpu_module, is_gpu, timed_event
 
 _log = logging.getLogger("lightning_ring")
 
@@ -51,6 +51,11 @@ class CollectiveRecord:
 Listener = Callable[[CollectiveRecord], None]
 
 
+def passed_on(inside: str, name: str) -> Any:
+    """The attribute or method ``name`` of the object that ``self`` has ``inside``."""
+    return property(lambda self: getattr(getattr(self, inside), name))
+
+
 class RecordedCommunicator(Communicator):
     """``comm``, whose collectives are told to ``listeners`` once they were waited for, in the thread that waited.
 
@@ -64,12 +69,15 @@ class RecordedCommunicator(Communicator):
         self._listeners = listeners
         self._side: Any = None  # a stream
 
-    @property
-    def shard_indices(self) -> Sequence[int]:
-        return self._comm.shard_indices
-
-    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return self._comm.empty(numel, dtype, device)
+    shard_indices = passed_on("_comm", "shard_indices")
+    empty = passed_on("_comm", "empty")
+    all_gather = passed_on("_comm", "all_gather")
+    broadcast_object = passed_on("_comm", "broadcast_object")
+    all_gather_object = passed_on("_comm", "all_gather_object")
+    barrier = passed_on("_comm", "barrier")
+    wait_until = passed_on("_comm", "wait_until")
+    abandon = passed_on("_comm", "abandon")
+    close = passed_on("_comm", "close")
 
     def all_reduce_(self, tensor: Tensor, *, op: ReduceOp = ReduceOp.SUM, name: str = "") -> Work:
         record = self._called("all_reduce", tensor, name)
@@ -83,9 +91,6 @@ class RecordedCommunicator(Communicator):
         record = self._called("all_gather", flat, name)
         return self._returned(record, self._comm.all_gather_(flat, name=name))
 
-    def all_gather(self, tensor: Tensor, *, name: str = "") -> list[Tensor]:
-        return self._comm.all_gather(tensor, name=name)
-
     def all_to_all(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], *, name: str = "") -> Work:
         record = self._called("all_to_all", outputs[0], name) if outputs else None
         if record is not None:
@@ -96,31 +101,13 @@ class RecordedCommunicator(Communicator):
         record = self._called("broadcast", tensor, name)
         return self._returned(record, self._comm.broadcast_(tensor, src=src, name=name))
 
-    def broadcast_object(self, obj: T, *, src: int = 0) -> T:
-        return self._comm.broadcast_object(obj, src=src)
-
-    def all_gather_object(self, obj: Any) -> list[Any]:
-        return self._comm.all_gather_object(obj)
-
-    def barrier(self) -> None:
-        self._comm.barrier()
-
-    def wait_until(self, reached: Callable[[], bool]) -> None:
-        self._comm.wait_until(reached)
-
-    def abandon(self) -> None:
-        self._comm.abandon()
-
-    def close(self) -> None:
-        self._comm.close()
-
     def _called(self, kind: str, tensor: Tensor, name: str) -> CollectiveRecord | None:
         if not self._listeners:
             return None
         record = CollectiveRecord(_NUMBERS.sub("", name), kind, tensor.nbytes, time.perf_counter())
         if is_gpu(tensor.device):
             self._side = self._side or gpu_module(tensor.device).Stream(tensor.device)
-            record.events = mark(tensor.device), timed_event(tensor.device)
+            record.events = now(tensor.device), timed_event(tensor.device)
         return record
 
     def _returned(self, record: CollectiveRecord | None, work: Work) -> Work:
@@ -130,7 +117,8 @@ class RecordedCommunicator(Communicator):
         if record.events is not None and self._side is not None:
             # ordered after the collective, and after nothing else
             with gpu_module(self._side.device).stream(self._side):
-                _wait_on_stream(work)
+                if (order := getattr(work, "order_current_stream", None)) is not None:
+                    order()  # unlike `Work.wait` it queues nothing behind it
                 record.events[1].record()
         return _RecordedWork(work, record, self._listeners, self._side)
 
@@ -154,7 +142,7 @@ class _RecordedWork:
             return
         record.waited_from = time.perf_counter()
         if record.events is not None:
-            record.wait_event = mark(self._side.device)
+            record.wait_event = now(self._side.device)
         self._work.wait()
         record.waited_until = time.perf_counter()
         if record.events is None:
@@ -163,13 +151,6 @@ class _RecordedWork:
 
     def done(self) -> bool:
         return self._work.done()
-
-
-def _wait_on_stream(work: Work) -> None:
-    """Order the current stream after ``work`` without what `Work.wait` queues behind it once."""
-    order = getattr(work, "order_current_stream", None)
-    if order is not None:
-        order()
 
 
 def tell(listeners: list[Callable[[T], None]], argument: T) -> None:

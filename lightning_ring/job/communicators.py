@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_ring.comm.backends.gloo import open_torch_communicator
+from lightning_ring.comm.backends.mpi import MPICommunicator
 from lightning_ring.comm.backends.mpi_library import import_mpi
 from lightning_ring.comm.backends.shared_memory.communicator import open_shared_memory
 from lightning_ring.comm.communicator import Communicator
@@ -90,8 +91,6 @@ def _open_flat(job: Job, backend: str, policy: WaitPolicy) -> Communicator:
             return shared
         backend = _by_messages(job.info)
     if backend == "mpi":
-        from lightning_ring.comm.backends.mpi import MPICommunicator  # deferred: only ranks of MPI need it
-
         return MPICommunicator(_mpi_comm(job), policy)
     return open_torch_communicator(backend, policy)
 

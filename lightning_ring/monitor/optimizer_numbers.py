@@ -65,17 +65,13 @@ class SkippedSteps:
     def __init__(self, optimizers: Sequence[Optimizer], scaler: Any) -> None:
         self._optimizers = optimizers
         self._scales = scaler is not None
-        self._announced = self._made = 0
+        self.announced = self._made = 0  # steps: gradients are unscaled; and the optimizer has stepped
         self._found: Tensor | None = None  # where the optimizer itself looks at what the scaler found
         self._hooks = [one.register_step_post_hook(self._step_made) for one in optimizers] if self._scales else []
 
-    def step_announced(self) -> None:
-        """Gradients are unscaled, and the optimizer's step comes next."""
-        self._announced += 1
-
     def count(self) -> tuple[float, Tensor]:
         """What the host knows, and what has to be added (0-d, float64, on the device perhaps)."""
-        known = float(self._announced - self._made) if self._scales else 0.0
+        known = float(self.announced - self._made) if self._scales else 0.0
         known += sum(getattr(one, "skipped_steps", 0) for one in self._optimizers)
         return known, torch.zeros((), dtype=torch.float64) if self._found is None else self._found
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -18,17 +19,15 @@ from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 from lightning_ring.comm.recording import CollectiveRecord
+from lightning_ring.comm.timing import Mark, now, seconds_between
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.monitor.batch_size import first_dimension
 from lightning_ring.monitor.profiled_run import (
-    Mark,
     check_can_record,
     communicator,
     describe,
     is_sharded,
     measure_link,
-    now,
-    seconds_between,
 )
 from lightning_ring.monitor.step_record import StepRecord
 from lightning_ring.monitor.step_timer import StepTimer
@@ -182,7 +181,7 @@ class RingProfile(Callback):
 
     def _gradients(self, module: LightningModule) -> list[Gradient]:
         """A parameter that got none still travels, and holds its bucket back until backward ends."""
-        ready = {name: median(seconds_between(*pair) for pair in pairs) for name, pairs in self._ready.items()}
+        ready = {name: median(seconds_between(*pair, None) for pair in pairs) for name, pairs in self._ready.items()}
         if not ready:
             raise ConfigurationError("RingProfile saw no gradient in the steps it recorded: there is nothing to plan.")
         last = max(ready.values())
@@ -199,20 +198,14 @@ class RingProfile(Callback):
         if trainer.strategy.root_device.type == "cuda":
             torch.cuda.synchronize(trainer.strategy.root_device)
         steps = [record.times() for record in self._times]
-
-        def middle(name: str) -> float:
-            return median(getattr(step, name) for step in steps)
-
+        middle = {part.name: median(getattr(step, part.name) for step in steps) for part in fields(Phases)}
         delay = median(self._waits)
         exposed = median(max(0.0, step.backward - backward) for step in steps)
         shards = trainer.world_size if is_sharded(trainer) else 1
-        return Phases(
-            data=middle("data"),
-            copy=middle("copy"),
-            forward=max(0.0, middle("forward") - delay),
+        return replace(
+            Phases(**middle),
+            forward=max(0.0, middle["forward"] - delay),
             backward=backward,
-            optimizer=middle("optimizer") * shards,
-            other=middle("other"),
+            optimizer=middle["optimizer"] * shards,
             exposed=exposed + delay if trainer.world_size > 1 else 0.0,
-            total=middle("total"),
         )

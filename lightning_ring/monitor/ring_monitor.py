@@ -124,7 +124,7 @@ class RingMonitor(Callback):
         if self._fit is None:
             return
         if self._fit.skipped is not None:
-            self._fit.skipped.step_announced()
+            self._fit.skipped.announced += 1
         if self._logs_this_step(trainer, self._fit):
             unknown = torch.full((), UNKNOWN, dtype=torch.float64)
             squares = self._fit.left_out.run(_NORMS, unknown, gradient_squares, trainer.strategy, optimizer)

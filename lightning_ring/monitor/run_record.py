@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import platform
 import socket
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from lightning_ring.host.cores import bound_cores
+from lightning_ring.tools.doctor.packages import version
 
 
 def record_start(trainer: Trainer) -> None:
@@ -42,7 +42,7 @@ def environment(trainer: Trainer) -> dict[str, str]:
         "precision": str(trainer.precision),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        **{name: _version(name) for name in ("lightning", "lightning-ring")},
+        **{name: version(name) or "not installed by pip" for name in ("lightning", "lightning-ring")},
         "system": platform.platform(),
     }
 
@@ -53,13 +53,6 @@ def _loggers(trainer: Trainer) -> list[TensorBoardLogger]:
 
 def _cell(text: str) -> str:
     return " ".join(text.replace("|", "\\|").split())
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed by pip"
 
 
 def _ranks_by_host(hosts: Sequence[str]) -> str:

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from lightning_ring.comm.timing import elapsed
+
 MANUAL = "manual_optimizer"  # inside training_step, where automatic optimization has it around
 _MANUAL_BACKWARD = "manual_backward"  # inside training_step too
 _CLOSURE_BACKWARD = "closure_backward"  # the same, inside the manual optimizer's step
@@ -139,7 +141,4 @@ class StepRecord:
         return StepTimes(**spent, other=other, total=self.total)
 
     def _spent(self, phase: str) -> float:
-        pairs = self.marks.get(phase, ())
-        return sum(
-            begin.elapsed_time(end) / 1e3 if isinstance(end, torch.cuda.Event) else end - begin for begin, end in pairs
-        )
+        return sum(elapsed(*pair) for pair in self.marks.get(phase, ()))

@@ -149,7 +149,12 @@ class TrustRatioOptimizer(Optimizer, Rule):
     @torch.compiler.disable  # lists and dicts only; what follows is traced with the tensors as plain inputs
     def _prepare(self, compiling: bool) -> tuple[ParameterList, list[Run], list[dict[str, Any]]]:
         listed = self._current_list()
-        runs = [(self._runner(part.kind, compiling), part) for part in self._batches(listed)]
+        runs: list[Run] = []
+        for part in self._batches(listed):
+            key = ("plain" if compiling else way_to_run(self.options, part.kind), part.kind.device.type)
+            if key not in self._runners:
+                self._runners[key] = make_runner(*key, rule=type(self))
+            runs.append((self._runners[key], part))
         return listed, runs, [self.hyperparameters(group) for group in self.param_groups]
 
     def _current_list(self) -> ParameterList:
@@ -215,13 +220,6 @@ class TrustRatioOptimizer(Optimizer, Rule):
         found = "complex" if grad.is_complex() else f"sparse ({grad.layout})"
         advice = "pass real parameters" if grad.is_complex() else "make it dense: sparse=False in nn.Embedding"
         raise RuntimeError(f"{type(self).__name__}: the gradient of {name} is {found}, expected dense floats; {advice}")
-
-    def _runner(self, kind: TensorKind, compiling: bool) -> PlainRunner:
-        way = "plain" if compiling else way_to_run(self.options, kind)
-        key = (way, kind.device.type)
-        if key not in self._runners:
-            self._runners[key] = make_runner(*key, rule=type(self))
-        return self._runners[key]
 
     # -- saving and loading
 

@@ -69,30 +69,21 @@ def measure(
             _Entry(name, contender, collective, contender.empty(numel, torch.float32, device), total)
             for name, contender in contenders.items()
         ]
-        yield _take_turns(entries, functools.partial(target.copy_, total), control, collective, total, seconds)
-
-
-def _take_turns(
-    entries: Sequence[_Entry],
-    copy: Callable[[], object],
-    control: Communicator,
-    collective: str,
-    total: Tensor,
-    seconds: float,
-) -> list[Timing]:
-    calls: dict[str, Callable[[], object]] = {COPY: copy} | {r.name: r.call for r in entries}
-    for each in entries:
-        each.verify(control)
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    batches = {name: _calls_a_turn(call, control, total.device, seconds) for name, call in calls.items()}
-    order = list(calls)
-    for turn in range(TURNS):
-        for name in order[turn % len(order) :] + order[: turn % len(order)]:
-            control.barrier()
-            times[name] += timed(calls[name], batches[name], total.device)
-    for each in entries:
-        each.verify(control)
-    return [summary(collective, name, total.nbytes, slowest) for name, slowest in slowest_rank(times, control).items()]
+        calls: dict[str, Callable[[], object]] = {COPY: functools.partial(target.copy_, total)}
+        calls |= {each.name: each.call for each in entries}
+        for each in entries:
+            each.verify(control)
+        times: dict[str, list[float]] = {name: [] for name in calls}
+        batches = {name: _calls_a_turn(call, control, device, seconds) for name, call in calls.items()}
+        order = list(calls)
+        for turn in range(TURNS):
+            for name in order[turn % len(order) :] + order[: turn % len(order)]:
+                control.barrier()
+                times[name] += timed(calls[name], batches[name], device)
+        for each in entries:
+            each.verify(control)
+        slowest = slowest_rank(times, control)
+        yield [summary(collective, name, total.nbytes, longest) for name, longest in slowest.items()]
 
 
 class _Entry:

@@ -15,7 +15,6 @@ import torch
 
 import lightning_ring
 from lightning_ring.comm.backends.gloo import open_torch_communicator
-from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.cost import fit
 from lightning_ring.comm.waiting import WaitPolicy
 from lightning_ring.errors import ConfigurationError
@@ -23,7 +22,7 @@ from lightning_ring.job.gpus import pick_gpu
 from lightning_ring.job.job import connect
 from lightning_ring.job.ranks import RankInfo, discover_ranks
 from lightning_ring.tools.bench import COPY
-from lightning_ring.tools.bench.contenders import Collectives, open_contenders
+from lightning_ring.tools.bench.contenders import open_contenders
 from lightning_ring.tools.bench.measure import Timing, measure
 from lightning_ring.tools.plan.profile import json_text
 
@@ -134,7 +133,14 @@ def run(options: argparse.Namespace, sizes: Sequence[int]) -> int:
             print(f"auto, what strategy='ring' takes here: {type(contenders['auto']).__name__}", flush=True)
         for name, reason in missing.items():
             print(f"not measured: {name} ({reason})", flush=True)
-    timings = measure_and_print(contenders, control, device, options, sizes)
+    timings: list[Timing] = []
+    for collective in options.collectives:
+        if info.rank == 0:
+            print(heading(collective, options.compare), flush=True)
+        for found in measure(contenders, control, device, collective, sizes, options.seconds):
+            timings += found
+            if info.rank == 0:
+                print(*timing_lines(found, info.world_size, options.compare), sep="\n", flush=True)
     models = fitted_models(timings, info.world_size)
     if info.rank == 0:
         print(*model_lines(models), sep="\n", flush=True)
@@ -145,24 +151,6 @@ def run(options: argparse.Namespace, sizes: Sequence[int]) -> int:
     for communicator in (*contenders.values(), control):
         communicator.close()
     return 0
-
-
-def measure_and_print(
-    contenders: dict[str, Collectives],
-    control: Communicator,
-    device: torch.device,
-    options: argparse.Namespace,
-    sizes: Sequence[int],
-) -> list[Timing]:
-    found: list[Timing] = []
-    for collective in options.collectives:
-        if control.rank == 0:
-            print(heading(collective, options.compare), flush=True)
-        for timings in measure(contenders, control, device, collective, sizes, options.seconds):
-            found += timings
-            if control.rank == 0:
-                print(*timing_lines(timings, control.world_size, options.compare), sep="\n", flush=True)
-    return found
 
 
 def choose_device(asked: str, info: RankInfo) -> torch.device:

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_ring.job.gpus import nccl_version
+
 
 def facts() -> dict[str, Any]:
     questions: dict[str, Callable[[], Any]] = {
@@ -20,7 +22,7 @@ def facts() -> dict[str, Any]:
         "rocm": lambda: torch.version.hip,
         "threads": torch.get_num_threads,
         "gloo": lambda: dist.is_available() and dist.is_gloo_available(),
-        "nccl": _nccl_version,
+        "nccl": lambda: ".".join(map(str, nccl_version())) or None,
         "gpus": _gpus,
     }
     answers: dict[str, Any] = {}
@@ -31,12 +33,6 @@ def facts() -> dict[str, Any]:
             answers[name] = None
             answers[f"{name} error"] = _first_line(error)
     return answers
-
-
-def _nccl_version() -> str | None:
-    if not (dist.is_available() and dist.is_nccl_available()):
-        return None
-    return ".".join(map(str, torch.cuda.nccl.version()))
 
 
 def _gpus() -> list[dict[str, Any]]:
