@@ -24,6 +24,11 @@ def now(device: torch.device) -> Mark:
     return event
 
 
+def is_reached(mark: Mark) -> bool:
+    """Whether the device has come to it."""
+    return isinstance(mark, (int, float)) or bool(mark.query())
+
+
 def elapsed(began: Any, ended: Any) -> float:
     """Seconds between two marks that the device has reached."""
     seconds: float = ended - began if isinstance(ended, (int, float)) else began.elapsed_time(ended) / 1e3

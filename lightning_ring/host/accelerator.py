@@ -1,6 +1,6 @@
 """GPUs through torch's device-generic calls: NVIDIA's and AMD's are ``cuda`` to torch, Intel's ``xpu``.
 
-Only NVIDIA's and the CPU's were thought through to the end; what was run is in docs/compatibility.md.
+What was run on which of them is in docs/compatibility.md.
 """
 
 from __future__ import annotations
@@ -21,6 +21,18 @@ def is_gpu(device: torch.device) -> bool:
 def gpu_module(device: torch.device) -> Any:
     """``torch.cuda``, ``torch.xpu``: their functions have the same names."""
     return torch.get_device_module(device)
+
+
+def gpu_kind() -> str:
+    """The kind of GPU that this process sees, ``""`` for none. Starts no driver's context."""
+    return next((kind for kind in COLLECTIVES if gpu_module(torch.device(kind)).device_count()), "")
+
+
+def vendor(kind: str) -> str:
+    """Of the GPUs of this kind, by what this torch was built for."""
+    if kind == "xpu":
+        return "Intel"
+    return "AMD" if torch.version.hip else "NVIDIA"
 
 
 def started_gpus() -> Iterator[tuple[str, Any]]:

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
 
 from lightning_ring.errors import ConfigurationError
+from lightning_ring.host.accelerator import gpu_module, is_gpu
 from lightning_ring.monitor.batch_size import first_dimension
 from lightning_ring.monitor.failures import LeftOut
 from lightning_ring.monitor.gap_report import (
@@ -202,8 +203,8 @@ class _Measurement:
         return call._call_strategy_hook(self.trainer, "batch_to_device", batch, dataloader_idx=0)
 
     def _wait_for_device(self) -> None:
-        if self.module.device.type == "cuda":
-            torch.cuda.synchronize(self.module.device)
+        if is_gpu(self.module.device):
+            gpu_module(self.module.device).synchronize(self.module.device)
 
 
 @contextmanager

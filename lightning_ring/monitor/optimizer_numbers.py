@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_ring.host.accelerator import is_gpu
+
 
 def gradient_squares(strategy: Any, optimizer: Optimizer) -> Tensor:
     """What this rank adds to the squared norm of the optimizer's gradients (0-d, float64).
@@ -49,7 +51,7 @@ def trust_ratios(optimizers: Sequence[Optimizer]) -> Tensor:
         adapts = [group.get("adapt", True) for group in optimizer.param_groups for _ in group["params"]]
         places = torch.tensor([place for place, adapt in enumerate(adapts) if adapt], dtype=torch.int64)
         chosen = ratios[places.to(ratios.device, non_blocking=True)]
-        if chosen.is_cuda:  # the copy of all ranks' rows, which comes behind this one, is waited for
+        if is_gpu(chosen.device):  # the copy of all ranks' rows, which comes behind this one, is waited for
             host = torch.empty(chosen.numel(), dtype=chosen.dtype, pin_memory=True)
             chosen = host.copy_(chosen, non_blocking=True)
         found.append(chosen)

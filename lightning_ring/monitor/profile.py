@@ -11,7 +11,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
@@ -21,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_ring.comm.recording import CollectiveRecord
 from lightning_ring.comm.timing import Mark, now, seconds_between
 from lightning_ring.errors import ConfigurationError
+from lightning_ring.host.accelerator import gpu_module, is_gpu
 from lightning_ring.monitor.batch_size import first_dimension
 from lightning_ring.monitor.profiled_run import (
     check_can_record,
@@ -195,8 +195,8 @@ class RingProfile(Callback):
 
     def _phases(self, backward: float, trainer: Trainer) -> Phases:
         """Medians over the steps; waits for communication are taken out of forward and backward."""
-        if trainer.strategy.root_device.type == "cuda":
-            torch.cuda.synchronize(trainer.strategy.root_device)
+        if is_gpu(device := trainer.strategy.root_device):
+            gpu_module(device).synchronize(device)
         steps = [record.times() for record in self._times]
         middle = {part.name: median(getattr(step, part.name) for step in steps) for part in fields(Phases)}
         delay = median(self._waits)

@@ -14,6 +14,7 @@ from lightning_ring.comm.cost import Collective, CostModel, fit
 from lightning_ring.comm.hierarchical import HierarchicalCommunicator
 from lightning_ring.comm.timing import time_collective
 from lightning_ring.errors import ConfigurationError
+from lightning_ring.host.accelerator import is_gpu
 from lightning_ring.tools.plan.profile import Run
 
 PROBE_BYTES = (2**16, 2**18, 2**19, 2**20, 2**22, 2**24)
@@ -43,9 +44,9 @@ def check_can_record(path: Path, trainer: Trainer, module: LightningModule) -> N
             f"{name} records {type(trainer.strategy).__name__} on one rank only, and there are {trainer.world_size}. "
             "Use strategy='ring', or devices=1."
         )
-    if is_sharded(trainer) and trainer.strategy.root_device.type == "cuda":
+    if is_sharded(trainer) and is_gpu(trainer.strategy.root_device):
         raise ConfigurationError(
-            f"{name} cannot tell, on CUDA, a forward that waits for sharded parameters from one that computes. Record "
+            f"{name} cannot tell, on a GPU, a forward that waits for sharded parameters from one that computes. Record "
             "with strategy='ring', or on one rank; `lightning-ring plan` predicts the sharded run from that."
         )
 

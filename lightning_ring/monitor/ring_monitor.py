@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_ring.comm.communicator import Communicator
+from lightning_ring.host.accelerator import is_gpu
 from lightning_ring.monitor.batch_size import first_dimension
 from lightning_ring.monitor.dashboard import Dashboard
 from lightning_ring.monitor.failures import LeftOut
@@ -170,7 +171,7 @@ class RingMonitor(Callback):
         nothing = math.nan, torch.zeros((), dtype=torch.float64)
         skipped, uncounted = run(_SKIPPED, nothing, fit.skipped.count) if fit.skipped is not None else nothing
         memory = run(_MEMORY, Memory.unknown(), Memory.now, device)
-        place = device if device.type == "cuda" else torch.device("cpu")
+        place = device if is_gpu(device) else torch.device("cpu")
         on_device = run(
             _NORMS,
             torch.full((1 + len(trainer.optimizers),), UNKNOWN, dtype=torch.float64),

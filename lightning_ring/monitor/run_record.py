@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 
+from lightning_ring.host.accelerator import gpu_module, is_gpu
 from lightning_ring.host.cores import bound_cores
 from lightning_ring.tools.doctor.packages import version
 
@@ -63,8 +64,8 @@ def _ranks_by_host(hosts: Sequence[str]) -> str:
 
 
 def _device(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
+    if is_gpu(device):
+        return str(gpu_module(device).get_device_name(device))
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

@@ -14,6 +14,7 @@ from lightning.pytorch.profilers import Profiler
 from lightning_ring.comm.recording import passed_on, tell
 from lightning_ring.comm.timing import now
 from lightning_ring.errors import RingError
+from lightning_ring.host.accelerator import is_gpu
 from lightning_ring.monitor.step_record import MANUAL, StepRecord
 
 _PHASES = {  # last part of Lightning's own names for what it does
@@ -39,7 +40,7 @@ def _phase_of(action_name: str) -> str | None:
 class StepTimer(Profiler):
     """Stands before a Trainer's profiler, which goes on as it was, and times steps by the actions it announces.
 
-    Costs clock reads, on CUDA also events; nothing waits for the device.
+    Costs clock reads, on a GPU also events; nothing waits for the device.
 
     Args:
         inner: The profiler that the Trainer had.
@@ -141,7 +142,7 @@ class StepTimer(Profiler):
         self._record, self._began = StepRecord(), None
 
     def _mark(self, phase: str) -> Any:
-        on_host = self._device.type != "cuda" or phase in ("data", "copy")
+        on_host = not is_gpu(self._device) or phase in ("data", "copy")
         return self._clock() if on_host else now(self._device)
 
     # -- what the Trainer asks of its profiler

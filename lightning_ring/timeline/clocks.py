@@ -1,4 +1,4 @@
-"""Differences between the ranks' clocks, and CUDA events on the host's clock.
+"""Differences between the ranks' clocks, and a GPU's events on the host's clock.
 
 No rank leaves a barrier before all have arrived. If rank i arrives at ``T_i`` and rank j leaves at ``R_j``, each by its
 own clock, then ``T_j - R_i <= offset_j - offset_i <= R_j - T_i``: each barrier bounds every pair of clocks from both
@@ -17,9 +17,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+from lightning_ring.host.accelerator import gpu_module, timed_event
 
 if TYPE_CHECKING:
     from lightning_ring.comm.communicator import Communicator
@@ -87,13 +89,13 @@ class DeviceClock:
     """From events on ``device`` to seconds of `time.perf_counter`; only the constructor waits for the device."""
 
     def __init__(self, device: torch.device) -> None:
-        self._reference = torch.cuda.Event(enable_timing=True)
-        torch.cuda.synchronize(device)
-        self._reference.record(torch.cuda.current_stream(device))
+        self._reference = timed_event(device)
+        gpu_module(device).synchronize(device)
+        self._reference.record(gpu_module(device).current_stream(device))
         self._reference.synchronize()
         self._seconds = time.perf_counter()
 
-    def __call__(self, event: torch.cuda.Event) -> float | None:
+    def __call__(self, event: Any) -> float | None:
         """`None` while the device has not come to ``event``."""
         if not event.query():
             return None

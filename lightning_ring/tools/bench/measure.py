@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_ring.comm.communicator import Communicator, shard
 from lightning_ring.errors import CollectiveError
+from lightning_ring.host.accelerator import gpu_module, is_gpu
 from lightning_ring.tools.bench import COPY
 from lightning_ring.tools.bench.contenders import Collectives
 
@@ -145,12 +146,13 @@ def timed(call: Callable[[], object], num_calls: int, device: torch.device) -> l
     """Seconds of each of ``num_calls`` calls in a row, after one that is not timed where there are several."""
     if num_calls > 1:
         call()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if is_gpu(device):
+        synchronize = gpu_module(device).synchronize
+        synchronize(device)
         began = time.perf_counter()
         for _ in range(num_calls):
             call()
-        torch.cuda.synchronize(device)
+        synchronize(device)
         return [(time.perf_counter() - began) / num_calls]
     seconds = []
     for _ in range(num_calls):

@@ -47,7 +47,7 @@ def check(request: Request) -> list[Finding]:
         findings += [*_findings(trial), *([] if findings else _cores(trial))]
         works = not trial.answer.problem
     if works and len(torch_facts(request)[0].get("gpus") or []) > 1:
-        findings += _findings(_try(request, ["-n", "2"], "cuda", ("nccl",), "2 GPUs"))
+        findings += _findings(_try(request, ["-n", "2"], "gpu", ("auto",), "2 GPUs"))
     return findings
 
 
