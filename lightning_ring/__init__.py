@@ -1,6 +1,7 @@
 """Synchronous data-parallel training for PyTorch Lightning over a ring all-reduce.
 
-Importing it registers ``Trainer(strategy="ring")`` and ``Trainer(strategy="ring_sharded")``.
+Importing it registers ``Trainer(strategy="ring")`` and ``Trainer(strategy="ring_sharded")``. `distribute` serves plain
+PyTorch loops.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -10,9 +11,10 @@ from lightning_ring.integrations.lightning.registration import register_strategi
 
 if TYPE_CHECKING:
     from lightning_ring.integrations.lightning.strategy import RingStrategy
+    from lightning_ring.loops.distribute import distribute
 
 __version__ = "0.1.0"
-__all__ = ["RingError", "RingStrategy"]
+__all__ = ["RingError", "RingStrategy", "distribute"]
 
 register_strategies()
 
@@ -22,4 +24,8 @@ def __getattr__(name: str) -> Any:
         from lightning_ring.integrations.lightning.strategy import RingStrategy
 
         return RingStrategy
+    if name == "distribute":
+        from lightning_ring.loops.distribute import distribute
+
+        return distribute
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
