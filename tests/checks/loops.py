@@ -129,6 +129,41 @@ def check_two_modules_equal_ddp() -> None:
             assert_same(found, expected, tolerance=0.0 if algorithm == "ring" else 1e-6)
 
 
+class _Halves(nn.Module):
+    """Its first layer, whose gradient comes last, is used on rank 0 alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.some, self.every = nn.Linear(3, 3), nn.Linear(3, 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.some(inputs) if RANK == 0 else inputs
+        result: Tensor = self.every(hidden)
+        return result
+
+
+def check_one_backward_through_two_modules_sends_in_one_order() -> None:
+    first, last = pair()[0], _Halves()
+    reference = nn.Sequential(copy.deepcopy(first), copy.deepcopy(last))
+    optimizers = [sgd(first), sgd(last)]
+    with (
+        distribute(first, optimizers[0], bucket_cap_mb=0.0001),
+        distribute(last, optimizers[1], bucket_cap_mb=0.00002),
+    ):
+        wrapped, plain = DistributedDataParallel(reference, find_unused_parameters=True), sgd(reference)
+        for inputs in batches(5):
+            loss_of(wrapped(inputs)).backward()
+            plain.step()
+            plain.zero_grad()
+        for inputs in batches(5):
+            loss_of(last(first(inputs))).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    assert_same(nn.Sequential(first, last), reference)
+
+
 def check_one_training_of_two_optimizers() -> None:
     def make(module: nn.Sequential) -> list[Optimizer]:
         return [sgd(module[0]), torch.optim.AdamW(module[2].parameters())]
