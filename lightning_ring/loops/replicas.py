@@ -34,10 +34,11 @@ class Replicas:
     They begin with rank 0's parameters, buffers and optimizer state. From then on every backward that reaches the
     module's parameters is a backward of the training: it averages gradients over the ranks, except inside `no_sync`.
     Hooks on the module tell when a forward begins and ends; nothing is wrapped. Without ``comm``, in a single process,
-    nothing is registered.
+    nothing is registered, unless a timeline is recorded.
 
     Args:
         optimizers: Those that step the module's parameters; later ones are found when they step.
+        called: The module whose calls are the forwards, where that is one around ``module``. It is not kept.
         broadcast_buffers: After each step rank 0's buffers (BatchNorm statistics) replace those of the other ranks.
         label: Begins the names of collectives, where there are several modules: ``"module 1: "``.
         listeners: Called with a `CollectiveRecord` of each collective of the training.
@@ -56,6 +57,7 @@ class Replicas:
         algorithm: Algorithm,
         comm: Communicator | None,
         *,
+        called: nn.Module | None = None,
         broadcast_buffers: bool = True,
         label: str = "",
         listeners: list[Listener] | None = None,
@@ -72,18 +74,20 @@ class Replicas:
         self._forwards: list[ExitStack] = []  # that run now
         self._hooks: list[Any] = []
         self._step_hooks: StepHooks | None = None
-        if comm is None:
+        if comm is not None:
+            check_same_model(module, comm)
+            broadcast_module(module, comm)
+            for optimizer in self._optimizers:
+                broadcast_optimizer_state(optimizer, comm)
+            recorded = RecordedCommunicator(comm, listeners if listeners is not None else [], label)
+            self.algorithm.attach(module, self._optimizers, recorded, warn, log.info)
+        elif timeline is None or not timeline.recording:
             return
-        check_same_model(module, comm)
-        broadcast_module(module, comm)
-        for optimizer in self._optimizers:
-            broadcast_optimizer_state(optimizer, comm)
-        recorded = RecordedCommunicator(comm, listeners if listeners is not None else [], label)
-        self.algorithm.attach(module, self._optimizers, recorded, warn, log.info)
         try:
+            entered = called if called is not None else module
             self._hooks = [
-                module.register_forward_pre_hook(self._before_forward, prepend=True),
-                module.register_forward_hook(self._after_forward, always_call=True),
+                entered.register_forward_pre_hook(self._before_forward, prepend=True),
+                entered.register_forward_hook(self._after_forward, always_call=True),
             ]
             self._step_hooks = StepHooks(_Steps(self))
             self._training.enter_context(self.algorithm.plain_backwards(reduced=True))

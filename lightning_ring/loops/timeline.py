@@ -1,8 +1,10 @@
-"""The timeline of a loop: its forwards, steps and collectives, as slices of a trace."""
+"""The times of a loop: its forwards, steps and collectives, for observers and as slices of a trace."""
 
 from __future__ import annotations
 
+import atexit
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,7 +20,10 @@ from lightning_ring.timeline.tracks import FORWARD, OPTIMIZER, STEPS
 class LoopTimeline:
     """Records a loop from here to `finish`, if ``settings`` name a path. Both are collective.
 
-    A loop announces no batch: a step ends where an optimizer has stepped.
+    ``observers`` are called with "forward" or "optimizer", its begin and its end, with or without a path.
+
+    A loop announces no batch: a step ends where an optimizer has stepped. Nor does it always announce its end: the
+    normal end of the script finishes a timeline.
     """
 
     def __init__(
@@ -29,6 +34,7 @@ class LoopTimeline:
         listeners: list[Listener],
         about: dict[str, Any],
     ) -> None:
+        self.observers: list[Callable[[str, Any, Any], None]] = []
         self._session: Session | None = None
         self._listeners = listeners
         self._device = device
@@ -41,20 +47,27 @@ class LoopTimeline:
         self._session = start_session(settings.path, comm, max_bytes=max_bytes, about=about, seconds_of=clock)
         self._listeners.append(self._session.recorder.collective)
         self._began = self.now()
+        atexit.register(self.finish)
         self._session.recorder.begin_step(0, time.perf_counter())
+
+    @property
+    def recording(self) -> bool:
+        return self._session is not None
 
     def now(self) -> Any:
         """A point in time: seconds, or on CUDA an event."""
-        if self._session is None or self._device.type != "cuda":
+        if self._device.type != "cuda" or (self._session is None and not self.observers):
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def forward(self, began: Any, ended: Any) -> None:
+        self._tell("forward", began, ended)
         self._slice(FORWARD, "forward", began, ended)
 
     def optimizer_step(self, began: Any, ended: Any) -> None:
+        self._tell("optimizer", began, ended)
         self._slice(OPTIMIZER, "optimizer step", began, ended)
         if self._session is None:
             return
@@ -77,9 +90,14 @@ class LoopTimeline:
         if session is not None:
             session.close()
 
+    def _tell(self, phase: str, began: Any, ended: Any) -> None:
+        for observer in list(self.observers):
+            observer(phase, began, ended)
+
     def _detach(self) -> Session | None:
         session, self._session = self._session, None
         if session is not None:
+            atexit.unregister(self.finish)
             self._listeners.remove(session.recorder.collective)
         return session
 
