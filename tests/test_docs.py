@@ -55,4 +55,4 @@ def test_readme_keeps_to_its_size() -> None:
 
 def test_the_plain_loop_is_included() -> None:
     # in a block of plain "python" ruff formats the line of the include as if it were code
-    assert '\n--8<-- "docs/examples/plain_loop.py:loop"\n' in (ROOT / "docs" / "architecture.md").read_text()
+    assert '\n--8<-- "docs/examples/plain_loop.py:loop"\n' in (ROOT / "docs" / "guides" / "loops.md").read_text()

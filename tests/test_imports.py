@@ -35,9 +35,12 @@ ALLOWED = {  # room: the rooms that it may import
     "elastic": {"algorithms", "comm", "errors", "gradients", "host", "job", "membership"},
     "integrations": {
         *("algorithms", "comm", "data", "elastic", "errors", "gradients", "host", "job", "launch", "membership"),
-        *("monitor", "options", "timeline"),
+        *("loops", "monitor", "options", "timeline"),
     },
-    "__init__": {"errors", "integrations"},
+    "loops": {
+        *("algorithms", "comm", "errors", "gradients", "host", "job", "launch", "options", "timeline"),
+    },
+    "__init__": {"errors", "integrations", "loops"},
 }
 
 
@@ -75,7 +78,7 @@ def test_importing_the_package_registers_ring_in_any_order_and_starts_no_mpi(ord
         "assert 'mpi4py' not in sys.modules; assert r.get('ring_sharded').options.shard_optimizer; "
         "print(type(r.get('ring')).__name__, lightning_ring.__all__)"
     )
-    assert run_code(code) == "RingStrategy ['RingError', 'RingStrategy']"
+    assert run_code(code) == "RingStrategy ['RingError', 'RingFabricStrategy', 'RingStrategy', 'distribute']"
 
 
 def test_importing_the_package_imports_neither_lightning_nor_torch() -> None:

@@ -89,6 +89,9 @@ class Algorithm:
         """Around the outermost backward of the training."""
         return nullcontext()
 
+    def finish_backward(self) -> None:
+        """Complete a plain backward whose end autograd did not announce (`plain_backwards`). Else nothing happens."""
+
     def plain_backwards(self, *, reduced: bool) -> AbstractContextManager[None]:
         """Around code whose plain ``loss.backward()`` belongs to the training (``reduced``), or stays local."""
         return nullcontext()

@@ -18,6 +18,7 @@ from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.cost import default_cap_mb
 from lightning_ring.comm.recording import unrecorded
 from lightning_ring.comm.replicate import broadcast_tensors
+from lightning_ring.errors import RingError
 from lightning_ring.gradients.compression import COMPRESSORS, Compressor, ErrorFeedback
 from lightning_ring.gradients.reducer import Reducer
 from lightning_ring.gradients.shard_reducer import ShardReducer
@@ -133,6 +134,10 @@ class Averaging(Algorithm):
         with self._training.backward():
             yield
 
+    def finish_backward(self) -> None:
+        if self.reducer is not None:
+            self.reducer.finish()
+
     def plain_backwards(self, *, reduced: bool) -> AbstractContextManager[None]:
         return self._training.plain_backwards(reduced=reduced)
 
@@ -153,7 +158,21 @@ class Averaging(Algorithm):
                 self.check_gradients(optimizer)
 
     def check_gradients(self, optimizer: Optimizer) -> None:
-        self._training.check_reduced(p for group in optimizer.param_groups for p in group["params"])
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        self._training.check_reduced(params)
+        self._check_tracked(params)
+
+    def _check_tracked(self, params: Sequence[Parameter]) -> None:
+        """Raise `RingError` if a parameter of the module that is about to be stepped had a gradient before it was in a
+        bucket: the backward of a plain loop cannot look for new parameters first."""
+        late = {p for p in params if p.grad is not None and p.requires_grad and not self._training.is_tracked(p)}
+        for name, param in self._module.named_parameters() if late else ():
+            if param in late:
+                raise RingError(
+                    f"an optimizer is about to step {name} with a gradient of this rank alone: the parameter became "
+                    "trainable, or was added, after the last forward of the module. Call the module itself, not its "
+                    "parts alone, before the backward."
+                )
 
     def after_step(self, optimizer: Optimizer) -> None:
         if self.steps_tracked_parameters(optimizer):

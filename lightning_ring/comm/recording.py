@@ -60,11 +60,13 @@ class RecordedCommunicator(Communicator):
     """``comm``, whose collectives are told to ``listeners`` once they were waited for, in the thread that waited.
 
     Costs four clock reads a collective, on a GPU three events; without listeners nothing. Collectives that block are
-    not recorded. The list may change while training goes on; a listener that raises is taken off it.
+    not recorded. The list may change while training goes on; a listener that raises is taken off it. ``label`` begins
+    the names of all collectives that are recorded: ranks that confuse two of such communicators get an error.
     """
 
-    def __init__(self, comm: Communicator, listeners: list[Listener]) -> None:
+    def __init__(self, comm: Communicator, listeners: list[Listener], label: str = "") -> None:
         self._comm = comm
+        self._label = label
         self.rank, self.world_size = comm.rank, comm.world_size
         self._listeners = listeners
         self._side: Any = None  # a stream
@@ -81,30 +83,30 @@ class RecordedCommunicator(Communicator):
 
     def all_reduce_(self, tensor: Tensor, *, op: ReduceOp = ReduceOp.SUM, name: str = "") -> Work:
         record = self._called("all_reduce", tensor, name)
-        return self._returned(record, self._comm.all_reduce_(tensor, op=op, name=name))
+        return self._returned(record, self._comm.all_reduce_(tensor, op=op, name=self._label + name))
 
     def reduce_scatter_(self, flat: Tensor, *, op: ReduceOp = ReduceOp.SUM, name: str = "") -> Work:
         record = self._called("reduce_scatter", flat, name)
-        return self._returned(record, self._comm.reduce_scatter_(flat, op=op, name=name))
+        return self._returned(record, self._comm.reduce_scatter_(flat, op=op, name=self._label + name))
 
     def all_gather_(self, flat: Tensor, *, name: str = "") -> Work:
         record = self._called("all_gather", flat, name)
-        return self._returned(record, self._comm.all_gather_(flat, name=name))
+        return self._returned(record, self._comm.all_gather_(flat, name=self._label + name))
 
     def all_to_all(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], *, name: str = "") -> Work:
         record = self._called("all_to_all", outputs[0], name) if outputs else None
         if record is not None:
             record.nbytes = sum(tensor.nbytes for tensor in outputs)
-        return self._returned(record, self._comm.all_to_all(inputs, outputs, name=name))
+        return self._returned(record, self._comm.all_to_all(inputs, outputs, name=self._label + name))
 
     def broadcast_(self, tensor: Tensor, *, src: int = 0, name: str = "") -> Work:
         record = self._called("broadcast", tensor, name)
-        return self._returned(record, self._comm.broadcast_(tensor, src=src, name=name))
+        return self._returned(record, self._comm.broadcast_(tensor, src=src, name=self._label + name))
 
     def _called(self, kind: str, tensor: Tensor, name: str) -> CollectiveRecord | None:
         if not self._listeners:
             return None
-        record = CollectiveRecord(_NUMBERS.sub("", name), kind, tensor.nbytes, time.perf_counter())
+        record = CollectiveRecord(self._label + _NUMBERS.sub("", name), kind, tensor.nbytes, time.perf_counter())
         if is_gpu(tensor.device):
             self._side = self._side or gpu_module(tensor.device).Stream(tensor.device)
             record.events = now(tensor.device), timed_event(tensor.device)

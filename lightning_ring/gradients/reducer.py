@@ -25,6 +25,7 @@ from lightning_ring.gradients.sending import average_, average_compressed_, prep
 from lightning_ring.gradients.sizing.auto_buckets import AutoBuckets
 from lightning_ring.gradients.sparse import SparseGradients
 from lightning_ring.gradients.stop_flag import StopFlag
+from lightning_ring.gradients.turns import turns_of
 from lightning_ring.gradients.unreduced import UnreducedGradients
 
 log = logging.getLogger(__name__)
@@ -83,6 +84,8 @@ class Reducer:
         self._queue: list[Bucket] = []  # of this backward
         self._next = 0  # index in the queue of the next bucket to send
         self._works: list[tuple[Bucket, Work]] = []
+        self._turns = turns_of(comm)
+        self._revise_at_end = False  # of this backward, instead of at the begin of the next one
         self.track(named_parameters)
 
     @property
@@ -138,6 +141,7 @@ class Reducer:
         """
         if not self._passes.active:
             return
+        self._turns.finish_before(self)
         while self._next < len(self._queue):
             self._launch()
         fresh = {param for param in self._sparse.params if param in self._produced_sparse or param in self._unreduced}
@@ -161,6 +165,18 @@ class Reducer:
         self._hooks.move_last()
         self._passes.active = False
         self.num_finished += 1
+        if self._revise_at_end:
+            self._revise_layout()
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a backward has begun and is not finished."""
+        return self._passes.active
+
+    @property
+    def has_sent(self) -> bool:
+        """Whether all buckets of this backward were sent."""
+        return self._next == len(self._queue)
 
     def check_reduced(self, params: Iterable[Parameter]) -> None:
         """Raise `RingError` if the gradient of one of ``params`` is not an average, but this rank's own."""
@@ -178,6 +194,16 @@ class Reducer:
         self._hooks.remove()
         self._layout.buckets, self._layout.slots = [], {}
         self._queue, self._works = [], []
+
+    def _revise_layout(self) -> bool:
+        """`BucketLayout.revise` while gradients are in the buckets, whose memory the new ones take over."""
+        lent = [param for bucket in self.buckets for param in bucket.lent_params]
+        if not self._layout.revise(self.num_finished):
+            return False
+        for param in lent:
+            bucket, index = self._layout.slots[param]
+            bucket.take_over(index)
+        return True
 
     def _forget_buckets(self) -> None:
         """They are about to be replaced."""
@@ -200,7 +226,10 @@ class Reducer:
         for _, work in self._works:  # of a backward that raised: its buffers are needed again
             work.wait()
         self._works = []
-        self._layout.revise(self.num_finished)
+        self._turns.begin(self)
+        self._revise_at_end = not self._turns.is_first(self)  # the others' buckets are still being sent
+        if not self._revise_at_end:
+            self._layout.revise(self.num_finished)
         if self._compressor is not None:
             self._compressor.begin_backward()
         self._layout.begin_backward()
@@ -259,6 +288,7 @@ class Reducer:
             and not self._hooks.order_changed  # a user's hook has yet to run: `finish` sends this backward's buckets
             and self._next < len(self._queue)
             and self._queue[self._next].pending == 0
+            and self._turns.may_send(self)
         ):
             self._launch()
 

@@ -55,11 +55,7 @@ class ShardReducer(Reducer):
     def settle(self) -> None:
         """Make the layout final, if it is not yet. Collective."""
         if not self.settled:
-            lent = [param for bucket in self.buckets for param in bucket.lent_params]
-            if self._layout.revise(self.num_finished):
-                for param in lent:
-                    bucket, index = self._layout.slots[param]
-                    bucket.take_over(index)
+            self._revise_layout()
             self.settled = self._layout.settle()
 
     def _send(self, bucket: Bucket, name: str) -> Work:

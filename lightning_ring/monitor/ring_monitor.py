@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_ring.comm.communicator import Communicator
+from lightning_ring.errors import ConfigurationError
 from lightning_ring.host.accelerator import is_gpu
 from lightning_ring.monitor.batch_size import first_dimension
 from lightning_ring.monitor.dashboard import Dashboard
@@ -65,6 +66,13 @@ class RingMonitor(Callback):
         self.batch_size = batch_size
         self.report: RingReport | None = None
         self._fit: _Fit | None = None
+
+    def on_after_setup(self, **_: Any) -> None:
+        """Fabric calls it, and would then call nothing that this callback knows."""
+        raise ConfigurationError(
+            "Fabric(callbacks=[RingMonitor()]): RingMonitor watches a Trainer's fit. Use "
+            "lightning_ring.monitor.LoopMonitor() with Fabric."
+        )
 
     # -- what belongs to one fit
 

@@ -156,6 +156,9 @@ class Sharded(Algorithm):
     def backward(self) -> AbstractContextManager[None]:
         return self._averaging.backward()
 
+    def finish_backward(self) -> None:
+        self._averaging.finish_backward()
+
     def plain_backwards(self, *, reduced: bool) -> AbstractContextManager[None]:
         return self._averaging.plain_backwards(reduced=reduced)
 

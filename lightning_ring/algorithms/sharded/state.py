@@ -24,8 +24,9 @@ class ShardedState(MutableMapping[Any, Any]):
         self.message = message or (
             f"{type(optimizer).__name__}.state was used outside of step() under strategy='ring_sharded', where each "
             "rank holds its part of the state. For the full state save a checkpoint (trainer.save_checkpoint), or call "
-            "trainer.strategy.optimizer_state(optimizer) on all ranks: rank 0 gets it. Optimizers that need their "
-            "state between steps, such as schedule-free ones in eval(), work with strategy='ring'."
+            "trainer.strategy.optimizer_state(optimizer) on all ranks: rank 0 gets it (in a loop of your own: "
+            "training.optimizer_state_dict(optimizer), fabric.save). Optimizers that need their state between steps, "
+            "such as schedule-free ones in eval(), work with strategy='ring'."
         )
 
     def _refuse(self, *_: Any) -> NoReturn:

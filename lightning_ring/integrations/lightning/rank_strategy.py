@@ -12,17 +12,18 @@ import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.recording import Listener, RecordedCommunicator
-from lightning_ring.integrations.lightning.devices import check_request, choose_launcher, devices_for, requested_devices
-from lightning_ring.integrations.lightning.environment import RingEnvironment
 from lightning_ring.integrations.lightning.join import ActiveRanks
-from lightning_ring.integrations.lightning.messages import ignore_deprecations_between_libraries
-from lightning_ring.integrations.lightning.reduce import reduce_, reduce_op_of
+from lightning_ring.integrations.ranks.devices import check_request, choose_launcher, devices_for, requested_devices
+from lightning_ring.integrations.ranks.environment import RingEnvironment
+from lightning_ring.integrations.ranks.messages import ignore_deprecations_between_libraries
+from lightning_ring.integrations.ranks.reduce import reduce_, reduce_op_of
 from lightning_ring.job.communicators import open_communicator
 from lightning_ring.job.job import Job, connect
 from lightning_ring.job.rendezvous.interfaces import withdraw_interface
@@ -80,7 +81,7 @@ class RankedStrategy(DDPStrategy):
         if environment.creates_processes_externally:
             check_request(request, environment, self.accelerator)
             self.parallel_devices = devices_for(self.accelerator, self.parallel_devices, environment.local_size())
-        self._launcher = choose_launcher(self, environment, self.options, request.num_nodes)
+        self._launcher = choose_launcher(self, environment, self.options, request.num_nodes, _MultiProcessingLauncher)
 
     def setup_environment(self) -> None:
         assert self.accelerator is not None

@@ -17,14 +17,16 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_ring.algorithms import ALGORITHMS
 from lightning_ring.errors import ConfigurationError
+from lightning_ring.integrations.fabric.registration import register_with_fabric
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins.environments import ClusterEnvironment
 
 
 def register_strategies() -> None:
-    """Register "ring" and "ring_sharded", now or as soon as ``lightning.pytorch`` is imported."""
+    """Register "ring" and "ring_sharded" with the Trainer and with Fabric, now or as soon as each is imported."""
     _after_import("lightning.pytorch", _register)
+    _after_import("lightning.fabric", register_with_fabric)
     _after_import("pytorch_lightning", _register_with_the_other_package)
 
 
@@ -52,7 +54,7 @@ def _choose_our_environment() -> None:
     def choose_ours_for_ours(connector: _AcceleratorConnector) -> ClusterEnvironment:
         if not (isinstance(connector._strategy_flag, str) and connector._strategy_flag in ALGORITHMS):
             return choose(connector)
-        from lightning_ring.integrations.lightning.environment import RingEnvironment
+        from lightning_ring.integrations.ranks.environment import RingEnvironment
 
         if (given := connector._cluster_environment_flag) is not None:
             raise ConfigurationError(

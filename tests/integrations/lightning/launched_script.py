@@ -4,8 +4,8 @@ import os
 import sys
 from pathlib import Path
 
-from lightning_ring.integrations.lightning.environment import RingEnvironment
-from lightning_ring.integrations.lightning.launcher import RingLauncher
+from lightning_ring.integrations.ranks.environment import RingEnvironment
+from lightning_ring.integrations.ranks.launcher import RingLauncher
 
 folder = Path(sys.argv[1])
 environment = RingEnvironment()

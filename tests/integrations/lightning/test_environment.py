@@ -12,7 +12,7 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
 from lightning_ring.errors import ConfigurationError, RankDiscoveryError
-from lightning_ring.integrations.lightning.environment import RingEnvironment
+from lightning_ring.integrations.ranks.environment import RingEnvironment
 from lightning_ring.job import ranks
 from lightning_ring.job.ranks import SINGLE, discover_ranks
 from tests.processes import clean_env, mpi_family, run

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from lightning_ring.errors import ConfigurationError, RankDiscoveryError
-from lightning_ring.integrations.lightning.environment import RingEnvironment
-from lightning_ring.integrations.lightning.launcher import RingLauncher
+from lightning_ring.integrations.ranks.environment import RingEnvironment
+from lightning_ring.integrations.ranks.launcher import RingLauncher
 from tests.processes import ROOT, mpirun_path, run
 
 HERE = ROOT / "tests" / "integrations" / "lightning"

@@ -32,7 +32,8 @@ class RingEnvironment(ClusterEnvironment):
         RankDiscoveryError: The launcher's variables are incomplete or contradict each other.
     """
 
-    def __init__(self, info: RankInfo | None = None) -> None:
+    def __init__(self, info: RankInfo | None = None, caller: str = "Trainer") -> None:
+        self._caller = caller  # what the user built, for errors
         self._variables: LaunchVariables | None = None
         self._info = info
         if info is None and self._of_current_job() is None:
@@ -136,15 +137,15 @@ class RingEnvironment(ClusterEnvironment):
             log.debug("Lightning computed %s %d; %s stays %d, as the launcher started it", name, wanted, name, started)
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """Refuse a Trainer whose ``devices`` and ``num_nodes`` are not what the launcher started."""
+        """Refuse ``devices`` and ``num_nodes`` that are not what the launcher started."""
         if not self.creates_processes_externally:
             return
         info = self.discover()
         if (num_devices, num_nodes) == (info.local_size, info.num_nodes):
             return
         raise RankDiscoveryError(
-            f"Trainer(devices={num_devices}, num_nodes={num_nodes}) asks for {num_devices * num_nodes} ranks, but "
-            f"{self._launcher_name()} started {info.world_size}: {info.local_size} on this node, nodes: "
+            f"{self._caller}(devices={num_devices}, num_nodes={num_nodes}) asks for {num_devices * num_nodes} ranks, "
+            f"but {self._launcher_name()} started {info.world_size}: {info.local_size} on this node, nodes: "
             f"{info.num_nodes}. Leave devices and num_nodes out to take what was started, or set "
             f"devices={info.local_size}, num_nodes={info.num_nodes}."
         )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 
 from lightning_ring.errors import ConfigurationError, RankDiscoveryError
-from lightning_ring.integrations.lightning.environment import RingEnvironment
+from lightning_ring.integrations.ranks.environment import RingEnvironment
 from lightning_ring.launch.script import JobFinished, script_job
 from lightning_ring.launch.supervisor import Supervisor
 

@@ -1,55 +1,60 @@
-"""The devices and the launcher of the ranks, from the Trainer's arguments."""
+"""The devices and the launcher of the ranks, from the arguments of a Trainer or of Fabric."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from itertools import cycle, islice
 from typing import Any, NamedTuple
 
 import torch
+from lightning.fabric import accelerators as fabric_accelerators
+from lightning.fabric.accelerators import Accelerator
+from lightning.fabric.connector import _Connector
 from lightning.fabric.utilities.imports import _IS_INTERACTIVE
-from lightning.pytorch.accelerators import Accelerator, CPUAccelerator, CUDAAccelerator
-from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
-from lightning.pytorch.strategies.launchers.launcher import _Launcher
+from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 
 from lightning_ring.errors import RankDiscoveryError
-from lightning_ring.integrations.lightning.environment import RingEnvironment
-from lightning_ring.integrations.lightning.launcher import RingLauncher
-from lightning_ring.integrations.lightning.messages import leave_start_up_messages_to_rank_0
+from lightning_ring.integrations.ranks.environment import RingEnvironment
+from lightning_ring.integrations.ranks.launcher import RingLauncher
+from lightning_ring.integrations.ranks.messages import leave_start_up_messages_to_rank_0
 from lightning_ring.job.gpus import shares_gpus
 from lightning_ring.options import RingOptions
 
+_CPU = (CPUAccelerator, fabric_accelerators.CPUAccelerator)
+_CUDA = (CUDAAccelerator, fabric_accelerators.CUDAAccelerator)
+
 
 class DeviceRequest(NamedTuple):
-    """``Trainer(devices=, num_nodes=)`` as the user wrote them; ``"auto"`` and 1 by default."""
+    """``Trainer(devices=, num_nodes=)``, or Fabric's, as the user wrote them; ``"auto"`` and 1 by default."""
 
     devices: Any = "auto"
     num_nodes: int = 1
 
 
 def requested_devices() -> DeviceRequest:
-    """The arguments of the Trainer that is being built.
+    """The arguments of the Trainer, or of the Fabric, that is being built.
 
     Lightning replaces ``devices="auto"`` by a number before a strategy sees it; only the connector's own
     arguments, which are still on the stack, tell a request for one device from none.
     """
     frame = sys._getframe(1)
     while frame is not None:
-        if isinstance(frame.f_locals.get("self"), _AcceleratorConnector) and frame.f_code.co_name == "__init__":
+        connector = isinstance(frame.f_locals.get("self"), (_AcceleratorConnector, _Connector))
+        if connector and frame.f_code.co_name == "__init__":
             return DeviceRequest(frame.f_locals["devices"], frame.f_locals["num_nodes"])
         frame = frame.f_back  # type: ignore[assignment]
     return DeviceRequest()
 
 
 def check_request(request: DeviceRequest, environment: RingEnvironment, accelerator: Accelerator | None) -> None:
-    """Compare the Trainer's arguments with the ranks that the launcher started; those left out follow the launcher.
+    """Compare these arguments with the ranks that the launcher started; those left out follow the launcher.
 
     Where each rank sees one GPU alone, Lightning accepts no other number than 1: that is one a rank.
     """
     num_devices = environment.local_size() if request.devices == "auto" else _count(request.devices)
-    if num_devices == 1 and isinstance(accelerator, CUDAAccelerator) and accelerator.auto_device_count() == 1:
+    if num_devices == 1 and isinstance(accelerator, _CUDA) and accelerator.auto_device_count() == 1:
         num_devices = environment.local_size()
     # 1 is also what Lightning makes of a num_nodes that nobody wrote
     if num_devices != environment.local_size() or request.num_nodes not in (1, environment.num_nodes()):
@@ -74,35 +79,42 @@ def devices_for(
     Where this process sees one GPU, its launcher gave each rank its own (Slurm's ``--gpus-per-task=1``), which every
     rank calls GPU 0. Whether ranks share one GPU, the job finds by its UUID (`check_gpu_assignment`).
     """
-    if accelerator is None or isinstance(accelerator, CPUAccelerator):
+    if accelerator is None or isinstance(accelerator, _CPU):
         return [torch.device("cpu")] * local_size
     if requested is not None and len(requested) == local_size:
         return requested
     there = accelerator.auto_device_count()
-    if there == 1 and isinstance(accelerator, CUDAAccelerator):
+    if there == 1 and isinstance(accelerator, _CUDA):
         return accelerator.get_parallel_devices([0]) * local_size
-    if there < local_size and isinstance(accelerator, CUDAAccelerator) and shares_gpus():
+    if there < local_size and isinstance(accelerator, _CUDA) and shares_gpus():
         return list(islice(cycle(accelerator.get_parallel_devices(list(range(there)))), local_size))
     if there < local_size:
         raise RankDiscoveryError(
             f"the launcher started {local_size} ranks on this node, which has {there} {type(accelerator).__name__} "
             f"device(s): rank {there} and rank 0 would share one. Start at most {there} ranks on this node, or use "
-            "Trainer(accelerator='cpu')."
+            "accelerator='cpu'."
         )
     return accelerator.get_parallel_devices(accelerator.parse_devices(local_size))
 
 
 def choose_launcher(
-    strategy: DDPStrategy, environment: RingEnvironment, options: RingOptions, num_nodes: int
-) -> _Launcher | None:
-    """The launcher that runs the Trainer's function on every rank; `None` for a single process."""
+    strategy: Any,
+    environment: RingEnvironment,
+    options: RingOptions,
+    num_nodes: int,
+    multiprocessing: Callable[..., Any],
+) -> Any:
+    """The launcher that runs a function on every rank; `None` for a single process.
+
+    ``multiprocessing`` is the class that spawns and forks, of the Trainer's strategies or of Fabric's.
+    """
     started = environment.creates_processes_externally
     if not started and options.start_method != "popen":
-        return _MultiProcessingLauncher(strategy, start_method=options.start_method)
+        return multiprocessing(strategy, start_method=options.start_method)
     if not started and strategy.num_processes * num_nodes == 1:
         return None
     if not started and _IS_INTERACTIVE:  # a notebook is no script that could be run once a rank
-        return _MultiProcessingLauncher(strategy, start_method="fork")
+        return multiprocessing(strategy, start_method="fork")
     if not started:
         leave_start_up_messages_to_rank_0()
     use_mpi = options.backend in ("auto", "mpi")

@@ -1,14 +1,16 @@
-"""`Strategy.reduce` of Lightning, over a `Communicator`."""
+"""`Strategy.reduce` of Lightning, and `all_reduce` of Fabric, over a `Communicator`."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from lightning_ring.comm.communicator import Communicator, ReduceOp
-from lightning_ring.integrations.lightning.uneven import BatchStatus
+
+if TYPE_CHECKING:
+    from lightning_ring.integrations.lightning.uneven import BatchStatus
 
 _OPS: dict[Any, ReduceOp] = {  # in the spelling of `sync_dist`, torchmetrics and users
     **{name: op for op in ReduceOp for name in (op.value, op.value.upper())},

@@ -1,0 +1,1 @@
+"""Lightning Fabric: ``Fabric(strategy="ring")``."""

@@ -1,0 +1,364 @@
+"""`RingFabricStrategy`: translates Fabric's calls into those of `Replicas`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import fields
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+from weakref import WeakValueDictionary
+
+import torch
+from lightning.fabric.accelerators import Accelerator
+from lightning.fabric.plugins import CheckpointIO, Precision
+from lightning.fabric.strategies import DDPStrategy
+from lightning.fabric.strategies.launchers import _MultiProcessingLauncher
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
+from lightning.fabric.utilities.seed import reset_seed
+from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_ring.algorithms.algorithm import Algorithm
+from lightning_ring.algorithms.sharded import Sharded
+from lightning_ring.comm.communicator import Communicator
+from lightning_ring.comm.recording import Listener, RecordedCommunicator
+from lightning_ring.errors import ConfigurationError
+from lightning_ring.gradients.compression import Compressor
+from lightning_ring.integrations.fabric.checkpoints import ALGORITHM_KEY, LoadedState
+from lightning_ring.integrations.fabric.module import BackwardSyncControl, RingModule
+from lightning_ring.integrations.lightning.uneven import warn_of_padding
+from lightning_ring.integrations.ranks.devices import check_request, choose_launcher, devices_for, requested_devices
+from lightning_ring.integrations.ranks.environment import RingEnvironment
+from lightning_ring.integrations.ranks.messages import ignore_deprecations_between_libraries
+from lightning_ring.integrations.ranks.reduce import reduce_, reduce_op_of
+from lightning_ring.job.job import Job
+from lightning_ring.loops.ranks import connect_ranks
+from lightning_ring.loops.replicas import Replicas
+from lightning_ring.loops.timeline import LoopTimeline
+from lightning_ring.options import Backend, BucketCap, RingOptions, StartMethod, Topology
+from lightning_ring.timeline.settings import timeline_settings
+
+T = TypeVar("T")
+
+
+class _Options(RingOptions):
+    caller: ClassVar[str] = "RingFabricStrategy"
+
+
+class RingFabricStrategy(DDPStrategy):
+    """Synchronous data-parallel training in a loop of Fabric's: ``Fabric(strategy="ring")``, ``"ring_sharded"``.
+
+    Each module that is set up is kept together over the ranks by an algorithm of its own, with rank 0's values at the
+    start. ``loss.backward()`` and ``fabric.backward(loss)`` average gradients. The module's state dict has no prefix.
+
+    A subclass of Fabric's `DDPStrategy`, by whose class Fabric decides; nothing of DistributedDataParallel is left.
+
+    Args:
+        broadcast_buffers: After each step rank 0's buffers (BatchNorm statistics) replace those of the other ranks.
+        backend, bucket_cap_mb, topology, compression, shard_optimizer, algorithm, start_method, timeout, stall_warning,
+        force_communication, timeline: As of `RingStrategy`. An ``algorithm`` is copied for each module.
+        accelerator, parallel_devices, checkpoint_io, precision: As every strategy of Fabric takes them.
+
+    Attributes:
+        listeners: Called with a `CollectiveRecord` of each collective of the training, and of `all_reduce`.
+
+    Raises:
+        ConfigurationError: An argument cannot work; the message says what was expected.
+        RankDiscoveryError: The launcher's variables contradict each other.
+    """
+
+    def __init__(
+        self,
+        *,
+        backend: Backend = "auto",
+        bucket_cap_mb: BucketCap = None,
+        topology: Topology = "auto",
+        compression: str | Compressor | None = None,
+        shard_optimizer: bool = False,
+        algorithm: str | Algorithm | None = None,
+        broadcast_buffers: bool = True,
+        start_method: StartMethod = "popen",
+        timeout: timedelta = timedelta(minutes=30),
+        stall_warning: timedelta = timedelta(seconds=60),
+        force_communication: bool = False,
+        timeline: str | Path | None = None,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision: Precision | None = None,
+    ) -> None:
+        given = locals()
+        if not isinstance(broadcast_buffers, bool):
+            raise ConfigurationError(
+                f"RingFabricStrategy got broadcast_buffers={broadcast_buffers!r}, expected True or False."
+            )
+        taken = {field.name for field in fields(RingOptions)} & given.keys() - {"broadcast_buffers"}
+        self.options = _Options(**{name: given[name] for name in taken})
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=RingEnvironment(caller="Fabric"),
+            checkpoint_io=checkpoint_io,
+            precision=precision,
+            timeout=timeout,
+            start_method=start_method,
+        )
+        self._backward_sync_control = BackwardSyncControl()
+        self._broadcasts_buffers = broadcast_buffers
+        self.listeners: list[Listener] = []
+        self.timeline: LoopTimeline | None = None
+        self._job: Job | None = None
+        self._modules: WeakValueDictionary[int, RingModule] = WeakValueDictionary()  # in the order of their set-up
+        self._num_modules = 0
+
+    # -- ranks and devices
+
+    @property
+    def ring_environment(self) -> RingEnvironment:
+        assert isinstance(self.cluster_environment, RingEnvironment)
+        return self.cluster_environment
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    @property
+    def communicator(self) -> Communicator | None:
+        """What all ranks exchange tensors through, in one order of calls; `None` in a single process."""
+        return self._job.communicator if self._job is not None else None
+
+    @property
+    def hosts(self) -> list[str]:
+        """Each rank's, by rank; empty before the launch."""
+        return [member.host for member in self._job.members] if self._job is not None else []
+
+    def _configure_launcher(self) -> None:
+        request, environment = requested_devices(), self.ring_environment
+        if environment.creates_processes_externally:
+            check_request(request, environment, self.accelerator)
+            self.parallel_devices = devices_for(self.accelerator, self.parallel_devices, environment.local_size())
+        self._launcher = choose_launcher(self, environment, self.options, request.num_nodes, _MultiProcessingLauncher)
+
+    def _set_world_ranks(self) -> None:
+        if not self.ring_environment.creates_processes_externally:
+            super()._set_world_ranks()  # ranks that Fabric spawns or forks
+        rank_zero_only.rank = utils_rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+
+    def _setup_distributed(self) -> None:
+        ignore_deprecations_between_libraries()
+        self._set_world_ranks()
+        if self.ring_environment.discover().source == "spawn":
+            os.environ.setdefault("MASTER_ADDR", "127.0.0.1")  # Lightning hands the port alone to what it spawns
+        reset_seed()
+        self._job, comm = connect_ranks(self.ring_environment.discover(), self.root_device, self.options)
+        self._process_group_backend = torch.distributed.get_backend()
+        settings = timeline_settings(self.options.timeline, os.environ)
+        about = {"strategy": type(self).__name__}
+        self.timeline = LoopTimeline(settings, comm, self.root_device, self.listeners, about)
+        if self._job.stalls is not None:
+            self._job.stalls.tell_progress(self._progress)
+
+    def teardown(self) -> None:
+        for replicas in self._all_replicas():
+            replicas.remove()
+        self._modules.clear()
+        if self.timeline is not None:
+            self.timeline.finish()
+        super().teardown()
+
+    def _progress(self) -> str:
+        return ", ".join(filter(None, (replicas.algorithm.progress() for replicas in self._all_replicas())))
+
+    def _all_replicas(self) -> list[Replicas]:
+        return [_replicas(module) for module in self._modules.values()]
+
+    # -- modules and optimizers
+
+    def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]
+        called = RingModule(module)
+        label = f"module {self._num_modules}: " if self._num_modules else ""
+        self._num_modules += 1
+        comm = self.communicator
+        replicas = Replicas(
+            module,
+            (),
+            self.options.new_algorithm(),
+            comm,
+            called=called,
+            broadcast_buffers=self._broadcasts_buffers,
+            label=label,
+            listeners=self.listeners,
+            timeline=self.timeline,
+            warn=_warn,
+        )
+        called.follow(replicas)
+        self._modules[self._num_modules] = called
+        if comm is not None:
+            rank_zero_info(
+                f"lightning_ring: {self.world_size} ranks on {self.ring_environment.num_nodes()} node(s), gradients by "
+                f"{type(comm).__name__}{replicas.algorithm.description()}"
+            )
+            self._see_all_shards()
+        return called
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        for replicas in self._stepped_by(optimizer):
+            replicas.add_optimizers([optimizer])
+        return optimizer
+
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        for replicas in self._stepped_by(optimizer):
+            replicas.algorithm.finish_backward()  # before a loss scaler looks at gradients
+        return super().optimizer_step(optimizer, **kwargs)
+
+    def _stepped_by(self, optimizer: Optimizer) -> list[Replicas]:
+        """The replicas with parameters of ``optimizer``.
+
+        Raises:
+            ConfigurationError: Several, whose shards one optimizer cannot hold.
+        """
+        found = [replicas for replicas in self._all_replicas() if replicas.steps(optimizer)]
+        if len(found) > 1 and any(replicas.algorithm.sharded for replicas in found):
+            names = " and ".join(type(replicas.module).__name__ for replicas in found)
+            raise ConfigurationError(
+                f"one {type(optimizer).__name__} steps parameters of {names}, which were set up one by one. A sharded "
+                "algorithm shards them together: set up one module that contains them all, or use strategy='ring'."
+            )
+        return found
+
+    def _algorithm_of(self, optimizer: Any) -> Algorithm:
+        found = self._stepped_by(optimizer)
+        return found[0].algorithm if found else Algorithm()
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        warn_of_padding(dataloader, self.world_size)
+        return super().process_dataloader(dataloader)
+
+    # -- gradients
+
+    def clip_gradients_norm(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        max_norm: float | int,
+        norm_type: float | int = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor:
+        stepped = self._stepped_by(optimizer)
+        for replicas in stepped:
+            replicas.algorithm.finish_backward()
+        if not any(replicas.algorithm.sharded for replicas in stepped):
+            return super().clip_gradients_norm(module, optimizer, max_norm, norm_type, error_if_nonfinite)
+        self.precision.unscale_gradients(optimizer)
+        parameters, algorithm = list(self.precision.main_params(optimizer)), stepped[0].algorithm
+        if error_if_nonfinite and not algorithm.clip_grad_norm_(parameters, float("inf"), norm_type).isfinite():
+            raise RuntimeError(
+                f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be "
+                "clipped. To disable this error and scale the gradients by the non-finite norm anyway, set "
+                "`error_if_nonfinite=False`"
+            )
+        return algorithm.clip_grad_norm_(parameters, max_norm, norm_type)
+
+    def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float | int) -> None:
+        for replicas in self._stepped_by(optimizer):
+            replicas.algorithm.finish_backward()
+        super().clip_gradients_value(module, optimizer, clip_val)
+
+    def _see_all_shards(self) -> None:
+        """A loss scaler searches the shards of all ranks for infinities."""
+        scaler = getattr(self.precision, "scaler", None)
+        if scaler is None or "_unscale_grads_" in vars(scaler):
+            return
+        unscale = scaler._unscale_grads_
+
+        def unscale_all(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            algorithm = self._algorithm_of(optimizer)
+            whole = algorithm.unscale_shards(unscale) if isinstance(algorithm, Sharded) else unscale
+            return whole(optimizer, *args, **kwargs)
+
+        scaler._unscale_grads_ = unscale_all
+
+    # -- collectives that Fabric and the user call
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        if (comm := self.communicator) is not None:
+            comm.barrier()
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        comm = self.communicator
+        return obj if comm is None else comm.broadcast_object(obj, src=src)
+
+    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        comm = self.communicator
+        if comm is None or not isinstance(tensor, Tensor):
+            return tensor
+        op = reduce_op_of(reduce_op)
+        everybody = group is None or group is torch.distributed.group.WORLD
+        if not everybody or op is None or tensor.device.type != self.root_device.type:
+            return super().all_reduce(tensor, group, reduce_op)
+        return reduce_(tensor, RecordedCommunicator(comm, self.listeners) if self.listeners else comm, op, None)
+
+    # -- checkpoints
+
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        if isinstance(module, RingModule):
+            _replicas(module).wait_parameters()
+            module = module.module
+        return super().get_module_state_dict(module)
+
+    def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
+        if isinstance(module, RingModule):
+            _replicas(module).wait_parameters()  # values that arrive later would overwrite the loaded ones
+            module = module.module
+        super().load_module_state_dict(module, state_dict, strict)
+
+    def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The ordinary, full state dict; under a sharded algorithm on rank 0, and empty elsewhere. Collective."""
+        algorithm = self._algorithm_of(optimizer)
+        if not algorithm.sharded:
+            return super().get_optimizer_state(optimizer)
+        return algorithm.optimizer_state_dict(optimizer, is_rank_zero=self.is_global_zero)
+
+    def save_checkpoint(
+        self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: dict[str, Any] | None = None
+    ) -> None:
+        kept = {name: _replicas(one).algorithm.state_dict() for name, one in _ring_modules(state)}
+        if any(kept.values()) and self.communicator is not None:
+            state = state | {ALGORITHM_KEY: kept}
+        super().save_checkpoint(path, state, storage_options, filter)
+
+    def load_checkpoint(
+        self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        if isinstance(state, Optimizer):
+            LoadedState(state, self._algorithm_of(state)).load_state_dict(
+                self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
+            )
+            return {}
+        if not isinstance(state, dict):
+            return super().load_checkpoint(path, state, strict, weights_only)
+        optimizers = {name: one for name, one in state.items() if isinstance(one, Optimizer)}
+        loaded = state | {name: LoadedState(one, self._algorithm_of(one)) for name, one in optimizers.items()}
+        remainder = super().load_checkpoint(path, loaded, strict, weights_only)
+        state.update(loaded | optimizers)
+        kept = remainder.pop(ALGORITHM_KEY, {})
+        for name, module in _ring_modules(state) if self.communicator is not None else ():
+            if problem := _replicas(module).algorithm.load_state_dict(kept.get(name, {})):
+                _warn(problem)
+        return remainder
+
+
+def _ring_modules(state: dict[str, Any]) -> Iterator[tuple[str, RingModule]]:
+    return ((name, one) for name, one in state.items() if isinstance(one, RingModule))
+
+
+def _replicas(module: RingModule) -> Replicas:
+    found: Replicas = vars(module)["replicas"]
+    return found
+
+
+def _warn(message: str) -> None:
+    rank_zero_warn(f"lightning_ring: {message}")

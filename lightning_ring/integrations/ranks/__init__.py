@@ -1,0 +1,1 @@
+"""Ranks and devices for Lightning, the same for its Trainer and for Fabric."""

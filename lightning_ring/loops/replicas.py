@@ -1,0 +1,200 @@
+"""`Replicas`: the replicas of one module, one on each rank, which an algorithm keeps together while a loop trains."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from lightning_ring.algorithms.algorithm import Algorithm
+from lightning_ring.algorithms.sharded import Sharded
+from lightning_ring.algorithms.step_hooks import StepHooks
+from lightning_ring.comm.communicator import Communicator
+from lightning_ring.comm.recording import Listener, RecordedCommunicator
+from lightning_ring.comm.replicate import (
+    broadcast_buffers,
+    broadcast_module,
+    broadcast_optimizer_state,
+    check_same_model,
+)
+from lightning_ring.loops.timeline import LoopTimeline
+
+log = logging.getLogger("lightning_ring")
+
+
+class Replicas:
+    """The replicas of ``module``, on all ranks of ``comm``, from here to `remove`. Building one is collective.
+
+    They begin with rank 0's parameters, buffers and optimizer state. From then on every backward that reaches the
+    module's parameters is a backward of the training: it averages gradients over the ranks, except inside `no_sync`.
+    Hooks on the module tell when a forward begins and ends; nothing is wrapped. Without ``comm``, in a single process,
+    nothing is registered, unless a timeline is recorded.
+
+    Args:
+        optimizers: Those that step the module's parameters; later ones are found when they step.
+        called: The module whose calls are the forwards, where that is one around ``module``. It is not kept.
+        broadcast_buffers: After each step rank 0's buffers (BatchNorm statistics) replace those of the other ranks.
+        label: Begins the names of collectives, where there are several modules: ``"module 1: "``.
+        listeners: Called with a `CollectiveRecord` of each collective of the training.
+        timeline: Gets the times of forwards and steps.
+        warn: Receives messages for the user.
+
+    Raises:
+        ModelMismatchError: The ranks hold different modules or optimizers.
+        ConfigurationError: The algorithm cannot train this module with these optimizers.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizers: Sequence[Optimizer],
+        algorithm: Algorithm,
+        comm: Communicator | None,
+        *,
+        called: nn.Module | None = None,
+        broadcast_buffers: bool = True,
+        label: str = "",
+        listeners: list[Listener] | None = None,
+        timeline: LoopTimeline | None = None,
+        warn: Callable[[str], None] = log.warning,
+    ) -> None:
+        self.module = module
+        self.algorithm = algorithm if comm is not None else Algorithm()
+        self.comm = comm
+        self.timeline = timeline
+        self._optimizers = list(optimizers)
+        self._broadcasts_buffers = broadcast_buffers and any(True for _ in module.buffers())
+        self._training = ExitStack()  # around the whole training
+        self._forwards: list[ExitStack] = []  # that run now
+        self._hooks: list[Any] = []
+        self._step_hooks: StepHooks | None = None
+        if comm is not None:
+            check_same_model(module, comm)
+            broadcast_module(module, comm)
+            for optimizer in self._optimizers:
+                broadcast_optimizer_state(optimizer, comm)
+            recorded = RecordedCommunicator(comm, listeners if listeners is not None else [], label)
+            self.algorithm.attach(module, self._optimizers, recorded, warn, log.info)
+        elif timeline is None or not timeline.recording:
+            return
+        try:
+            entered = called if called is not None else module
+            self._hooks = [
+                entered.register_forward_pre_hook(self._before_forward, prepend=True),
+                entered.register_forward_hook(self._after_forward, always_call=True),
+            ]
+            self._step_hooks = StepHooks(_Steps(self))
+            self._training.enter_context(self.algorithm.plain_backwards(reduced=True))
+        except BaseException:
+            self.remove(wait=False)
+            raise
+
+    # -- what a loop calls
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Around the backwards of gradient accumulation, except the last: their gradients stay on this rank."""
+        return self.algorithm.no_sync()
+
+    def wait_parameters(self) -> None:
+        """Return when all parameters are complete. For code whose reads are not detected (threads, compiled code)."""
+        self.algorithm.wait_parameters()
+
+    def clip_grad_norm_(self, parameters: Iterable[Parameter], max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale gradients so that their norm over ``parameters`` is at most ``max_norm``; returns the norm before.
+
+        As `torch.nn.utils.clip_grad_norm_`, for sharded gradients too. All ranks call it, with the same parameters.
+        """
+        self.algorithm.finish_backward()
+        return self.algorithm.clip_grad_norm_(parameters, max_norm, norm_type)
+
+    def add_optimizers(self, optimizers: Iterable[Optimizer]) -> None:
+        """Have ``optimizers``, which were built after this object, step the module's parameters. Collective."""
+        new = [optimizer for optimizer in optimizers if not any(optimizer is known for known in self._optimizers)]
+        if self.comm is None or not new:
+            return
+        for optimizer in new:
+            broadcast_optimizer_state(optimizer, self.comm)
+        self._optimizers += new
+        self.algorithm.set_optimizers(self._optimizers)
+
+    def optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The ordinary, full state dict. Collective; under a sharded algorithm it is empty on all ranks but rank 0."""
+        return self.algorithm.optimizer_state_dict(optimizer, is_rank_zero=self.comm is None or self.comm.rank == 0)
+
+    def load_optimizer_state_dict(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Load an ordinary, full state dict. Collective: all ranks have read the same one, or rank 0's counts."""
+        if self.comm is not None and self.algorithm.sharded:
+            state = self.comm.broadcast_object(state)  # a shard of each is kept
+        self.algorithm.load_optimizer_state_dict(optimizer, state)
+        if self.comm is not None and not self.algorithm.sharded:
+            broadcast_optimizer_state(optimizer, self.comm)
+
+    def remove(self, *, wait: bool = True) -> None:
+        """End the training: remove all hooks, and complete the parameters. ``wait=False`` waits for no other rank."""
+        if self._step_hooks is not None:
+            self._step_hooks.remove()
+            self._step_hooks = None
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        if wait:
+            self._training.close()
+        self._training = ExitStack()
+        self.algorithm.detach(wait=wait)
+
+    # -- what torch's hooks call
+
+    @torch.compiler.disable
+    def _before_forward(self, module: nn.Module, _: Any) -> None:
+        forward = ExitStack()
+        self._forwards.append(forward)
+        if (timeline := self.timeline) is not None:
+            began = timeline.now()
+            forward.callback(lambda: timeline.forward(began, timeline.now()))
+        if not torch.is_grad_enabled() or torch._C._current_autograd_node() is not None:
+            return  # an evaluation, or a checkpoint that computes its forward again
+        self.algorithm.begin_batch()
+        if isinstance(self.algorithm, Sharded) and not self.algorithm.overlaps:
+            self.algorithm.overlaps = True  # the forward shows whether all reads of parameters can be seen
+        forward.enter_context(self.algorithm.forward())
+
+    @torch.compiler.disable
+    def _after_forward(self, *_: Any) -> None:
+        self._forwards.pop().close()
+
+    def steps(self, optimizer: Optimizer) -> bool:
+        """Whether ``optimizer`` steps parameters of the module."""
+        own = {id(param) for param in self.module.parameters()}
+        return any(id(param) in own for group in optimizer.param_groups for param in group["params"])
+
+    def after_step(self) -> None:
+        if self._broadcasts_buffers and self.comm is not None:
+            broadcast_buffers(self.module, self.comm)
+
+
+class _Steps(Algorithm):
+    """The steps of every optimizer: for the algorithm, and for what surrounds it."""
+
+    def __init__(self, replicas: Replicas) -> None:
+        self._replicas = replicas
+        self._began: Any = None
+
+    def before_step(self, optimizer: Optimizer, *, has_closure: bool) -> None:
+        if (timeline := self._replicas.timeline) is not None:
+            self._began = timeline.now()
+        self._replicas.algorithm.before_step(optimizer, has_closure=has_closure)
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        replicas = self._replicas
+        replicas.algorithm.after_step(optimizer)
+        if not replicas.steps(optimizer):
+            return
+        replicas.after_step()
+        if (timeline := replicas.timeline) is not None:
+            timeline.optimizer_step(self._began, timeline.now())

@@ -1,0 +1,268 @@
+"""Loops of Fabric on real ranks: ``strategy="ring"`` beside Fabric's own DDP."""
+
+from __future__ import annotations
+
+import json
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric import Fabric
+from lightning.fabric.strategies import DDPStrategy
+from mpi4py import MPI
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_ring import RingFabricStrategy
+from lightning_ring.errors import ConfigurationError, RingError
+from lightning_ring.integrations.ranks.environment import RingEnvironment
+from lightning_ring.monitor import LoopMonitor, RingMonitor
+from tests.checks.loops import adamw, assert_same, batches, loss_of, network, pair, sgd
+
+RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+warnings.filterwarnings("ignore", module="lightning")
+
+
+def ring(strategy: Any = "ring", **arguments: Any) -> Fabric:
+    fabric = Fabric(strategy=strategy, accelerator="cpu", **arguments)
+    fabric.launch()
+    return fabric
+
+
+def ddp(**arguments: Any) -> Fabric:
+    strategy = DDPStrategy(cluster_environment=RingEnvironment(), parallel_devices=[torch.device("cpu")] * SIZE)
+    fabric = Fabric(strategy=strategy, accelerator="cpu", **arguments)
+    fabric.launch()
+    return fabric
+
+
+def small_buckets(algorithm: str) -> RingFabricStrategy:
+    return RingFabricStrategy(algorithm=algorithm, bucket_cap_mb=0.0005)
+
+
+def train(fabric: Fabric, module: nn.Module, optimizer: Optimizer, steps: Sequence[int] = range(9)) -> None:
+    """Three micro-batches a step, a clipped norm, and BatchNorm."""
+    model, stepped = fabric.setup(module, optimizer)
+    go_on(fabric, model, stepped, steps)
+
+
+def go_on(fabric: Fabric, model: Any, optimizer: Any, steps: Sequence[int]) -> None:
+    inputs = batches(9)
+    for step in steps:
+        with fabric.no_backward_sync(model, enabled=step % 3 < 2):
+            fabric.backward(loss_of(model(inputs[step])))
+        if step % 3 == 2:
+            fabric.clip_gradients(model, optimizer, max_norm=0.05)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def check_a_loop_with_accumulation_and_clipping_equals_ddp() -> None:
+    for algorithm, tolerance in (("ring", 0.0), ("ring_sharded", 1e-6)):
+        found, expected = network(norm=True, seed=RANK), network(norm=True, seed=0)
+        train(ring(small_buckets(algorithm)), found, sgd(found))
+        train(ddp(), expected, sgd(expected))
+        assert_same(found, expected, tolerance)
+
+
+def check_a_gan_equals_ddp() -> None:
+    for algorithm, tolerance in (("ring", 0.0), ("ring_sharded", 1e-6)):
+        trained = []
+        for fabric in (ring(small_buckets(algorithm)), ddp()):
+            networks = pair()
+            (generate, first), (judge, second) = (
+                fabric.setup(net, torch.optim.Adam(net.parameters(), 0.05)) for net in networks
+            )
+            for noise in batches(5):
+                real = noise[:, :3].contiguous()
+                second.zero_grad()
+                fabric.backward(loss_of(judge(real)).add(judge(generate(noise).detach()).square().mean()))
+                second.step()
+                first.zero_grad()
+                loss_of(judge(generate(noise))).backward()  # a plain backward is averaged too
+                first.step()
+            trained.append(networks)
+        for found, expected in zip(*trained, strict=True):
+            assert_same(found, expected, tolerance)
+
+
+def check_modules_and_optimizers_that_are_set_up_one_by_one() -> None:
+    trained = []
+    for fabric in (ring(), ddp()):
+        networks = pair()
+        first, second = (fabric.setup_module(net) for net in networks)
+        both = torch.optim.Adam([*networks[0].parameters(), *networks[1].parameters()], 0.05)
+        optimizer = fabric.setup_optimizers(both)
+        for noise in batches(4):
+            loss_of(second(first(noise))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        trained.append(networks)
+    for found, expected in zip(*trained, strict=True):
+        assert_same(found, expected)
+    fabric = ring("ring_sharded")
+    networks = pair()
+    for net in networks:
+        fabric.setup_module(net)
+    del net
+    kept = [fabric.setup_module(net) for net in pair()]
+    both = torch.optim.Adam([*kept[0].parameters(), *kept[1].parameters()])
+    with pytest.raises(ConfigurationError, match="which were set up one by one"):
+        fabric.setup_optimizers(both)
+
+
+def check_collectives() -> None:
+    fabric = ring()
+    assert (fabric.global_rank, fabric.world_size, fabric.local_rank) == (RANK, SIZE, RANK)
+    mine = torch.tensor([float(RANK)])
+    assert fabric.all_gather(mine).flatten().tolist() == list(range(SIZE))
+    assert fabric.all_reduce(mine.clone(), reduce_op="sum").item() == sum(range(SIZE))
+    assert fabric.all_reduce({"a": mine.clone()})["a"].item() == (SIZE - 1) / 2  # type: ignore[index, call-overload]
+    assert fabric.broadcast({"rank": RANK}, src=SIZE - 1) == {"rank": SIZE - 1}
+    assert fabric.strategy.reduce_boolean_decision(RANK == 0) is (SIZE == 1)
+    assert fabric.strategy.reduce_boolean_decision(RANK == 0, all=False) is True
+    with fabric.rank_zero_first():
+        pass
+    fabric.barrier()
+    weight = torch.full((2,), RANK + 1.0, requires_grad=True)
+    fabric.all_gather(weight, sync_grads=True).sum().backward()  # type: ignore[union-attr]
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [SIZE, SIZE]
+
+
+def check_checkpoints_go_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    for algorithm in ("ring", "ring_sharded"):
+        whole, saved, fresh = network(seed=1), network(seed=1), network(seed=8)
+        train(ring(algorithm), whole, adamw(whole))
+        fabric = ring(algorithm)
+        model, optimizer = fabric.setup(saved, adamw(saved))
+        go_on(fabric, model, optimizer, range(6))
+        path = tmp_path / f"{algorithm}.ckpt"
+        fabric.save(path, {"model": model, "optimizer": optimizer, "step": 6})
+        assert set(torch.load(path)["model"]) == set(saved.state_dict())  # no prefix
+        fabric = ring(algorithm)
+        model, optimizer = fabric.setup(fresh, adamw(fresh))
+        state = {"model": model, "optimizer": optimizer, "step": 0}
+        assert fabric.load(path, state) == {}
+        assert state["step"] == 6
+        go_on(fabric, model, optimizer, range(6, 9))
+        assert_same(fresh, whole)
+        reference = ddp()  # opens it too
+        model, optimizer = reference.setup(network(), adamw(plain := network()))
+        reference.load(path, {"model": model, "optimizer": optimizer}, strict=False)
+        assert plain is not None
+
+
+def check_loaders_and_init_module_and_forward_methods() -> None:
+    class Module(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = network(seed=RANK)
+
+        def training_step(self, inputs: Tensor) -> Tensor:
+            return loss_of(self.net(inputs))
+
+    trained = []
+    for fabric in (ring(precision="bf16-mixed"), ddp(precision="bf16-mixed")):
+        data = TensorDataset(torch.randn(23, 6, generator=torch.Generator().manual_seed(0)))
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            loader = fabric.setup_dataloaders(DataLoader(data, batch_size=3, shuffle=True))
+        ours = isinstance(fabric.strategy, RingFabricStrategy) and RANK == 0
+        assert any("23 samples do not divide" in str(one.message) for one in told) is ours
+        assert loader.sampler.num_replicas == SIZE  # type: ignore[union-attr]
+        with fabric.init_module():
+            module = Module()
+        model, optimizer = fabric.setup(module, sgd(module))
+        for _ in range(2):
+            for (inputs,) in loader:
+                fabric.backward(model.training_step(inputs))
+                optimizer.step()
+                optimizer.zero_grad()
+        trained.append(module)
+    assert_same(*trained)
+
+
+def check_callbacks_are_told() -> None:
+    class Notes:
+        def __init__(self) -> None:
+            self.seen: list[str] = []
+
+        def on_after_optimizer_step(self, strategy: Any, optimizer: Any) -> None:
+            self.seen.append(f"step of {type(strategy).__name__}")
+
+        def mine(self, number: int) -> None:
+            self.seen.append(f"mine {number}")
+
+    notes = Notes()
+    fabric = ring(callbacks=[notes])
+    model, optimizer = fabric.setup(net := network(), sgd(net))
+    loss_of(model(batches(1)[0])).backward()
+    optimizer.step()
+    fabric.call("mine", number=3)
+    assert notes.seen == ["step of RingFabricStrategy", "mine 3"]
+
+
+def check_ranks_with_other_numbers_of_steps_get_an_error() -> None:
+    fabric = ring()
+    model, optimizer = fabric.setup(net := network(), sgd(net))
+    for inputs in batches(2):
+        loss_of(model(inputs)).backward()
+        optimizer.step()
+    if RANK == 0:
+        with pytest.raises(RingError, match="ranks call"):
+            loss_of(model(batches(1)[0])).backward()
+    else:
+        with pytest.raises(RingError):
+            fabric.all_reduce(torch.zeros(3))
+
+
+class _Log:
+    """A logger of Fabric's."""
+
+    def __init__(self) -> None:
+        self.logged: dict[int, dict[str, float]] = {}
+
+    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+        self.logged[step] = metrics
+
+
+def check_the_monitor_and_the_timeline_tell_of_steps(tmp_path: Path) -> None:
+    log, monitor = _Log(), LoopMonitor(log_every_n_steps=3)
+    path = tmp_path / "trace.json"
+    fabric = ring(RingFabricStrategy(timeline=path), callbacks=[monitor], loggers=log)  # type: ignore[arg-type]
+    model, optimizer = fabric.setup(net := network(), sgd(net))
+    for inputs in batches(8):
+        loss_of(model(inputs)).backward()
+        if RANK == SIZE - 1:
+            time.sleep(0.01)
+        optimizer.step()
+    assert sorted(log.logged) == ([3, 6] if RANK == 0 else [])
+    assert monitor.report is not None
+    assert monitor.report.step == 6
+    assert [row.rank for row in monitor.report.rows] == list(range(SIZE))
+    for scalars in log.logged.values():
+        assert [rate for name, rate in scalars.items() if name.startswith("ring/lr/")] == [0.1]
+        assert scalars["ring/step_ms"] >= 10 - 1
+        parts = ("forward", "optimizer", "other", "exposed_communication")
+        assert not scalars.keys() & {"ring/data_ms", "ring/backward_ms", "ring/data_share"}  # not 0: unknown
+        assert abs(sum(scalars[f"ring/{part}_ms"] for part in parts) - scalars["ring/step_ms"]) < 0.5
+        assert scalars["ring/forward_ms"] > 0
+        assert scalars["ring/optimizer_ms"] > 0
+        assert scalars["ring/communication_ms"] > 0
+    assert isinstance(fabric.strategy, RingFabricStrategy)
+    assert fabric.strategy.timeline is not None
+    fabric.strategy.timeline.finish()
+    MPI.COMM_WORLD.Barrier()
+    names = [event.get("name", "") for event in json.loads(path.read_text())["traceEvents"]]
+    for name in ("forward", "optimizer step", "step 7", "all-reduce"):
+        assert sum(found == name for found in names) >= SIZE, (name, sorted(set(names)))
+    with pytest.raises(ConfigurationError, match="LoopMonitor"):
+        ring(callbacks=[RingMonitor()]).setup(net := network(), sgd(net))
+    with pytest.raises(ConfigurationError, match="DDPStrategy has none for it"):
+        ddp(callbacks=[LoopMonitor()]).setup(net := network(), sgd(net))

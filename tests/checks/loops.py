@@ -1,0 +1,282 @@
+"""Plain loops through `distribute` on real ranks, beside torch's DistributedDataParallel."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from mpi4py import MPI
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from lightning_ring import distribute
+from lightning_ring.errors import ConfigurationError, ModelMismatchError, RingError
+
+RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+torch.set_num_threads(1)
+
+
+def network(*, norm: bool = False, seed: int = 3) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 16), *([nn.BatchNorm1d(16)] if norm else []), nn.Tanh(), nn.Linear(16, 3))
+
+
+def batches(number: int) -> list[Tensor]:
+    """Other ones on each rank."""
+    numbers = torch.Generator().manual_seed(100 + RANK)
+    return [torch.randn(8, 6, generator=numbers) for _ in range(number)]
+
+
+def loss_of(output: Tensor) -> Tensor:
+    return (output - 0.5).square().mean()
+
+
+def accumulate(
+    forward: Callable[[Tensor], Tensor],
+    module: nn.Module,
+    optimizer: Optimizer,
+    no_sync: Callable[[], Any],
+    clip: Callable[..., Any],
+    steps: Sequence[int] = range(9),
+) -> None:
+    """Three micro-batches a step, and a clipped norm."""
+    inputs = batches(9)
+    for step in steps:
+        with no_sync() if step % 3 < 2 else nullcontext():
+            loss_of(forward(inputs[step])).backward()
+        if step % 3 == 2:
+            clip(module.parameters(), 0.05)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def adversaries(
+    generate: Callable[[Tensor], Tensor], judge: Callable[[Tensor], Tensor], optimizers: Sequence[Optimizer]
+) -> None:
+    """A GAN: each network has a loss of its own; the generator's passes through the other one."""
+    for inputs in batches(5):
+        real, noise = inputs[:, :3].contiguous(), inputs
+        optimizers[1].zero_grad()
+        loss_of(judge(real)).add(judge(generate(noise).detach()).square().mean()).backward()
+        optimizers[1].step()
+        optimizers[0].zero_grad()
+        loss_of(judge(generate(noise))).backward()
+        optimizers[0].step()
+
+
+def pair() -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(11)
+    return nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 3)), nn.Sequential(
+        nn.Linear(3, 12), nn.Linear(12, 1)
+    )
+
+
+def assert_same(found: nn.Module, expected: nn.Module, tolerance: float = 0.0) -> None:
+    """Bit for bit on two ranks, with ``found`` equal on all ranks. DDP's buffers are those of rank 0."""
+    mine = torch.cat([value.double().reshape(-1) for value in found.state_dict().values()]).numpy().tobytes()
+    assert len(set(MPI.COMM_WORLD.allgather(mine))) == 1
+    pairs = zip(found.named_parameters(), expected.parameters(), strict=True)
+    named = [(name, one, other) for (name, one), other in pairs]
+    if RANK == 0:
+        named += [(name, one, expected.get_buffer(name)) for name, one in found.named_buffers()]
+    for name, one, other in named:
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance if SIZE <= 2 else 1e-6, msg=name)
+
+
+def sgd(module: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+
+
+def adamw(module: nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW(module.parameters(), lr=0.05)
+
+
+def _accumulated(algorithm: str) -> tuple[nn.Module, nn.Module]:
+    model, reference = network(norm=True, seed=RANK), network(norm=True, seed=0)
+    optimizer = sgd(model)
+    with distribute(model, optimizer, algorithm=algorithm, bucket_cap_mb=0.0005) as training:
+        wrapped = DistributedDataParallel(reference)
+        accumulate(wrapped, reference, sgd(reference), wrapped.no_sync, nn.utils.clip_grad_norm_)
+        accumulate(model, model, optimizer, training.no_sync, training.clip_grad_norm_)
+    return model, reference
+
+
+def check_accumulation_and_clipping_equal_ddp() -> None:
+    assert_same(*_accumulated("ring"))
+
+
+def check_sharded_accumulation_and_clipping_equal_ddp() -> None:
+    assert_same(*_accumulated("ring_sharded"), tolerance=1e-6)  # norms are summed in another order
+
+
+def check_two_modules_equal_ddp() -> None:
+    for algorithm in ("ring", "ring_sharded"):
+        one, other = pair(), pair()
+        optimizers = [torch.optim.Adam(module.parameters(), lr=0.05) for module in one]
+        with (
+            distribute(one[0], optimizers[0], algorithm=algorithm, bucket_cap_mb=0.0002),
+            distribute(one[1], optimizers[1], algorithm=algorithm, bucket_cap_mb=0.0002),
+        ):
+            wrapped = [DistributedDataParallel(module) for module in other]
+            adversaries(*wrapped, [torch.optim.Adam(module.parameters(), lr=0.05) for module in other])
+            adversaries(*one, optimizers)
+        for found, expected in zip(one, other, strict=True):
+            assert_same(found, expected, tolerance=0.0 if algorithm == "ring" else 1e-6)
+
+
+class _Halves(nn.Module):
+    """Its first layer, whose gradient comes last, is used on rank 0 alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.some, self.every = nn.Linear(3, 3), nn.Linear(3, 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.some(inputs) if RANK == 0 else inputs
+        result: Tensor = self.every(hidden)
+        return result
+
+
+def check_one_backward_through_two_modules_sends_in_one_order() -> None:
+    first, last = pair()[0], _Halves()
+    reference = nn.Sequential(copy.deepcopy(first), copy.deepcopy(last))
+    optimizers = [sgd(first), sgd(last)]
+    with (
+        distribute(first, optimizers[0], bucket_cap_mb=0.0001),
+        distribute(last, optimizers[1], bucket_cap_mb=0.00002),
+    ):
+        wrapped, plain = DistributedDataParallel(reference, find_unused_parameters=True), sgd(reference)
+        for inputs in batches(5):
+            loss_of(wrapped(inputs)).backward()
+            plain.step()
+            plain.zero_grad()
+        for inputs in batches(5):
+            loss_of(last(first(inputs))).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    assert_same(nn.Sequential(first, last), reference)
+
+
+def check_one_training_of_two_optimizers() -> None:
+    def make(module: nn.Sequential) -> list[Optimizer]:
+        return [sgd(module[0]), torch.optim.AdamW(module[2].parameters())]
+
+    model, reference = network(), network()
+    optimizers = make(model)
+    with distribute(model, optimizers) as training:
+        wrapped = DistributedDataParallel(reference)
+        for net, both in ((wrapped, make(reference)), (model, optimizers)):
+            for inputs in batches(4):
+                loss_of(net(inputs)).backward()
+                for optimizer in both:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        mean = training.all_reduce(torch.tensor([float(RANK), 1.0]))
+        assert mean.tolist() == [(SIZE - 1) / 2, 1.0]
+        assert training.all_gather(torch.tensor(RANK)).tolist() == list(range(SIZE))
+        assert training.broadcast({"rank": RANK}, src=SIZE - 1) == {"rank": SIZE - 1}
+    assert_same(model, reference)
+
+
+def check_a_state_that_was_saved_goes_on_as_if_nothing_had_happened() -> None:
+    for algorithm in ("ring", "ring_sharded"):
+        whole, saved = network(seed=1), network(seed=1)
+        optimizer = adamw(whole)
+        with distribute(whole, optimizer, algorithm=algorithm) as training:
+            accumulate(whole, whole, optimizer, training.no_sync, training.clip_grad_norm_)
+        optimizer = adamw(saved)
+        with distribute(saved, optimizer, algorithm=algorithm) as training:
+            accumulate(saved, saved, optimizer, training.no_sync, training.clip_grad_norm_, range(6))
+            state = training.optimizer_state_dict(optimizer)
+            assert bool(state) == (RANK == 0 or algorithm == "ring")
+            weights = copy.deepcopy(saved.state_dict())
+        fresh = network(seed=8)
+        fresh.load_state_dict(weights)
+        optimizer = adamw(fresh)
+        with distribute(fresh, optimizer, algorithm=algorithm) as training:
+            training.load_optimizer_state_dict(optimizer, state)
+            accumulate(fresh, fresh, optimizer, training.no_sync, training.clip_grad_norm_, range(6, 9))
+        assert_same(fresh, whole)
+
+
+def check_rank_0_alone_may_evaluate_and_save_between_steps() -> None:
+    model = network(norm=True)
+    optimizer = sgd(model)
+    with distribute(model, optimizer, algorithm="ring_sharded"):
+        for inputs in batches(4):
+            loss_of(model(inputs)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if RANK == 0:  # the new parameters may still be on their way
+                with torch.no_grad():
+                    model.eval()
+                    loss_of(model(inputs))
+                    model.train()
+                copy.deepcopy(model.state_dict())
+
+
+def check_thawed_parameters_are_averaged_or_an_error() -> None:
+    model, reference = network(), network()
+    model[0].requires_grad_(False)
+    optimizer = sgd(model)
+    with distribute(model, optimizer):
+        wrapped, plain = DistributedDataParallel(reference), sgd(reference)
+        for number, inputs in enumerate(batches(4)):
+            if number == 2:
+                model[0].requires_grad_(True)
+            for net, steps in ((wrapped, plain), (model, optimizer)):
+                loss_of(net(inputs)).backward()
+                if number < 2 and net is wrapped:
+                    for param in reference[0].parameters():
+                        param.grad = None
+                steps.step()
+                steps.zero_grad()
+    assert_same(model, reference)
+    model = network()
+    model[0].requires_grad_(False)
+    optimizer = sgd(model)
+    with distribute(model, optimizer) as training:
+        loss_of(model(batches(1)[0])).backward()
+        optimizer.step()
+        model[0].requires_grad_(True)
+        loss_of(model[2](model[1](model[0](batches(1)[0])))).backward()  # the module itself is not called
+        with pytest.raises(RingError, match=r"0\.weight with a gradient of this rank alone.*Call the module itself"):
+            optimizer.step()
+        training.barrier()
+
+
+def check_what_cannot_work_is_an_error_on_every_rank() -> None:
+    with pytest.raises(ModelMismatchError, match="the ranks hold different models"):
+        distribute(nn.Linear(2 + RANK, 1))
+    model = network()
+    with distribute(model, sgd(model)) as training:
+        with pytest.raises(ConfigurationError, match=r"0\.weight, which a module of an earlier call contains"):
+            distribute(model)
+        with pytest.raises(ConfigurationError, match="share their connections"):
+            distribute(nn.Linear(2, 1), topology="flat")
+        with pytest.raises(ConfigurationError, match="op='median', expected one of 'mean', 'sum'"):
+            training.all_reduce(torch.zeros(1), op="median")
+    training.close()  # twice is fine
+
+
+def check_a_timeline_is_written(tmp_path: Any) -> None:
+    import json  # deferred: this check alone
+
+    model = network()
+    optimizer = sgd(model)
+    path = tmp_path / "trace.json"
+    with distribute(model, optimizer, timeline=path):
+        for inputs in batches(3):
+            loss_of(model(inputs)).backward()
+            optimizer.step()
+    MPI.COMM_WORLD.Barrier()
+    names = [event.get("name", "") for event in json.loads(path.read_text())["traceEvents"]]
+    for name in ("forward", "optimizer step", "step 2", "all-reduce"):
+        assert sum(found == name for found in names) >= SIZE, (name, sorted(set(names)))

@@ -1,0 +1,115 @@
+"""``Fabric(strategy="ring")``: loops on two ranks, arguments, and the recipe under plain ``python``."""
+
+from __future__ import annotations
+
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric import Fabric
+from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.fabric.strategies import STRATEGY_REGISTRY
+
+from lightning_ring import RingFabricStrategy
+from lightning_ring.errors import ConfigurationError
+from lightning_ring.monitor import LoopMonitor
+from tests.battery import check_names
+from tests.processes import ROOT, run
+
+MODULE = "tests.checks.fabric"
+RECIPE = str(ROOT / "recipes" / "fabric_digits.py")
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("check", check_names(MODULE))
+def test_on_two_ranks(battery: Any, check: str) -> None:
+    battery(MODULE, 2, check)
+
+
+@pytest.mark.ranks
+def test_the_recipe_starts_its_own_ranks_and_learns(tmp_path: Path) -> None:
+    command = [sys.executable, RECIPE, "--devices", "2", "--strategy", "ring_sharded", "--epochs", "3"]
+    done = run([*command, "--logs", str(tmp_path)], timeout=120, CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 0, done.stdout
+    accuracy = float(done.stdout.partition("test accuracy ")[2].split()[0])
+    assert accuracy > 0.9
+    assert done.stdout.count("test accuracy") == 1
+    assert (tmp_path / "fabric_digits.ckpt").exists()
+
+
+@pytest.mark.ranks
+def test_a_rank_that_dies_ends_the_job_and_is_named(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, signal, torch, lightning_ring\n"
+        "from lightning.fabric import Fabric\n"
+        "fabric = Fabric(accelerator='cpu', strategy='ring', devices=2)\n"
+        "fabric.launch()\n"
+        "net = torch.nn.Linear(2, 1)\n"
+        "model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))\n"
+        "for step in range(5):\n"
+        "    if step == 3 and fabric.global_rank == 1:\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    fabric.backward(model(torch.ones(1, 2)).sum())\n"
+        "    optimizer.step()\n"
+        "print('the end')\n"
+    )
+    done = run([sys.executable, str(script)], timeout=100)
+    assert done.returncode not in (0, 124), done.stdout
+    assert "rank 1" in done.stdout
+    assert "the end" not in done.stdout
+
+
+def test_a_single_process_trains_with_no_hook_and_no_communicator() -> None:
+    fabric = Fabric(accelerator="cpu", strategy="ring_sharded", devices=1, callbacks=LoopMonitor())
+    fabric.launch()
+    net = torch.nn.Linear(2, 1)
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    before = net.weight.clone()
+    with fabric.no_backward_sync(model):
+        fabric.backward(model(torch.ones(1, 2)).sum())
+    fabric.clip_gradients(model, optimizer, max_norm=1.0)
+    optimizer.step()
+    assert not torch.equal(net.weight, before)
+    assert not net._forward_pre_hooks
+    assert not net.weight._post_accumulate_grad_hooks
+    assert isinstance(fabric.strategy, RingFabricStrategy)
+    assert fabric.strategy.communicator is None
+    assert fabric.all_gather(torch.ones(2)).shape == (1, 2)  # type: ignore[union-attr]
+    assert fabric.broadcast("text") == "text"
+    assert optimizer.state_dict()["param_groups"][0]["lr"] == 0.1
+
+
+def test_both_names_are_registered_and_take_the_algorithm() -> None:
+    for name, sharded in (("ring", False), ("ring_sharded", True)):
+        assert name in STRATEGY_REGISTRY.available_strategies()
+        strategy = Fabric(accelerator="cpu", strategy=name).strategy
+        assert isinstance(strategy, RingFabricStrategy)
+        assert strategy.options.new_algorithm().sharded is sharded
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"backend": "smoke"}, "RingFabricStrategy got backend='smoke', expected one of 'auto'"),
+        ({"timeout": timedelta(0)}, "RingFabricStrategy got timeout"),
+        ({"broadcast_buffers": "epoch"}, "RingFabricStrategy got broadcast_buffers='epoch', expected True or False"),
+    ],
+)
+def test_bad_arguments_get_one_clear_error(arguments: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        RingFabricStrategy(**arguments)
+    assert expected in str(caught.value)
+
+
+def test_a_cluster_environment_beside_the_name_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"Fabric\(strategy='ring', plugins=\[LightningEnvironment\(\)\]\)"):
+        Fabric(accelerator="cpu", strategy="ring", plugins=[LightningEnvironment()])
+
+
+def test_the_monitor_wants_a_number_of_steps() -> None:
+    with pytest.raises(ConfigurationError, match="LoopMonitor got log_every_n_steps=0, expected a number of steps"):
+        LoopMonitor(log_every_n_steps=0)

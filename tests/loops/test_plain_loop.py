@@ -1,0 +1,78 @@
+"""Plain PyTorch loops through `lightning_ring.distribute`: under every launcher, and when a rank ends too early."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from lightning_ring.algorithms import ALGORITHMS
+from tests.processes import ROOT, run
+
+pytestmark = pytest.mark.ranks
+
+EXAMPLE = ROOT / "docs" / "examples" / "plain_loop.py"
+SCRIPT = str(ROOT / "tests" / "loops" / "loop_script.py")
+RINGRUN = [sys.executable, "-m", "lightning_ring.cli.ringrun", "-n", "2"]
+LAUNCHERS = {
+    "ringrun": [*RINGRUN, SCRIPT, "2"],
+    "no-mpi": [*RINGRUN, "--no-mpi", SCRIPT, "0"],
+    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", SCRIPT, "0"],
+    "python": [sys.executable, SCRIPT, "2"],
+    "alone": [sys.executable, SCRIPT, "0"],
+}
+
+
+def trained_by_one_process() -> nn.Module:
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    samples = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
+    data = TensorDataset(samples, samples.sum(1, keepdim=True))
+    sampler: DistributedSampler[object] = DistributedSampler(data, num_replicas=1, rank=0)
+    for epoch in range(10):
+        sampler.set_epoch(epoch)
+        for inputs, targets in DataLoader(data, batch_size=32, sampler=sampler):
+            nn.functional.mse_loss(model(inputs), targets).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), max_norm=10.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    return model
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_two_ranks_train_as_one_process_on_all_samples(name: str, tmp_path: Path) -> None:
+    path = str(tmp_path / "model.pt")
+    done = run([*RINGRUN, str(EXAMPLE), name, path], timeout=100)
+    assert done.returncode == 0, done.stdout
+    found = torch.load(path)
+    for key, expected in trained_by_one_process().state_dict().items():
+        torch.testing.assert_close(found[key], expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_every_launcher_starts_a_loop(launcher: str) -> None:
+    done = run([*LAUNCHERS[launcher], "train"], timeout=100)
+    assert done.returncode == 0, done.stdout
+    ranks = 1 if launcher == "alone" else 2
+    for rank in range(ranks):
+        assert f"rank {rank} of {ranks}: equal=True" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("what", "names"),
+    [
+        ("raise", "rank 1 failed: ValueError: planted"),
+        ("kill", "(pid"),
+        ("leave", "rank 1"),
+    ],
+)
+def test_a_rank_that_ends_too_early_ends_the_job_and_is_named(what: str, names: str) -> None:
+    done = run([*RINGRUN, "--no-mpi", SCRIPT, "2", what], timeout=60)
+    assert done.returncode not in (0, 124), done.stdout
+    assert names in done.stdout
+    assert "equal=" not in done.stdout
