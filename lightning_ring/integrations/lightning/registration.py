@@ -18,12 +18,14 @@ from typing import TYPE_CHECKING, Any
 from lightning_ring.algorithms import ALGORITHMS
 from lightning_ring.errors import ConfigurationError
 
+ELASTIC = "ring_elastic"
+
 if TYPE_CHECKING:
     from lightning.fabric.plugins.environments import ClusterEnvironment
 
 
 def register_strategies() -> None:
-    """Register "ring" and "ring_sharded", now or as soon as ``lightning.pytorch`` is imported."""
+    """Register "ring", "ring_sharded" and "ring_elastic", now or as soon as ``lightning.pytorch`` is imported."""
     _after_import("lightning.pytorch", _register)
     _after_import("pytorch_lightning", _register_with_the_other_package)
 
@@ -34,6 +36,8 @@ def _register() -> None:
     for name in ALGORITHMS:
         if name not in StrategyRegistry:
             StrategyRegistry.register(name, _ring, description="see lightning_ring.RingStrategy", algorithm=name)
+    if ELASTIC not in StrategyRegistry:
+        StrategyRegistry.register(ELASTIC, _ring, description="see lightning_ring.RingStrategy", elastic=True)
     _choose_our_environment()
 
 
@@ -50,7 +54,7 @@ def _choose_our_environment() -> None:
 
     @functools.wraps(choose)
     def choose_ours_for_ours(connector: _AcceleratorConnector) -> ClusterEnvironment:
-        if not (isinstance(connector._strategy_flag, str) and connector._strategy_flag in ALGORITHMS):
+        if not (isinstance(connector._strategy_flag, str) and connector._strategy_flag in (*ALGORITHMS, ELASTIC)):
             return choose(connector)
         from lightning_ring.integrations.lightning.environment import RingEnvironment
 
@@ -74,7 +78,7 @@ def _ring(**arguments: Any) -> Any:
 def _register_with_the_other_package() -> None:
     from pytorch_lightning.strategies import StrategyRegistry
 
-    for name in ALGORITHMS:
+    for name in (*ALGORITHMS, ELASTIC):
         if name not in StrategyRegistry:
             StrategyRegistry.register(name, _refuse)
 

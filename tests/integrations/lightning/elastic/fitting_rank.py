@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
 from lightning_ring.data import ShuffledSampler
-from lightning_ring.integrations.lightning.elastic.strategy import ElasticStrategy
+from lightning_ring.integrations.lightning.strategy import RingStrategy
 
 FOLDER, BACKEND, DEATHS = Path(sys.argv[1]), sys.argv[2], sys.argv[3:]
 NUMBER = int(os.environ["RING_MEMBER"])
@@ -98,7 +98,7 @@ def main() -> None:
     data = TensorDataset(x, x.sum(1, keepdim=True), torch.arange(SAMPLES))
     module = Module()
     trainer = pl.Trainer(
-        strategy=ElasticStrategy(backend=BACKEND),
+        strategy=RingStrategy(elastic=True, backend=BACKEND),
         accelerator="cpu",
         max_epochs=EPOCHS,
         logger=CSVLogger(FOLDER, name="csv", flush_logs_every_n_steps=1),
