@@ -171,7 +171,7 @@ class ElasticFit:
         info = RankInfo(number, number + 1, number, number + 1, 0, 1, "ringrun")  # not rank 0: it writes no files
         store = dist.HashStore()
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-        device = self._strategy.root_device
+        device = self.process.connecting.device
         self._adopt(Job(info, [own_member(info, number, device)], store, None, device))
         self.waits_to_join = True
 
@@ -238,5 +238,5 @@ class ElasticFit:
         adopt(job)
         strategy = self._strategy
         strategy._job = job
-        strategy.parallel_devices = [strategy.root_device] * job.info.world_size
+        strategy.parallel_devices = [self.process.connecting.device] * job.info.world_size
         strategy.set_world_ranks()
