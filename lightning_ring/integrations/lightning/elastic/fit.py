@@ -19,7 +19,7 @@ from lightning_ring.integrations.lightning.elastic.position import TrainingPosit
 from lightning_ring.integrations.lightning.elastic.step_undo import remember_step
 from lightning_ring.job.job import adopt
 from lightning_ring.membership.member import Member
-from lightning_ring.membership.roster import View
+from lightning_ring.membership.view import View
 
 if TYPE_CHECKING:
     from lightning_ring.integrations.lightning.elastic.strategy import ElasticStrategy
