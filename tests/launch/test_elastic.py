@@ -294,3 +294,28 @@ def test_other_systems_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
     with pytest.raises(ConfigurationError, match="runs on Linux only, and this is darwin"):
         ElasticJob(["true"], ElasticLimits(2)).run()
+
+
+@pytest.mark.ranks
+def test_plain_python_is_the_steward_of_its_own_ranks(tmp_path: Path) -> None:
+    """The script starts itself as ranks; one of them is killed and replaced."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, runpy, signal, sys, threading, time\n"
+        "from lightning_ring.job.launchers.elastic import started_by_steward\n"
+        "from lightning_ring.launch.script import JobFinished, elastic_script_job\n"
+        "from lightning_ring.launch.elastic import ElasticLimits, RespawnLimits\n"
+        "if not started_by_steward(os.environ):\n"
+        "    with elastic_script_job(ElasticLimits(2, min_ranks=1, respawn=RespawnLimits())) as job:\n"
+        "        raise JobFinished(job.run())\n"
+        "def kill():\n"
+        f"    while not os.path.exists({str(tmp_path / '1.log')!r}): time.sleep(0.01)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "if os.environ['RING_MEMBER'] == '1': threading.Thread(target=kill, daemon=True).start()\n"
+        f"sys.argv = ['', {str(tmp_path)!r}, sys.argv[1], '0.02']\n"
+        f"runpy.run_path({RANK!r}, run_name='__main__')\n"
+    )
+    done = run([sys.executable, str(script), "200"], timeout=60)
+    assert done.returncode == 0, done.stdout
+    assert "2 ranks, 1 of them new" in done.stdout
+    assert len(json.loads((tmp_path / "2.json").read_text())) == 200
