@@ -20,7 +20,7 @@ from lightning_ring.job.members import exchange_members, own_member
 from lightning_ring.job.ranks import RankInfo
 from lightning_ring.job.rendezvous.interfaces import prefer_interface
 from lightning_ring.membership.member import Member
-from lightning_ring.membership.roster import View
+from lightning_ring.membership.view import View
 
 _LOOPBACK = "127.0.0.1"
 

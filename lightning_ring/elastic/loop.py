@@ -19,7 +19,7 @@ from lightning_ring.elastic.step_under_way import StepUnderWay
 from lightning_ring.elastic.undo import remember
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.membership.member import Member
-from lightning_ring.membership.roster import View
+from lightning_ring.membership.view import View
 
 
 class ElasticLoop:

@@ -14,7 +14,7 @@ from lightning_ring.errors import ConfigurationError, PeerFailedError, RingError
 from lightning_ring.job.watch.peers import comes_from_a_peer
 from lightning_ring.membership.agreement import Report
 from lightning_ring.membership.member import JobEnded, Member
-from lightning_ring.membership.roster import View
+from lightning_ring.membership.view import View
 
 BLAME_SECONDS = 3.0  # a transport may see a death before the steward says so
 VIEW_SECONDS = 24 * 3600.0  # for the next view: the steward ends the job where there are too few ranks

@@ -104,6 +104,9 @@ class Job:
         """
         if dist.is_initialized():
             return
+        # torch names the group after a count, in which a failed attempt stays: the next time that rank would look for
+        # the others under another name
+        dist.distributed_c10d._world.group_count = 0
         cuda = self._device.type == "cuda"
         if cuda:
             # gradients have a communicator of their own beside this one, which SyncBatchNorm and

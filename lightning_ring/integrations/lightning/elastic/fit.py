@@ -20,7 +20,7 @@ from lightning_ring.integrations.lightning.elastic.step_undo import remember_pro
 from lightning_ring.job.job import Job, adopt
 from lightning_ring.job.members import own_member
 from lightning_ring.job.ranks import RankInfo
-from lightning_ring.membership.roster import View
+from lightning_ring.membership.view import View
 
 if TYPE_CHECKING:
     from lightning_ring.integrations.lightning.elastic.strategy import ElasticStrategy

@@ -58,7 +58,7 @@ class Module(pl.LightningModule):
         die(self.global_step, place + (str(number) if number > 1 else ""))
 
     def on_train_epoch_start(self) -> None:
-        if NUMBER >= int(os.environ["RING_WORLD_SIZE"]):
+        if int(os.environ["RING_WORLD_SIZE"]) <= NUMBER:
             READY.touch()
 
     def wait_for_newcomer(self) -> None:

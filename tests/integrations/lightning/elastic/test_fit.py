@@ -91,4 +91,5 @@ def test_a_fit_outlives_random_kills(seed: int, tmp_path: Path) -> None:
     command = [sys.executable, TORTURE, "--no-respawn", "--kills", "2", str(seed), str(tmp_path), *rank]
     done = run(command, timeout=250)
     assert done.returncode == 0, done.stdout[-6000:]
-    check(tmp_path, [json.loads(path.read_text()) for path in sorted(tmp_path.glob("*.json"))], 2)
+    ends = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("*.json"))]
+    check(tmp_path, ends, 4 - done.stdout.count("was killed by signal 9"))  # the fit may be over before the second kill
