@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from itertools import cycle, islice
 from typing import Any, NamedTuple
@@ -14,11 +15,13 @@ from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 
-from lightning_ring.errors import RankDiscoveryError
+from lightning_ring.errors import ConfigurationError, RankDiscoveryError
 from lightning_ring.integrations.lightning.environment import RingEnvironment
 from lightning_ring.integrations.lightning.launcher import RingLauncher
 from lightning_ring.integrations.lightning.messages import leave_start_up_messages_to_rank_0
 from lightning_ring.job.gpus import shares_gpus
+from lightning_ring.job.launchers.elastic import started_by_steward
+from lightning_ring.launch.elastic import ElasticLimits
 from lightning_ring.options import RingOptions
 
 
@@ -97,6 +100,8 @@ def choose_launcher(
 ) -> _Launcher | None:
     """The launcher that runs the Trainer's function on every rank; `None` for a single process."""
     started = environment.creates_processes_externally
+    if options.elastic:
+        return _elastic_launcher(strategy, environment, options, num_nodes)
     if not started and options.start_method != "popen":
         return _MultiProcessingLauncher(strategy, start_method=options.start_method)
     if not started and strategy.num_processes * num_nodes == 1:
@@ -107,3 +112,19 @@ def choose_launcher(
         leave_start_up_messages_to_rank_0()
     use_mpi = options.backend in ("auto", "mpi")
     return RingLauncher(environment, strategy.num_processes, num_nodes, use_mpi=use_mpi)
+
+
+def _elastic_launcher(
+    strategy: DDPStrategy, environment: RingEnvironment, options: RingOptions, num_nodes: int
+) -> RingLauncher:
+    if started_by_steward(os.environ):
+        return RingLauncher(environment, strategy.num_processes, num_nodes, use_mpi=False)
+    if _IS_INTERACTIVE:
+        raise ConfigurationError(
+            "An elastic strategy was built in an interactive session, in which no process can outlive the ranks. Write "
+            "a script and run `python train.py` or `ringrun --min-ranks 1 python train.py`, or use strategy='ring'."
+        )
+    leave_start_up_messages_to_rank_0()
+    seconds = options.wait_for_ranks.total_seconds()
+    limits = ElasticLimits(strategy.num_processes, options.min_ranks, wait_for_ranks=seconds)
+    return RingLauncher(environment, strategy.num_processes, num_nodes, use_mpi=False, limits=limits)

@@ -12,14 +12,17 @@ from lightning_ring.elastic.step_under_way import StepUnderWay
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.integrations.lightning.elastic.handover import hand_over_fit
 from lightning_ring.integrations.lightning.elastic.host_calls import HostCalls
+from lightning_ring.integrations.lightning.elastic.last_checkpoint import save_last_checkpoint
 from lightning_ring.integrations.lightning.elastic.position import TrainingPosition
 from lightning_ring.integrations.lightning.elastic.process import Connecting, elastic_process
 from lightning_ring.integrations.lightning.elastic.rank_zero_files import take_over
 from lightning_ring.integrations.lightning.elastic.resize import Resize
 from lightning_ring.integrations.lightning.elastic.step_undo import remember_progress, remember_step
+from lightning_ring.job.exit import say
 from lightning_ring.job.job import Job, adopt
 from lightning_ring.job.members import own_member
 from lightning_ring.job.ranks import RankInfo
+from lightning_ring.membership.member import JobEnded
 from lightning_ring.membership.view import View
 
 if TYPE_CHECKING:
@@ -153,6 +156,14 @@ class ElasticFit:
     def _compute(self, closure: Callable[[], Any]) -> Any:
         self._loss = closure()
         return self._loss
+
+    def save_at_the_end(self, error: JobEnded) -> None:
+        """Save what this rank has finished, where the job ends because it had too few ranks for too long."""
+        if "--min-ranks" not in str(error):
+            return
+        self._under_way.take_back()
+        path = save_last_checkpoint(self._strategy, self.process.member.number)
+        say(f"process {self.process.member.number} saved a checkpoint: go on from it with ckpt_path={str(path)!r}")
 
     # -- newcomers
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, TypeVar
@@ -15,7 +16,6 @@ from torch.optim import Optimizer
 
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.recording import RecordedCommunicator
-from lightning_ring.errors import ConfigurationError
 from lightning_ring.integrations.lightning.elastic.checks import check_fit
 from lightning_ring.integrations.lightning.elastic.fit import ElasticFit
 from lightning_ring.integrations.lightning.elastic.metric_sync import gathering_through
@@ -25,7 +25,8 @@ from lightning_ring.integrations.lightning.elastic.samplers import with_ordered_
 from lightning_ring.integrations.lightning.elastic.step_undo import remember_callbacks, remember_metrics
 from lightning_ring.integrations.lightning.stop_requests import leave_sigterm_to_the_buckets
 from lightning_ring.integrations.lightning.strategy import RingStrategy, _inform, _warn
-from lightning_ring.membership.member import Member
+from lightning_ring.job.launchers.elastic import started_by_steward
+from lightning_ring.membership.member import JobEnded
 from lightning_ring.monitor.terminal import widen_terminal
 
 T = TypeVar("T")
@@ -49,12 +50,11 @@ class ElasticStrategy(RingStrategy):
         self._fit: ElasticFit | None = None
         self._in_fit = ExitStack()  # what the fit has changed in Trainer and module
 
+    def _configure_launcher(self) -> None:
+        started_by_steward(os.environ)  # refuses launchers that end all ranks with one
+        super()._configure_launcher()
+
     def setup_distributed(self) -> None:
-        if not Member.is_wanted():
-            raise ConfigurationError(
-                "No steward started this process, which would have to outlive it: an elastic fit runs in the ranks of "
-                "`lightning_ring.launch.elastic.ElasticJob`."
-            )
         reset_seed()
         widen_terminal()
         trainer = self._trainer
@@ -164,6 +164,11 @@ class ElasticStrategy(RingStrategy):
         loop.advance = advance_with_all_ranks  # type: ignore[method-assign]
         loop.val_loop.run = lambda: self._validate(validate)  # type: ignore[method-assign]
         plugin._after_closure = agree_after_closure  # type: ignore[method-assign, assignment]
+
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        if isinstance(exception, JobEnded) and self._fit is not None and self._fit.position is not None:
+            self._fit.save_at_the_end(exception)
 
     def teardown(self) -> None:
         self._in_fit.close()

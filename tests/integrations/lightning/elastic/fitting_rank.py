@@ -6,7 +6,7 @@ second batch of a step. Each process appends epoch, step and samples of each bat
 ``FOLDER/NUMBER.log``, step and digest of weights and optimizer state after each batch to ``FOLDER/NUMBER.steps``, and
 writes its end to ``FOLDER/NUMBER.json``.
 
-Environment: FIT_TRAINER and FIT_STRATEGY are JSON of further arguments. FIT_DROPOUT. FIT_RESUME: a checkpoint. FIT_WAIT:
+Environment: FIT_TRAINER and FIT_STRATEGY are JSON of arguments. FIT_DROPOUT. FIT_RESUME: a checkpoint. FIT_WAIT:
 in the step of that number all wait until a newcomer is ready to join.
 """
 
