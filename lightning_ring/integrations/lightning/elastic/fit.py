@@ -95,8 +95,8 @@ class ElasticFit:
         after = recovery.step + 1
         self._step = step
         self._restore_progress = remember_progress(trainer)
+        self.substitute = None
         if not self._begun:
-            self.substitute = None
             self._begin()
         self.position.end_step()
         again = self.changed

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
@@ -49,6 +49,7 @@ class ElasticStrategy(RingStrategy):
         super().__init__(**(arguments | {"elastic": True, "monitor": False}))
         self._fit: ElasticFit | None = None
         self._in_fit = ExitStack()  # what the fit has changed in Trainer and module
+        self._blocked: ExitStack | None = None  # in a backward whose gradients are accumulated
 
     def _configure_launcher(self) -> None:
         started_by_steward(os.environ)  # refuses launchers that end all ranks with one
@@ -91,6 +92,17 @@ class ElasticStrategy(RingStrategy):
         self.drop_gradients()
         self._recorded = RecordedCommunicator(comm, self.listeners)
         self.algorithm.attach(self.fit_model, self.optimizers, self._recorded, _warn, _inform)
+        if self._blocked is not None:
+            self._blocked.enter_context(self.algorithm.no_sync())
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """As for every strategy; also for gradients of the ranks that there are after a death inside."""
+        with ExitStack() as blocked:
+            self._blocked = blocked
+            blocked.callback(setattr, self, "_blocked", None)
+            blocked.enter_context(self.algorithm.no_sync())
+            yield
 
     def attach_newcomer(self, comm: Communicator) -> None:
         """What `setup` does with a communicator, in a process that was set up without one. Collective."""

@@ -2,9 +2,9 @@
 
 A DEATH is NUMBER:STEP:PLACE, with STEP the number of finished optimizer steps. PLACE is ``forward``, ``backward``,
 ``step``, ``batch_end``, ``validation``, ``save`` or ``epoch_end``; ``forward2`` and ``backward2`` are those of the
-second batch of a step. Each process appends epoch, step and samples of each batch that it reads to
-``FOLDER/NUMBER.log``, step and digest of weights and optimizer state after each batch to ``FOLDER/NUMBER.steps``, and
-writes its end to ``FOLDER/NUMBER.json``.
+second batch of a step. Each process appends epoch, step, samples and the number of earlier attempts at this step, of
+each batch that it reads, to ``FOLDER/NUMBER.log``; step and digest of weights and optimizer state after each batch to
+``FOLDER/NUMBER.steps``; and writes its end to ``FOLDER/NUMBER.json``.
 
 Environment: FIT_TRAINER and FIT_STRATEGY are JSON of arguments. FIT_DROPOUT. FIT_RESUME: a checkpoint. FIT_WAIT:
 in the step of that number all wait until a newcomer is ready to join.
@@ -18,6 +18,7 @@ import os
 import signal
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,26 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
 from lightning_ring.data import ShuffledSampler
+from lightning_ring.integrations.lightning.elastic.position import TrainingPosition
 from lightning_ring.integrations.lightning.strategy import RingStrategy
 
 FOLDER, BACKEND, DEATHS = Path(sys.argv[1]), sys.argv[2], sys.argv[3:]
 NUMBER = int(os.environ["RING_MEMBER"])
 SAMPLES, BATCH, EPOCHS = 144, 4, 2
 WAIT, READY = int(os.environ.get("FIT_WAIT", "-1")), FOLDER / "newcomer"
+
+
+ATTEMPTS: Counter[int] = Counter()  # by step, how often it was done again
+
+
+def count_attempts(module: pl.LightningModule) -> None:
+    go_back = TrainingPosition.go_back
+
+    def counted(position: TrainingPosition) -> Any:
+        ATTEMPTS[module.global_step] += 1
+        return go_back(position)
+
+    TrainingPosition.go_back = counted  # type: ignore[method-assign]
 
 
 def die(step: int, place: str) -> None:
@@ -71,7 +86,8 @@ class Module(pl.LightningModule):
     def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
         x, y, samples = batch
         with (FOLDER / f"{NUMBER}.log").open("a") as log:
-            log.write(json.dumps([self.current_epoch, self.global_step, samples.tolist()]) + "\n")
+            attempt = ATTEMPTS[self.global_step]
+            log.write(json.dumps([self.current_epoch, self.global_step, samples.tolist(), attempt]) + "\n")
         self.wait_for_newcomer()
         self.die("forward", batch=True)
         loss = nn.functional.mse_loss(self.net(x), y)
@@ -122,6 +138,7 @@ def main() -> None:
     x = torch.randn(SAMPLES, 8, generator=torch.Generator().manual_seed(0))
     data = TensorDataset(x, x.sum(1, keepdim=True), torch.arange(SAMPLES))
     module = Module()
+    count_attempts(module)
     trainer = pl.Trainer(
         strategy=RingStrategy(elastic=True, backend=BACKEND, **json.loads(os.environ.get("FIT_STRATEGY", "{}"))),
         accelerator="cpu",
