@@ -6,6 +6,7 @@ import copy
 import importlib.util
 import math
 import signal
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -24,6 +25,7 @@ Topology = Literal["auto", "flat", "hierarchical"]
 BroadcastBuffers = Literal["start", "epoch", "step"]
 Uneven = Literal["error", "join"]
 StartMethod = Literal["popen", "spawn", "fork"]
+ResizeLR = Literal["keep", "linear", "sqrt"] | Callable[[int, int], float]
 Compression = str  # a name in COMPRESSORS
 BucketCap = float | Literal["auto"] | None
 _CHOICES: dict[str, tuple[Any, ...]] = {
@@ -32,7 +34,9 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "broadcast_buffers": get_args(BroadcastBuffers),
     "uneven": get_args(Uneven),
     "start_method": get_args(StartMethod),
-    **dict.fromkeys(("shard_optimizer", "force_communication", "keep_freed_memory", "monitor"), (False, True)),
+    **dict.fromkeys(
+        ("shard_optimizer", "force_communication", "keep_freed_memory", "monitor", "elastic"), (False, True)
+    ),
 }
 
 
@@ -64,6 +68,10 @@ class RingOptions:
     monitor: bool = True
     timeline: str | Path | None = None
     requeue_signal: signal.Signals | None = signal.SIGUSR1
+    elastic: bool = False
+    min_ranks: int = 1
+    resize_lr: ResizeLR = "keep"
+    wait_for_ranks: timedelta = timedelta(minutes=10)
 
     def __post_init__(self) -> None:
         for name, allowed in _CHOICES.items():
@@ -78,6 +86,7 @@ class RingOptions:
         _backend_is_there(self.caller, self.backend)
         if self.timeline is not None:
             checked_path(self.timeline, f"{self.caller} got timeline={self.timeline!r}")
+        self._check_elastic()
         compressor = self.new_compressor()
         if self.bucket_cap_mb == "auto" and compressor and compressor.wire_bytes(1, 2) is None:
             raise ConfigurationError(
@@ -111,6 +120,47 @@ class RingOptions:
                 f"settings of its own. Give them to {type(chosen).__name__}, or name the algorithm by a string."
             )
         object.__setattr__(self, "shard_optimizer", chosen.sharded)
+
+    def _check_elastic(self) -> None:
+        if not callable(self.resize_lr):
+            _one_of(
+                self.caller,
+                "resize_lr",
+                self.resize_lr,
+                ("keep", "linear", "sqrt"),
+                "or a function of two numbers of ranks",
+            )
+        if type(self.min_ranks) is not int or self.min_ranks < 1:
+            raise ConfigurationError(f"RingStrategy got min_ranks={self.min_ranks!r}, expected a number from 1 on.")
+        _positive_duration(self.caller, "wait_for_ranks", self.wait_for_ranks)
+        if not self.elastic:
+            given = {"min_ranks": 1, "resize_lr": "keep", "wait_for_ranks": timedelta(minutes=10)}
+            if also := [name for name, default in given.items() if getattr(self, name) != default]:
+                raise ConfigurationError(
+                    f"RingStrategy got {', '.join(also)} without elastic=True, and its ranks never change. Add "
+                    "elastic=True, or leave it out."
+                )
+            return
+        if refusal := self.new_algorithm().refusal_of_deaths():
+            raise ConfigurationError(
+                f"RingStrategy got elastic=True, but its algorithm cannot go on without one of its ranks: {refusal}. "
+                "Use algorithm='ring', with compression None, 'fp16' or 'bf16'."
+            )
+        refused = {
+            "backend": ("mpi",),
+            "topology": ("hierarchical",),
+            "uneven": ("join",),
+            "start_method": ("spawn", "fork"),
+            "force_communication": (True,),
+        }
+        found = [f"{name}={value!r}" for name in refused if (value := getattr(self, name)) in refused[name]]
+        if self.timeline is not None:
+            found.append("timeline")
+        if found:
+            raise ConfigurationError(
+                f"RingStrategy got elastic=True with {', '.join(found)}, which does not work with ranks that come and "
+                "go yet. Leave one of the two out."
+            )
 
     def new_algorithm(self) -> Algorithm:
         """A new algorithm for a fit, without state of an earlier fit."""

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 from lightning_ring.cli.arguments import add_hosts, chosen_hosts
 from lightning_ring.errors import ConfigurationError, RingError
-from lightning_ring.launch.hosts import check_slots
+from lightning_ring.launch.elastic import ElasticJob, ElasticLimits, RespawnLimits
+from lightning_ring.launch.hosts import Host, check_slots
 from lightning_ring.launch.mpirun import mpirun_line, rank_environment, require_mpirun
 from lightning_ring.launch.start import mpirun_job, plain_job
 from lightning_ring.launch.supervisor import STOP_SIGNAL
@@ -37,6 +38,12 @@ def _parser() -> argparse.ArgumentParser:
     add_hosts(parser)
     parser.add_argument("--dry-run", action="store_true", help="show the line and run nothing")
     parser.add_argument("--no-mpi", action="store_true", help="plain processes on this host (Gloo or NCCL), no mpirun")
+    elastic = parser.add_argument_group("a job that goes on when ranks die (plain processes, an elastic strategy)")
+    elastic.add_argument("--min-ranks", type=int, metavar="N", help="go on with N ranks or more")
+    elastic.add_argument("--max-ranks", type=int, metavar="N", help="never more than N ranks")
+    elastic.add_argument("--wait-for-ranks", type=float, metavar="S", help="seconds to wait for N ranks (default: 600)")
+    elastic.add_argument("--respawn", action="store_true", help="start a new process for each that dies")
+    elastic.add_argument("--respawn-limit", type=int, metavar="N", help="deaths of a rank in a row (default: 5)")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND", help="a .py file runs in this Python")
     return parser
 
@@ -51,6 +58,9 @@ def _run(options: argparse.Namespace) -> int:
     if hosts:
         check_slots(ranks, hosts)
     command = resolve_command(options.command)
+    limits = _elastic_limits(options, ranks)
+    if limits is not None:
+        return _run_elastic(options, limits, command, hosts)
     if options.no_mpi:
         if any(not host.is_local for host in hosts):
             raise ConfigurationError("--no-mpi starts processes on this host only; leave -H and --hostfile out.")
@@ -65,6 +75,34 @@ def _run(options: argparse.Namespace) -> int:
         print(f"OMP_NUM_THREADS={environ['OMP_NUM_THREADS']} {shlex.join(line)}")
         return 0
     return mpirun_job(mpirun, ranks, command, hosts, os.environ).run()
+
+
+def _elastic_limits(options: argparse.Namespace, ranks: int) -> ElasticLimits | None:
+    """The limits of a job that goes on when ranks die; `None` for one that ends."""
+    given = {name: getattr(options, name) for name in ("min_ranks", "max_ranks", "wait_for_ranks", "respawn_limit")}
+    given = {name: value for name, value in given.items() if value is not None}
+    if not given and not options.respawn:
+        return None
+    limit = given.pop("respawn_limit", None)
+    if limit is not None and (not options.respawn or limit < 1):
+        raise ConfigurationError(f"--respawn-limit {limit}: it is 1 or more, and goes with --respawn.")
+    if given.get("wait_for_ranks", 0.0) < 0:
+        raise ConfigurationError(f"--wait-for-ranks {given['wait_for_ranks']:g}: the seconds must be 0 or more.")
+    respawn = None
+    if options.respawn:
+        respawn = RespawnLimits() if limit is None else RespawnLimits(limit)
+    return ElasticLimits(ranks, respawn=respawn, **given)
+
+
+def _run_elastic(
+    options: argparse.Namespace, limits: ElasticLimits, command: Sequence[str], hosts: Sequence[Host]
+) -> int:
+    if any(not host.is_local for host in hosts):
+        raise ConfigurationError("--min-ranks works on this host only; leave -H and --hostfile out.")
+    if options.dry_run:
+        print(f"{limits.ranks} processes of: {shlex.join(command)}")
+        return 0
+    return ElasticJob(command, limits).run()
 
 
 def resolve_command(command: Sequence[str]) -> list[str]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _abort_process_group
 
 from lightning_ring.comm.backends.shared_memory.kept import KeptMemory
 from lightning_ring.comm.communicator import Communicator
-from lightning_ring.elastic.gloo_sockets import Sockets, open_sockets, shut_down
+from lightning_ring.elastic.gloo_sockets import shut_down_sockets
 from lightning_ring.elastic.store import StewardStore
 from lightning_ring.errors import PeerFailedError, RingError
 from lightning_ring.job.communicators import open_communicator
@@ -18,7 +20,7 @@ from lightning_ring.job.members import exchange_members, own_member
 from lightning_ring.job.ranks import RankInfo
 from lightning_ring.job.rendezvous.interfaces import prefer_interface
 from lightning_ring.membership.member import Member
-from lightning_ring.membership.roster import View
+from lightning_ring.membership.view import View
 
 _LOOPBACK = "127.0.0.1"
 
@@ -40,8 +42,7 @@ class Generations:
         self._timeout = timeout
         self._stall_warning = stall_warning
         self._memory = KeptMemory()
-        self._others: Sockets | None = None  # sockets that were open before those of the generation
-        self._own: Sockets = frozenset()
+        self._store: StewardStore | None = None  # of the generation
         member.on_stop = self._end_waits
 
     @property
@@ -59,19 +60,28 @@ class Generations:
         assert self.job is None, "close() comes first"
         rank, world_size = view.members.index(self._member.number), len(view.members)
         info = RankInfo(rank, world_size, rank, world_size, 0, 1, "ringrun", view.generation)
-        store = StewardStore(self._member, self._timeout.total_seconds())
+        store = self._store = StewardStore(self._member, self._timeout.total_seconds())
         own = own_member(info, self._member.number, self._device)
         members = exchange_members(own, info, store)  # all have come: what follows takes milliseconds
         prefer_interface(_LOOPBACK)
         self._memory.regroup(view.members)
         lasting = Lasting(self._member.check, self._memory)
-        self._own, self._others = frozenset(), open_sockets()
         self.job = job = Job(info, members, store, None, self._device, self._timeout, lasting)
         job.open_default_group()
         communicator = open_communicator(job, self._backend, self._device, self._timeout, self._stall_warning)
-        self._own, self._others = open_sockets() - self._others, None
         self._member.check()
         return communicator
+
+    def all_admit(self, members: Sequence[int], own: bool | None) -> bool:
+        """Whether each of ``members`` has called this with ``own=True``, in the current view. Blocks until all have.
+
+        Raises:
+            PeerFailedError: The view is over.
+        """
+        store = StewardStore(self._member, self._timeout.total_seconds())
+        if own is not None:
+            store.set(f"admits/{self._member.number}", str(int(own)))
+        return all(value == b"1" for value in store.multi_get([f"admits/{member}" for member in members]))
 
     def close(self, error: RingError | None = None) -> None:
         """End this generation, broken by ``error``, or in peace. From here on this rank sends and writes nothing."""
@@ -86,9 +96,19 @@ class Generations:
             job.communicator.abandon()
             job.communicator = None
         if dist.is_initialized():
-            dist.destroy_process_group()
+            if error is not None and self._device.type == "cuda":
+                _abort_process_group()  # NCCL's kernels wait for the dead rank, and destroying waits for them
+            else:
+                dist.destroy_process_group()
         job.closed = True
-        self._own, self._others = frozenset(), None
+        self._store = None
+
+    def settle(self) -> None:
+        """Return when everything that this rank has queued on its device is done. A broken generation raises."""
+        if self._device.type == "cuda":
+            done = torch.cuda.Event()
+            done.record()
+            self.communicator.wait_until(done.query)  # no synchronize: a dead rank's collective never ends
 
     def _end_waits(self, error: PeerFailedError) -> None:
         """In the member's thread, while this rank computes, waits for a collective or opens connections."""
@@ -98,5 +118,5 @@ class Generations:
         self._shut_down()
 
     def _shut_down(self) -> None:
-        others = self._others
-        shut_down(self._own if others is None else open_sockets() - others)
+        if (store := self._store) is not None:
+            shut_down_sockets(store.values)

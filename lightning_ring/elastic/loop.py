@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,11 +14,12 @@ from lightning_ring.algorithms.step_hooks import StepHooks
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.elastic.generations import Generations
 from lightning_ring.elastic.handover import Stateful, hand_over
-from lightning_ring.elastic.recovery import Recovery
+from lightning_ring.elastic.recovery import BLAME_SECONDS, Recovery
+from lightning_ring.elastic.step_under_way import StepUnderWay
 from lightning_ring.elastic.undo import remember
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.membership.member import Member
-from lightning_ring.membership.roster import View
+from lightning_ring.membership.view import View
 
 
 class ElasticLoop:
@@ -57,7 +59,7 @@ class ElasticLoop:
             )
         self.position = 0
         self._samples = 0  # of all ranks, in the step under way
-        self._undo: Callable[[], None] | None = None  # of that step
+        self._under_way = StepUnderWay()
         self._member = member
         self._generations = generations
         self._algorithm = algorithm
@@ -89,7 +91,7 @@ class ElasticLoop:
         """Compute gradients, on ``samples`` samples of this rank, average them and step the optimizers, once."""
         after = self.step + 1
         while self.step < after:
-            self._undo = remember(self._module)
+            self._under_way.begin(remember(self._module))
             try:
                 self._samples = samples * self.world_size
                 self._algorithm.begin_batch()
@@ -109,7 +111,7 @@ class ElasticLoop:
             try:
                 self._generations.communicator.barrier()
             except Exception as error:
-                if not self._member.training_is_over:
+                if not self._training_is_over():
                     self._recovery.after(error)
                     continue
             break
@@ -119,7 +121,20 @@ class ElasticLoop:
             self._hooks.remove()
         self._generations.close()
 
+    def _training_is_over(self) -> bool:
+        """Whether another rank has finished. It may have hung up before the steward's word of that comes here."""
+        until = time.monotonic() + BLAME_SECONDS
+        while not self._member.training_is_over and not self._member.is_over(0.01) and time.monotonic() < until:
+            pass
+        return self._member.training_is_over
+
     # -- called by the recovery
+
+    def welcomes_newcomers(self) -> bool:
+        return True
+
+    def admits(self, ranks: int) -> bool:
+        return True  # also within a step: all of it is done again
 
     def commit(self) -> None:
         for optimizer in self._optimizers:
@@ -127,12 +142,10 @@ class ElasticLoop:
         for optimizer in self._optimizers:
             optimizer.zero_grad()
         self.position += self._samples
-        self._undo = None
+        self._under_way.finish()
 
     def take_back(self) -> None:
-        if self._undo is not None:
-            self._undo()
-            self._undo = None
+        self._under_way.take_back()
 
     def enter(self, view: View, comm: Communicator) -> None:
         self._algorithm.detach(wait=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -13,7 +14,7 @@ from lightning_ring.errors import ConfigurationError, PeerFailedError, RingError
 from lightning_ring.job.watch.peers import comes_from_a_peer
 from lightning_ring.membership.agreement import Report
 from lightning_ring.membership.member import JobEnded, Member
-from lightning_ring.membership.roster import View
+from lightning_ring.membership.view import View
 
 BLAME_SECONDS = 3.0  # a transport may see a death before the steward says so
 VIEW_SECONDS = 24 * 3600.0  # for the next view: the steward ends the job where there are too few ranks
@@ -24,6 +25,12 @@ _log = logging.getLogger("lightning_ring")
 
 class Training(Protocol):
     """What `Recovery` calls in the training that goes on."""
+
+    def welcomes_newcomers(self) -> bool:
+        """Whether newcomers can be let in after the current step. The same on all ranks."""
+
+    def admits(self, ranks: int) -> bool:
+        """Whether newcomers, with whom there are ``ranks``, can be let in where this rank stands."""
 
     def commit(self) -> None:
         """Finish the step whose averages are complete: step the optimizers. Calls no collective."""
@@ -44,7 +51,9 @@ class Recovery:
     Attributes:
         step: Number of optimizer steps that this rank has finished; `None` as long as it has no state.
         complete: Whether this rank holds the complete averages of the next step.
-        view: The current view.
+        view: The current view, of the ranks that are connected.
+        newcomers_wait: Whether all ranks have agreed to let newcomers in: `pause` has to follow the step.
+        pausing: Whether this rank is in `pause`.
     """
 
     def __init__(self, member: Member, generations: Generations, training: Training) -> None:
@@ -52,26 +61,30 @@ class Recovery:
         self.complete = False
         self.view: View | None = None
         self.newcomers_wait = False
+        self.pausing = False
+        self.training = training
         self._member = member
         self._generations = generations
-        self._training = training
+        self._some_left_out = False  # newcomers of the view, which are not connected
 
     def start(self) -> None:
-        """Take part: in the first view, or as a newcomer. Blocks until the view begins."""
+        """Take part: in the first view, or as a newcomer. Blocks until this rank is connected."""
         self._go_on(None)
 
     def agree(self) -> None:
         """The commit barrier: returns once every rank of the view is here, with complete averages. Collective.
 
-        `newcomers_wait` is the same on all ranks afterwards: `pause` has to follow the step.
+        `newcomers_wait` is the same on all ranks afterwards.
         """
-        flag = torch.tensor([float(self._member.newcomers_wait)])
+        self._generations.settle()  # else the averages may not be what their collectives promised
+        wait = (self._member.newcomers_wait or self._some_left_out) and self.training.welcomes_newcomers()
+        flag = torch.tensor([float(wait)])
         self._generations.communicator.all_reduce_(flag, op=ReduceOp.MAX, name="commit").wait()
         self.newcomers_wait = bool(flag.item())
 
     def commit(self) -> None:
         """Step the optimizers, after `agree`."""
-        self._training.commit()
+        self.training.commit()
         self.committed()
 
     def committed(self) -> None:
@@ -82,7 +95,11 @@ class Recovery:
 
     def pause(self) -> None:
         """Let newcomers in, between two steps. Collective."""
-        self._go_on(None)
+        self.pausing = True
+        try:
+            self._go_on(None)
+        finally:
+            self.pausing = False
 
     def after(self, error: Exception) -> None:
         """Go on after ``error``, if the view is over; else raise it: the program failed, or calls of ranks diverged."""
@@ -95,14 +112,19 @@ class Recovery:
         while True:
             self._generations.close(_as_ring_error(error))
             self._member.report(Report(self.step, self.complete))
-            self.view = view = self._member.next_view(VIEW_SECONDS)
+            view = self._member.next_view(VIEW_SECONDS)
             if self.step is not None and view.step is not None and view.step > self.step:
                 self.commit()
             else:
-                self._training.take_back()
-            self.complete = False
+                self.training.take_back()
+            self.complete = self.newcomers_wait = False
             try:
-                self._training.enter(view, self._generations.open(view))
+                self.view = connected = self._connected(view)
+                if self._member.number not in connected.members:
+                    self._wait_for_the_end_of_the_view()
+                    error = None
+                    continue
+                self.training.enter(connected, self._generations.open(connected))
             except (JobEnded, ConfigurationError):
                 raise
             except (RingError, RuntimeError, TimeoutError) as again:
@@ -116,6 +138,22 @@ class Recovery:
                 if self.step is None:
                     self.step = view.step or 0
                 return
+
+    def _connected(self, view: View) -> View:
+        """``view`` without its newcomers, unless all other ranks can let them in where they stand."""
+        self._some_left_out = False
+        if not view.newcomers:
+            return view
+        others = tuple(member for member in view.members if member not in view.newcomers)
+        mine = self.training.admits(len(view.members)) if self._member.number in others else None
+        if self._generations.all_admit(others, mine):
+            return view
+        self._some_left_out = True
+        return replace(view, members=others, newcomers=())
+
+    def _wait_for_the_end_of_the_view(self) -> None:
+        while not self._member.is_over(VIEW_SECONDS):
+            pass
 
 
 def is_from_a_peer(error: BaseException) -> bool:

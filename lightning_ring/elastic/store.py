@@ -16,14 +16,19 @@ class StewardStore(Store):
     Whoever hands it to torch keeps a reference: torch's own reference does not keep the Python object.
     ``wait_seconds`` bounds each wait for a key. Values are bytes, which travel as the characters of the same numbers: a
     text of digits stays one, which `add` counts on.
+
+    Attributes:
+        values: All values that this rank has set or got, in any copy of this store.
     """
 
-    def __init__(self, member: Member, wait_seconds: float) -> None:
+    def __init__(self, member: Member, wait_seconds: float, values: list[bytes] | None = None) -> None:
         super().__init__()
         self._member = member
         self._seconds = wait_seconds
+        self.values: list[bytes] = [] if values is None else values
 
     def set(self, key: str, value: str | bytes) -> None:
+        self.values.append(_text(value).encode("latin-1"))
         self._member.request({"op": "set", "key": key, "value": _text(value)}, self._seconds)
 
     def get(self, key: str) -> bytes:
@@ -31,7 +36,8 @@ class StewardStore(Store):
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         values = self._member.request({"op": "get", "keys": list(keys)}, self._seconds)
-        return [_bytes(value) for value in values]
+        self.values += (found := [_bytes(value) for value in values])
+        return found
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
         for key, value in zip(keys, values, strict=True):
@@ -73,7 +79,7 @@ class StewardStore(Store):
         return timedelta(seconds=self._seconds)
 
     def clone(self) -> StewardStore:
-        return StewardStore(self._member, self._seconds)
+        return StewardStore(self._member, self._seconds, self.values)
 
 
 def _text(value: str | bytes) -> str:

@@ -105,6 +105,10 @@ class Job:
         """
         if dist.is_initialized():
             return
+        if self.lasting is not None:
+            # torch names the group after a count, in which a failed attempt stays: the next time that rank would look
+            # for the others under another name
+            dist.distributed_c10d._world.group_count = 0
         library = COLLECTIVES.get(self._device.type, "")
         if library == "nccl":
             # gradients have a communicator of their own beside this one, which SyncBatchNorm and

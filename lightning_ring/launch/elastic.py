@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import os
+import shlex
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.job.exit import say
+from lightning_ring.launch.child import Child
 from lightning_ring.launch.mpirun import rank_environment
-from lightning_ring.launch.processes import Child, is_dead
+from lightning_ring.launch.orphan_guard import OrphanGuard
 from lightning_ring.launch.respawn import RespawnLimits, Respawns
-from lightning_ring.launch.supervisor import STOP_SIGNAL, Supervisor, signal_name, stop_grace
-from lightning_ring.membership.roster import Roster
+from lightning_ring.launch.supervisor import PEERS_SECONDS, STOP_SIGNAL, Supervisor, signal_name, stop_grace
+from lightning_ring.membership.membership import Membership
+from lightning_ring.membership.silence import SilenceLimits
 from lightning_ring.membership.steward import Steward
 
 LOOK_SECONDS = 0.01  # how often the kernel is asked whether a process is on its way out
+_IDLE_SECONDS = 1.0  # how often it is asked for processor time
+_WRAPPER_SECONDS = 2.0  # for the end of a wrapper whose rank has died
+_FAIL_SECONDS = 1.0
 _CODES_OF_SIGNALS = range(129, 193)  # a shell's, for a program that a signal ended
+
+__all__ = ["ElasticJob", "ElasticLimits", "RespawnLimits"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +34,8 @@ class ElasticLimits:
     """How many ranks a job has.
 
     ``ranks`` start. The job goes on with ``min_ranks`` or more; with fewer it waits ``wait_for_ranks`` seconds for
-    others, then ends. It never has more than ``max_ranks``. With ``respawn`` a new process takes the place of a dead
-    one.
+    others, then ends. It never has more than ``max_ranks``. With ``respawn`` a new process replaces a dead one.
+    ``silence`` says when a process that does not answer counts as dead.
     """
 
     ranks: int
@@ -34,6 +43,7 @@ class ElasticLimits:
     max_ranks: int | None = None
     wait_for_ranks: float = 600.0
     respawn: RespawnLimits | None = None
+    silence: SilenceLimits = field(default_factory=SilenceLimits)
 
     def __post_init__(self) -> None:
         most = self.ranks if self.max_ranks is None else self.max_ranks
@@ -44,136 +54,259 @@ class ElasticLimits:
             )
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Process:
+    """A process of the job. Its ``slot`` is the same as that of the process that it replaces."""
+
+    number: int
+    slot: int
     child: Child
-    started: float
-    dead: bool = False
+    started: float = 0.0
+    guarded: bool = False
+    identified: bool = False
+    removed: str = ""  # why the steward had it killed, where that is not its own death
+    kill_at: float | None = None  # when what is left of its session ends
+    died: float | None = None  # when it was seen to be dead
+    ended: bool = False  # the kernel has told its exit code, which may take seconds longer
     outlived: bool = False  # the job went on without it, and ends for another reason, if it ends
-    reaped: bool = False  # the kernel has told its exit code, which may take seconds longer
-
-    @property
-    def pid(self) -> int:
-        assert self.child.process is not None
-        return self.child.process.pid
-
-    def poll(self) -> int | None:
-        return None if self.child.process is None else self.child.process.poll()
 
 
 @dataclass(slots=True)
 class ElasticJob:
     """Runs ``command`` as the ranks of one job. A rank that is killed leaves; one that fails by itself ends the job.
 
-    The two are told apart by the exit code: a signal's, also as a shell reports it (128 + n), is a death.
+    The two are told apart by the exit code: a signal's, also as a shell reports it (128 + n), is a death. A process
+    that no view has had yet may fail: the others do not need it. An exit code of 0 is a failure where the rank has not
+    said that it has finished.
+
+    Raises:
+        ConfigurationError: Not on Linux.
     """
 
     command: Sequence[str]
     limits: ElasticLimits
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     _processes: dict[int, _Process] = field(default_factory=dict, init=False)
-    _starving_since: float | None = field(default=None, init=False)
+    _deaths: list[str] = field(default_factory=list, init=False)  # who died, when and how
+    _given_up: dict[int, str] = field(default_factory=dict, init=False)  # slots without further processes
+    _below_since: float | None = field(default=None, init=False)
+    _left: str = field(default="", init=False)  # who ended with exit code 0 and had not finished
+    _ended_since: float | None = field(default=None, init=False)
+    _next_idle: float = field(default=0.0, init=False)
     _shown: int = field(default=-1, init=False)
     _supervisor: Supervisor = field(init=False)
     _steward: Steward = field(init=False)
     _respawns: Respawns | None = field(init=False)
+    _guard: OrphanGuard = field(init=False)
 
     def run(self, cwd: str | None = None) -> int:
         """Run the job; its exit code is that of `Supervisor.run`, which leaves out the ranks that the job outlived."""
+        if not sys.platform.startswith("linux"):
+            raise ConfigurationError(
+                f"A job that outlives its ranks runs on Linux only, and this is {sys.platform}: the kernel has to tell "
+                "that a rank is dead. Leave --min-ranks out, and use strategy='ring'."
+            )
         limits = self.limits
-        self._steward = Steward(Roster(limits.min_ranks, limits.max_ranks), self._kill)
+        print(
+            f"lightning_ring: {limits.ranks} processes of: {shlex.join(self.command)} (goes on with "
+            f"{limits.min_ranks} or more)",
+            file=sys.stderr,
+            flush=True,
+        )
+        membership = Membership(limits.min_ranks, limits.max_ranks)
+        self._steward = Steward(membership, self._kill, silence=limits.silence, idle=self._idle)
         self._respawns = Respawns(limits.respawn) if limits.respawn is not None else None
-        children = [self._next_child() for _ in range(limits.ranks)]
+        self._guard = OrphanGuard(f"the process that started the ranks (pid {os.getpid()}) has gone: they end")
+        children = [self._next_process(slot).child for slot in range(limits.ranks)]
         self._supervisor = Supervisor(
             children, grace=stop_grace(self.environ), excuses=self._outlives, wait=self._look_after
         )
         try:
-            return self._supervisor.run(cwd)
+            code = self._supervisor.run(cwd)
         finally:
+            for process in self._processes.values():
+                if process.died is not None and process.number not in membership.finishers:
+                    process.child.kill_session()
             self._steward.close()
+            self._guard.close()
+        self._say_why(code)
+        return code
+
+    def kill(self, signum: int) -> None:
+        """Send a signal to all ranks."""
+        self._supervisor.kill(signum)
 
     def pids(self) -> dict[int, int]:
         """The running processes, by number."""
-        started = [(number, process) for number, process in list(self._processes.items()) if process.child.process]
-        return {number: process.pid for number, process in started if not process.dead}
+        running = [process for process in list(self._processes.values()) if process.child.is_running]
+        return {process.number: process.child.pid for process in running if process.died is None}
 
-    def _next_child(self) -> Child:
+    def _next_process(self, slot: int) -> _Process:
         number = len(self._processes)
         common = rank_environment(self.limits.ranks, [], self.environ, STOP_SIGNAL)
         # numbers to go on with until the first view tells the rank
-        provisional = {"RING_RANK": str(number % self.limits.ranks), "RING_WORLD_SIZE": str(self.limits.ranks)}
+        provisional = {"RING_RANK": str(slot), "RING_WORLD_SIZE": str(self.limits.ranks)}
         child = Child(f"process {number}", self.command, common | provisional | self._steward.variables(number))
-        self._processes[number] = _Process(child, time.monotonic())
+        process = self._processes[number] = _Process(number, slot, child, time.monotonic())
         self._steward.expect(number)
-        return child
+        return process
+
+    # -- called by the supervisor, again and again
 
     def _look_after(self) -> None:
-        """Serve the ranks, and bury the dead. Called by the supervisor again and again."""
+        """Serve the ranks, and find the dead."""
         self._steward.step(LOOK_SECONDS)
         now = time.monotonic()
-        for number, process in list(self._processes.items()):
-            if not process.dead and process.child.process is not None and is_dead(process.pid):
-                process.dead = True
-                self._steward.gone(number, "its process is ending")
-            if process.dead and not process.reaped and (code := process.poll()) is not None:
-                process.reaped = True
-                self._replace(number, process, code, now)
-        over = self._supervisor.ending or self._steward.ended is not None
-        for _ in range(self._respawns.take_due(now) if self._respawns is not None and not over else 0):
-            self._supervisor.start(self._next_child())
+        for process in list(self._processes.values()):
+            if not process.ended:
+                self._look_at(process, now)
+        if now >= self._next_idle:
+            self._next_idle = now + _IDLE_SECONDS
+            for process in self._processes.values():
+                if not process.ended:
+                    process.child.idle(now)
+        if self._respawns is not None and not self._is_over:
+            for slot in self._respawns.take_due(now):
+                self._supervisor.start(self._next_process(slot).child)
         self._show_view()
-        self._end_if_starved(now)
+        self._end_if_below_min_ranks(now)
+        if self._left and self._steward.pids and not self._is_over:  # else none of the ranks takes part: a plain script
+            self._steward.end(
+                f"{self._left} left with exit code 0 without having finished its training. Leave a fit by "
+                "trainer.should_stop on all ranks, not by sys.exit() on one"
+            )
+        if self._steward.ended is not None:
+            self._end(now)
 
-    def _replace(self, number: int, process: _Process, code: int, now: float) -> None:
-        """Say how a process ended that the job outlives, and have another one take its place."""
-        over = self._supervisor.ending or self._steward.ended is not None
-        if over or number in self._steward.roster.finishers or not _by_signal(code):
+    @property
+    def _is_over(self) -> bool:
+        return self._supervisor.ending or self._steward.ended is not None
+
+    def _look_at(self, process: _Process, now: float) -> None:
+        child, number, steward = process.child, process.number, self._steward
+        if child.process is None:
             return
-        process.outlived = True
+        if not process.guarded:
+            process.guarded = True
+            self._guard.watch(child.pid)
+        if not process.identified and number in steward.pids:
+            process.identified = True
+            child.identify(steward.pids[number])
+        if process.died is None and child.is_dead():
+            process.died = now
+            steward.step(0)  # its last words may have arrived
+            if number not in steward.membership.finishers:
+                steward.gone(number, "its process is ending")
+                process.kill_at = now + _WRAPPER_SECONDS
+        if (code := child.poll()) is not None:
+            self._note_end(process, code)
+        elif process.kill_at is not None and now >= process.kill_at:
+            process.kill_at = now + _WRAPPER_SECONDS
+            child.kill_session()
+
+    def _note_end(self, process: _Process, code: int) -> None:
+        """A process has ended: tell whether the job outlives that, and start another one in its slot."""
+        if process.ended:
+            return
+        process.ended = True
+        steward, number = self._steward, process.number
+        steward.gone(number, "its process has ended")
+        finished = number in steward.membership.finishers
+        if not finished:
+            process.child.kill_session()  # what it started
+        self._guard.forget(process.child.pid)
+        if self._is_over or (finished and code == 0):
+            process.outlived = steward.membership.finished and not self._supervisor.ending and _by_signal(code)
+            return
+        if code == 0:
+            self._left = self._left or self._name(process)
+            return
+        is_new = steward.membership.view is not None and not steward.membership.was_member(number)
+        others = [other for other in self._processes.values() if other is not process]
+        if (_by_signal(code) or is_new) and any(other.child.poll() in (None, 0) for other in others):
+            process.outlived = True
+            self._note_death(process, code)
+
+    def _note_death(self, process: _Process, code: int) -> None:
+        now, respawns = time.monotonic(), self._respawns
         how = f"was killed by signal {-code} ({signal_name(-code)})" if code < 0 else f"ended with exit code {code}"
-        replaced = self._respawns is not None and self._respawns.died(now, now - process.started)
-        others = (
-            f"{len(self._steward.roster.members)} ranks are left" + ", and a new process takes its place" * replaced
-        )
-        say(f"{process.child.name} (pid {process.pid}) {how}; {others}")
+        reason = process.removed or self._steward.last_words.get(process.number, "")
+        death = f"{self._name(process)} {how}" + f" ({reason})" * bool(reason)
+        self._deaths.append(f"{time.strftime('%H:%M:%S')} {death}")
+        rest = f"{len(self.pids())} ranks are left"
+        if respawns is not None:
+            if respawns.died(process.slot, now, now - process.started):
+                rest += ", and a new process replaces it"
+            else:
+                times = f"{respawns.in_a_row[process.slot]} processes died one after the other"
+                self._given_up[process.slot] = f"slot {process.slot} stays empty, {times}; the last: {death}"
+                rest += f"; no other process replaces it, after {respawns.in_a_row[process.slot]} deaths in a row"
+        say(f"{death}; {rest}")
 
     def _outlives(self, child: Child, code: int) -> bool:
-        roster = self._steward.roster
-        if any(process.outlived for process in self._processes.values() if process.child is child):
-            return True
-        if not _by_signal(code) or (self._steward.ended is not None and not roster.finished):
-            return False
-        others = [process for process in self._processes.values() if process.child is not child]
-        return any(other.child.process is not None and other.poll() in (None, 0) for other in others)
+        process = next(process for process in self._processes.values() if process.child is child)
+        self._note_end(process, code)
+        return process.outlived
 
-    def _kill(self, number: int) -> None:
+    def _kill(self, number: int, why: str, after: float) -> None:
+        """The steward has removed process ``number``, which gets ``after`` seconds to end by itself."""
         process = self._processes[number]
-        if process.child.process is not None and process.poll() is None:
-            process.child.process.kill()
+        if process.died is not None or process.child.is_dead():
+            return
+        process.kill_at = time.monotonic() + after
+        if not after:
+            process.removed = why
+            process.child.kill_session()
+
+    def _idle(self, number: int) -> float:
+        return self._processes[number].child.idle(time.monotonic())
+
+    @staticmethod
+    def _name(process: _Process) -> str:
+        return f"{process.child.name} (pid {process.child.program or process.child.pid})"
 
     def _show_view(self) -> None:
-        view = self._steward.roster.view
+        view = self._steward.membership.view
         if view is not None and view.generation > self._shown:
             self._shown = view.generation
             new = f", {len(view.newcomers)} of them new" if view.newcomers else ""
             say(f"generation {view.generation}: {len(view.members)} ranks{new}, after {view.step or 0} steps")
 
-    def _end_if_starved(self, now: float) -> None:
-        if not self._steward.roster.starved:
-            self._starving_since = None
+    def _end_if_below_min_ranks(self, now: float) -> None:
+        membership = self._steward.membership
+        if not membership.below_min_ranks:
+            self._below_since = None
             return
-        self._starving_since = self._starving_since or now
-        roster = self._steward.roster
-        unreplaced = any(process.dead and not process.reaped for process in self._processes.values())
+        self._below_since = self._below_since or now
+        unreplaced = any(process.died is not None and not process.ended for process in self._processes.values())
         pending = self._respawns.pending if self._respawns is not None else 0
-        others_may_come = unreplaced or pending or roster.expected
-        if not others_may_come or now - self._starving_since > self.limits.wait_for_ranks:
-            left = len(roster.members) or len(roster.newcomers)
-            dead = ", ".join(f"{p.child.name} (pid {p.pid})" for p in self._processes.values() if p.dead)
+        others_may_come = unreplaced or pending or membership.expected
+        if not others_may_come or now - self._below_since > self.limits.wait_for_ranks:
+            left = len(membership.members) or len(membership.newcomers)
+            waited = f" for {now - self._below_since:.0f} s" if others_may_come else ""
             self._steward.end(
-                f"{left} of its ranks are left, and it goes on with {self.limits.min_ranks} or more (--min-ranks). "
-                f"Dead: {dead}"
+                f"{left} of its ranks are left{waited}, and it goes on with {self.limits.min_ranks} or more "
+                f"(--min-ranks). Dead: {'; '.join(self._deaths)}"
             )
+
+    def _end(self, now: float) -> None:
+        """The steward has told all members that the job is over."""
+        self._ended_since = self._ended_since or now
+        membership = self._steward.membership
+        if not membership.finished:
+            if now - self._ended_since > _FAIL_SECONDS:  # the exit code of a rank that failed comes first
+                self._supervisor.fail()
+        elif now - self._ended_since > PEERS_SECONDS:
+            for process in self._processes.values():
+                if not process.ended and not membership.was_member(process.number):
+                    process.child.kill_session()  # it hangs, and has not heard of the end
+
+    def _say_why(self, code: int) -> None:
+        for line in self._given_up.values():
+            say(line)
+        ended = self._steward.ended
+        if code and ended is not None and not self._steward.membership.finished and self._supervisor.cause != ended:
+            say(f"the job has ended: {ended}")
 
 
 def _by_signal(code: int) -> bool:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from lightning_ring.launch.elastic import ElasticJob, ElasticLimits
 from lightning_ring.launch.hosts import slots_of_allocation
 from lightning_ring.launch.mpirun import find_mpirun
 from lightning_ring.launch.rerun import own_command
@@ -36,3 +37,12 @@ def script_job(ranks: int, *, use_mpi: bool) -> Iterator[Supervisor]:
             yield mpirun_job(mpirun, ranks, command, [], os.environ)
         else:
             yield plain_job(ranks, command, os.environ)
+
+
+@contextmanager
+def elastic_script_job(limits: ElasticLimits) -> Iterator[ElasticJob]:
+    """A job that runs this script on this host and outlives its ranks, not yet started. This process is its steward."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with own_command() as command:
+        yield ElasticJob(command, limits)

@@ -9,9 +9,9 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from lightning_ring.job.rendezvous.greeting import listen
+from lightning_ring.launch.child import Child
 from lightning_ring.launch.hosts import Host
 from lightning_ring.launch.mpirun import Mpirun, mpirun_line, rank_environment
-from lightning_ring.launch.processes import Child
 from lightning_ring.launch.supervisor import STOP_SIGNAL, Supervisor, stop_grace
 
 

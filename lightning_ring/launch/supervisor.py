@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import signal
-import subprocess
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import Any, Protocol
 
-from lightning_ring.job.exit import remove_segments, say
-from lightning_ring.launch.processes import Child, processes_of_sessions, start_child
+from lightning_ring.job.exit import say
+from lightning_ring.launch.child import Child
 
 STOP_SIGNAL = signal.SIGUSR2  # mpirun passes it on to the ranks
 PEERS_SECONDS = 15.0  # in which the other ranks end by themselves after one died
@@ -35,6 +34,28 @@ def _look_again_soon() -> None:
     time.sleep(0.05)
 
 
+class Supervised(Protocol):
+    """A process that a `Supervisor` runs, as `Child` is one."""
+
+    name: str
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def is_running(self) -> bool: ...
+
+    def start(self, cwd: str | None, **variables: str) -> None: ...
+
+    def poll(self) -> int | None: ...
+
+    def send_signal(self, signum: int) -> None: ...
+
+    def session(self) -> Sequence[int]: ...
+
+    def kill_session(self) -> None: ...
+
+
 class Supervisor:
     """Runs ``children`` as one job: when one fails the others end, and when this process is told to stop, all do.
 
@@ -44,11 +65,11 @@ class Supervisor:
 
     def __init__(
         self,
-        children: Sequence[Child],
+        children: Sequence[Supervised],
         *,
         grace: float,
         stop_signal: int = STOP_SIGNAL,
-        excuses: Callable[[Child, int], bool] = lambda child, code: False,
+        excuses: Callable[[Any, int], bool] = lambda child, code: False,
         wait: Callable[[], None] = _look_again_soon,
     ) -> None:
         self._children = list(children)
@@ -57,7 +78,8 @@ class Supervisor:
         self._excuses = excuses
         self._wait = wait
         self._cwd: str | None = None
-        self._cause = ""
+        self.cause = ""  # of the failure, as a child wrote it
+        self._cause_file = ""
         self._signals: list[int] = []
         self._handled = 0
         self._exit_code: int | None = None
@@ -71,7 +93,7 @@ class Supervisor:
         """
         self._cwd = cwd
         with self._catching_signals(), tempfile.NamedTemporaryFile("r", prefix="lightning_ring_") as cause:
-            self._cause = cause.name
+            self._cause_file = cause.name
             try:
                 for child in self._children:
                     self._start(child)
@@ -82,13 +104,14 @@ class Supervisor:
             finally:
                 if self._running() or self._exit_code or self._signals:
                     self._clear()
-            if self._exit_code and not self._signals and (line := cause.read()):
-                say(line)  # last, below what mpirun prints about any rank that did not end with 0
+            self.cause = cause.read()
+            if self._exit_code and not self._signals and self.cause:
+                say(self.cause)  # last, below what mpirun prints about any rank that did not end with 0
         if self._signals:
             return 128 + self._signals[0]
         return self._exit_code or 0
 
-    def start(self, child: Child) -> None:
+    def start(self, child: Supervised) -> None:
         """Start one more child of the job that runs."""
         self._children.append(child)
         self._start(child)
@@ -100,17 +123,19 @@ class Supervisor:
 
     def kill(self, signum: int) -> None:
         for child in self._running():
-            assert child.process is not None
-            child.process.send_signal(signum)
+            child.send_signal(signum)
 
-    def _start(self, child: Child) -> None:
-        child.environ = {**child.environ, "RING_ERROR_FILE": self._cause}
-        child.process = start_child(child, self._cwd)
-        for fd in child.pass_fds:  # the child's alone from here on: closed when it dies
-            os.close(fd)
+    def fail(self) -> None:
+        """The job has failed, without that a child has: all children end soon, by themselves or not."""
+        if self._exit_code is None:
+            self._exit_code = 1
+            self._end_in(PEERS_SECONDS)
 
-    def _running(self) -> list[Child]:
-        return [child for child in self._children if child.process is not None and child.process.poll() is None]
+    def _start(self, child: Supervised) -> None:
+        child.start(self._cwd, RING_ERROR_FILE=self._cause_file)
+
+    def _running(self) -> list[Supervised]:
+        return [child for child in self._children if child.is_running]
 
     def _step(self) -> None:
         if self._exit_code is None and (failed := self._failed()) is not None:
@@ -123,18 +148,17 @@ class Supervisor:
         while self._plan and self._plan[0][0] <= time.monotonic():
             self._plan.pop(0)[1]()
 
-    def _failed(self) -> tuple[Child, int] | None:
+    def _failed(self) -> tuple[Supervised, int] | None:
         """A child that failed, and its code (-n for signal n). Of several, one that a signal ended: that one did not
         end because of another."""
-        codes = [(child, child.process.poll() or 0) for child in self._children if child.process is not None]
+        codes = [(child, child.poll() or 0) for child in self._children]
         failed = [pair for pair in codes if pair[1] != 0 and not self._excuses(*pair)]
         return min(failed, key=lambda pair: pair[1] > 0, default=None)
 
-    def _on_failure(self, child: Child, code: int) -> None:
-        assert child.process is not None
+    def _on_failure(self, child: Supervised, code: int) -> None:
         how = f"was killed by signal {-code} ({signal_name(-code)})" if code < 0 else f"ended with exit code {code}"
         if len(self._children) > 1 or code < 0:  # mpirun has named the rank itself
-            say(f"{child.name} (pid {child.process.pid}) {how}; the job ends")
+            say(f"{child.name} (pid {child.pid}) {how}; the job ends")
         if not self._signals:
             self._end_in(PEERS_SECONDS)
 
@@ -159,27 +183,19 @@ class Supervisor:
         """After a failure: wait until the processes of the children end by themselves (a rank sees that mpirun has
         gone), then kill them, and remove the folder of a killed mpirun."""
         deadline = time.monotonic() + (_TERM_SECONDS if not self._running() else 0)
-        while self._sessions() and time.monotonic() < deadline:
+        while any(child.session() for child in self._children) and time.monotonic() < deadline:
             time.sleep(0.1)
         self._kill_sessions()
-        for child in self._running():
-            assert child.process is not None
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                child.process.wait(timeout=_TERM_SECONDS)
+        deadline = time.monotonic() + _TERM_SECONDS
+        while self._running() and time.monotonic() < deadline:
+            time.sleep(0.01)
         for child in self._children:
-            if child.name == "mpirun" and child.process is not None:
-                shutil.rmtree(Path(tempfile.gettempdir()) / f"ompi.{child.process.pid}", ignore_errors=True)
-
-    def _sessions(self) -> list[int]:
-        """Processes that still live in the children's sessions."""
-        leaders = {child.process.pid for child in self._children if child.process is not None}
-        return processes_of_sessions(leaders)
+            if isinstance(child, Child) and child.name == "mpirun" and child.process is not None:
+                shutil.rmtree(Path(tempfile.gettempdir()) / f"ompi.{child.pid}", ignore_errors=True)
 
     def _kill_sessions(self) -> None:
-        for pid in self._sessions():
-            remove_segments(pid)
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        for child in self._children:
+            child.kill_session()
 
     @contextlib.contextmanager
     def _catching_signals(self) -> Iterator[None]:

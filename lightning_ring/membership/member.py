@@ -15,13 +15,15 @@ from lightning_ring.errors import PeerFailedError, RankDiscoveryError
 from lightning_ring.job.exit import end_process, say
 from lightning_ring.job.watch.messages import Message, MessageConnection, in_forked_children
 from lightning_ring.membership.agreement import Report
-from lightning_ring.membership.roster import View
+from lightning_ring.membership.view import View
 
 CONNECT_SECONDS = 30.0
+FINISH_SECONDS = 10.0
+_LOST_SECONDS = 2.0
 
 
 class GenerationOver(PeerFailedError):
-    """The ranks of this generation do not go on together: one died, or newcomers wait. The next view follows."""
+    """The ranks of this generation do not go on together: one died, or others wait to take part. A view follows."""
 
 
 class JobEnded(PeerFailedError):
@@ -58,6 +60,8 @@ class Member:
         self._over: PeerFailedError | None = None
         self._answers: dict[int, Message | None] = {}
         self._num_requests = 0
+        self._finish_is_known = False
+        self._lost = False
         self._closed = False
 
     @classmethod
@@ -75,6 +79,11 @@ class Member:
         return self.view.members.index(self.number)
 
     def open(self) -> None:
+        """Connect to the steward.
+
+        Raises:
+            RankDiscoveryError: It cannot be reached, or another process is this one already.
+        """
         try:
             connection = socket.create_connection((self._host, self._port), timeout=CONNECT_SECONDS)
         except OSError as error:
@@ -86,6 +95,7 @@ class Member:
         self._connection = MessageConnection(connection)
         in_forked_children(self._forget)
         self._send({"kind": "hello", "token": self._token, "member": self.number, "pid": os.getpid()})
+        self._await_welcome()
         threading.Thread(target=self._listen, name="ring-member", daemon=True).start()
 
     # -- views
@@ -102,8 +112,8 @@ class Member:
 
     def report(self, report: Report) -> None:
         """Say where this rank stands. From here on it writes nothing that another rank reads, until the next view."""
-        place = {"step": report.step, "complete": report.complete}
-        self._send({"kind": "report", "generation": self.generation, **place})
+        standing = {"step": report.step, "complete": report.complete}
+        self._send({"kind": "report", "generation": self.generation, **standing})
 
     def next_view(self, timeout: float) -> View:
         """The view that follows the current one, which is in force from now on. Blocks up to ``timeout`` seconds.
@@ -152,8 +162,13 @@ class Member:
     # -- the end
 
     def finish(self) -> None:
-        """Say that this rank has finished the training. It takes part in no later view."""
+        """Say that this rank has finished the training. It takes part in no later view.
+
+        Returns once the steward knows: a process that ends without that has failed.
+        """
         self._send({"kind": "finished"})
+        with self._news:
+            self._news.wait_for(lambda: self._finish_is_known or self._lost, FINISH_SECONDS)
 
     def fail(self, text: str) -> None:
         """Say that this rank failed by an error of its program, which ends the job."""
@@ -167,6 +182,24 @@ class Member:
                 self._connection.socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
 
     # -- the connection
+
+    def _await_welcome(self) -> None:
+        connection = self._connection
+        assert connection is not None
+        until = time.monotonic() + CONNECT_SECONDS
+        messages, over = connection.receive()
+        while not messages and over is None and time.monotonic() < until:
+            select.select([connection.socket], [], [], 1.0)
+            messages, over = connection.receive()
+        first = messages[0] if messages else {"kind": "refused", "why": f"the steward did not answer ({over})"}
+        if first["kind"] == "refused":
+            connection.close()
+            raise RankDiscoveryError(
+                f"The steward does not take this process (pid {os.getpid()}): {first['why']}. A program that a rank "
+                "starts inherits RING_STEWARD and RING_MEMBER: start it without them."
+            )
+        for message in messages[1:]:
+            self._take(message)
 
     def _send(self, message: Message) -> None:
         connection = self._connection
@@ -187,15 +220,22 @@ class Member:
             messages, over = connection.receive()
             for message in messages:
                 self._take(message)
+        with self._news:
+            self._lost = True
+            self._news.notify_all()
         if not self._closed and not isinstance(self._over, JobEnded):
             self.on_lost()
 
     def _end_process(self) -> None:
+        time.sleep(_LOST_SECONDS)  # whoever guards the ranks says so, and kills them
         say(f"process {self.number} ends: the steward, which started it, has gone")
         end_process(1)
 
     def _take(self, message: Message) -> None:
         kind = message["kind"]
+        if kind == "ping":
+            self._send({"kind": "pong"})
+            return
         stop: PeerFailedError | None = None
         with self._news:
             if kind == "view":
@@ -204,6 +244,8 @@ class Member:
                 self.newcomers_wait = True
             elif kind == "finisher":
                 self.training_is_over = True
+            elif kind == "noted":
+                self._finish_is_known = True
             elif kind == "answer":
                 if message["number"] in self._answers:
                     self._answers[message["number"]] = message

@@ -1,7 +1,7 @@
 """The server of the membership: one thread of the process that started the ranks, and that outlives all of them.
 
-It holds one connection to each rank, the `Roster` and the store of the current view. It needs no torch, and is never
-a rank: memory and time that a training takes, or its death, do not touch it.
+It holds one connection to each rank, the `Membership` and the store of the current view. It needs no torch, and is
+never a rank: memory and time that a training takes, or its death, do not touch it.
 """
 
 from __future__ import annotations
@@ -9,73 +9,107 @@ from __future__ import annotations
 import contextlib
 import selectors
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from secrets import token_hex
 from typing import Any
 
 from lightning_ring.errors import RingError
+from lightning_ring.job.exit import say
 from lightning_ring.job.watch.messages import Message, MessageConnection
 from lightning_ring.membership.agreement import Report
 from lightning_ring.membership.key_value import KeyValue
-from lightning_ring.membership.roster import Roster
+from lightning_ring.membership.membership import Membership
+from lightning_ring.membership.silence import Silence, SilenceLimits
+
+_PING_SECONDS = 1.0
+_HELLO_SECONDS = 10.0  # in which a connection has to say which process it is
+_LEAVING_SECONDS = 2.0  # between the end of a connection and that of its process
+_FULL_SECONDS = 0.5  # without accepting connections, when this process can open no more files
 
 
 @dataclass(slots=True, eq=False)
-class _Guest:
-    """A connection; ``member`` is None until it has said who it is."""
+class _Client:
+    """A connection; ``member`` is None until it has said which process it is."""
 
     connection: MessageConnection
+    since: float
     member: int | None = None
 
 
 class Steward:
-    """Serves the members of ``roster`` on ``host``. `step` does everything; it is called again and again.
+    """Serves the members of ``membership`` on ``host``. `step` does everything; it is called again and again.
 
-    ``kill`` ends a process at once. It is called for every member that is counted out, since a process that is
-    only slow, or cut off, must not write any more; `gone` has to follow. Not thread-safe.
+    ``kill(member, why, seconds)`` ends a process that has not ended by itself after ``seconds``. It is called for every
+    member that is removed, since a process that is only slow, or cut off, must not write any more; `gone` has to
+    follow. ``idle`` is that of `Silence`. Not thread-safe.
+
+    Attributes:
+        ended: Why the job is over, once it is.
+        pids: Of the processes that have connected, as they say themselves.
+        last_words: What processes said about their failure that were in no view.
     """
 
-    def __init__(self, roster: Roster, kill: Callable[[int], None], host: str = "127.0.0.1") -> None:
-        self.roster = roster
-        self.ended: str | None = None  # why the job is over, once it is
+    def __init__(
+        self,
+        membership: Membership,
+        kill: Callable[[int, str, float], None],
+        host: str = "127.0.0.1",
+        silence: SilenceLimits | None = None,
+        idle: Callable[[int], float] = lambda member: 0.0,
+    ) -> None:
+        self.membership = membership
+        self.ended: str | None = None
+        self.pids: dict[int, int] = {}
+        self.last_words: dict[int, str] = {}
         self._kill = kill
         self._token = token_hex(16)
         self._store = KeyValue()
-        self._guests: dict[int, _Guest] = {}  # by member
+        self._silence = Silence(silence or SilenceLimits(), idle)
+        self._clients: dict[int, _Client] = {}  # by member
+        self._unknown: set[_Client] = set()  # that have not said which process they are
         self._told_to_stop = True
-        self._invited = False
+        self._told_of_newcomers = False
         self._why = ""
-        self._door = socket.create_server((host, 0), backlog=1024)
-        self._door.setblocking(False)
+        self._next_ping = 0.0
+        self._accepts_at: float | None = None
+        self._listener = socket.create_server((host, 0), backlog=1024)
+        self._listener.setblocking(False)
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._door, selectors.EVENT_READ, None)
+        self._selector.register(self._listener, selectors.EVENT_READ, None)
 
-    def variables(self, member: int) -> dict[str, str]:
-        """The environment variables by which process ``member`` finds the steward (`Member`)."""
-        host, port = self._door.getsockname()[:2]
-        return {"RING_STEWARD": f"{host}:{port}", "RING_STEWARD_TOKEN": self._token, "RING_MEMBER": str(member)}
+    @property
+    def port(self) -> int:
+        port: int = self._listener.getsockname()[1]
+        return port
+
+    def variables(self, member: int, host: str | None = None) -> dict[str, str]:
+        """The environment variables by which process ``member`` finds the steward (`Member`), at address ``host``."""
+        host = host or self._listener.getsockname()[0]
+        return {"RING_STEWARD": f"{host}:{self.port}", "RING_STEWARD_TOKEN": self._token, "RING_MEMBER": str(member)}
 
     def step(self, timeout: float) -> None:
         """Serve what has arrived, and wait up to ``timeout`` seconds for more."""
         for key, events in self._selector.select(timeout):
-            guest: _Guest | None = key.data
-            if guest is None:
+            client: _Client | None = key.data
+            if client is None:
                 self._accept()
             elif events & selectors.EVENT_READ:
-                self._read(guest)
+                self._read(client)
             else:
-                self._flush(guest)
+                self._flush(client)
+        self._look_at_the_clock(time.monotonic())
         self._advance()
 
     def expect(self, member: int) -> None:
         """Process ``member`` was started."""
-        self.roster.expect(member)
+        self.membership.expect(member)
 
     def gone(self, member: int, why: str) -> None:
         """Process ``member`` was seen to be dead, or on its way out of the kernel."""
-        self._lose(member, why)
-        self.roster.bury(member)
+        self._remove(member, why)
+        self.membership.fenced(member)
         self._advance()
 
     def end(self, why: str) -> None:
@@ -83,113 +117,161 @@ class Steward:
         if self.ended is None:
             self.ended = why
             self._store.close(why)
-            for member in [*self.roster.members, *self.roster.newcomers]:
-                self._tell(member, {"kind": "end", "why": why, "finished": self.roster.finished})
+            for member in [*self.membership.members, *self.membership.newcomers]:
+                self._tell(member, {"kind": "end", "why": why, "finished": self.membership.finished})
 
     def close(self) -> None:
-        for guest in self._guests.values():
-            guest.connection.close()
-        self._door.close()
+        for client in [*self._clients.values(), *self._unknown]:
+            client.connection.close()
+        self._listener.close()
         self._selector.close()
+
+    # -- connections
 
     def _accept(self) -> None:
         try:
-            accepted, _ = self._door.accept()
-        except OSError:
+            accepted, _ = self._listener.accept()
+        except BlockingIOError:
+            return
+        except OSError as error:  # out of file descriptors: the listener would wake this thread again and again
+            say(f"the steward accepts no connections for {_FULL_SECONDS:g} s: {error.strerror}")
+            self._selector.unregister(self._listener)
+            self._accepts_at = time.monotonic() + _FULL_SECONDS
             return
         accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._selector.register(accepted, selectors.EVENT_READ, _Guest(MessageConnection(accepted)))
+        client = _Client(MessageConnection(accepted), time.monotonic())
+        self._unknown.add(client)
+        self._selector.register(accepted, selectors.EVENT_READ, client)
 
-    def _read(self, guest: _Guest) -> None:
-        messages, over = guest.connection.receive()
+    def _look_at_the_clock(self, now: float) -> None:
+        if self._accepts_at is not None and now >= self._accepts_at:
+            self._accepts_at = None
+            self._selector.register(self._listener, selectors.EVENT_READ, None)
+        for client in [client for client in self._unknown if now - client.since > _HELLO_SECONDS]:
+            self._hang_up(client)
+        if self.ended is not None:
+            return
+        if now >= self._next_ping:
+            self._next_ping = now + _PING_SECONDS
+            for member in self._clients:
+                self._tell(member, {"kind": "ping"})
+        for member, why in self._silence.look(now, self.membership).items():
+            self._remove(member, why, 0.0)
+
+    def _read(self, client: _Client) -> None:
+        messages, over = client.connection.receive()
         for message in messages:
-            if guest.member is None and not self._welcome(guest, message):
+            if client.member is not None:
+                self._silence.heard(client.member)
+                self._take(client.member, message)
+            elif not self._welcome(client, message):
                 over = "not a member of this job"
                 break
-            self._take(guest, message)
         if over is not None:
-            self._selector.unregister(guest.connection.socket)
-            guest.connection.close()
-            if guest.member is not None:
-                self._guests.pop(guest.member, None)
-                self._lose(guest.member, "its connection ended")
+            self._hang_up(client)
+            if client.member is not None:
+                self._remove(client.member, "its connection ended")
 
-    def _welcome(self, guest: _Guest, message: Message) -> bool:
-        if message["kind"] != "hello" or message.get("token") != self._token:
+    def _hang_up(self, client: _Client) -> None:
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(client.connection.socket)
+        client.connection.close()
+        self._unknown.discard(client)
+        if client.member is not None and self._clients.get(client.member) is client:
+            del self._clients[client.member]
+            self._silence.forget(client.member)
+
+    def _welcome(self, client: _Client, message: Message) -> bool:
+        member = message.get("member")
+        if message["kind"] != "hello" or message.get("token") != self._token or not isinstance(member, int):
             return False
-        guest.member = message["member"]
-        self._guests[message["member"]] = guest
+        if member in self._clients or not self.membership.knows(member):
+            taken = f"is process {self.pids[member]} already" if member in self._clients else "takes part no more"
+            client.connection.send({"kind": "refused", "why": f"process {member} of the job {taken}"})
+            return False
+        client.member = member
+        self.pids[member] = message["pid"]
+        self._unknown.discard(client)
+        self._clients[member] = client
+        self._silence.heard(member)
+        self._tell(member, {"kind": "welcome"})
         return True
 
-    def _take(self, guest: _Guest, message: Message) -> None:
-        kind, member = message["kind"], guest.member
-        assert member is not None
+    def _tell(self, member: int, message: Message) -> None:
+        client = self._clients.get(member)
+        if client is not None:
+            client.connection.send(message)
+            self._flush(client)
+
+    def _flush(self, client: _Client) -> None:
+        client.connection.flush()
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if client.connection.unsent else 0)
+        with contextlib.suppress(KeyError, ValueError):  # it has just been closed
+            self._selector.modify(client.connection.socket, events, client)
+
+    # -- messages
+
+    def _take(self, member: int, message: Message) -> None:
+        kind = message["kind"]
         if kind == "report":
-            self.roster.report(member, message["generation"], Report(message["step"], message["complete"]))
-            self._why = self._why or "newcomers wait"
+            self.membership.report(member, message["generation"], Report(message["step"], message["complete"]))
+            self._why = self._why or (
+                "newcomers wait" if self.membership.newcomers else f"process {member} connects anew"
+            )
             if self.ended is not None:
-                self._tell(member, {"kind": "end", "why": self.ended, "finished": self.roster.finished})
+                self._tell(member, {"kind": "end", "why": self.ended, "finished": self.membership.finished})
         elif kind == "store":
-            self._serve(guest, message)
+            self._serve(member, message)
         elif kind == "finished":
-            self.roster.finish(member)
-            for other in self.roster.members:
+            self.membership.finish(member)
+            self._tell(member, {"kind": "noted"})
+            for other in self.membership.members:
                 self._tell(other, {"kind": "finisher"})
         elif kind == "failed":
-            self.end(message["text"])
+            if self.membership.view is not None and not self.membership.was_member(member):
+                self.last_words[member] = message["text"]  # the others go on: it fails on its own host
+            else:
+                self.end(message["text"])
 
-    def _serve(self, guest: _Guest, message: Message) -> None:
-        number, view = message["number"], self.roster.view
+    def _serve(self, member: int, message: Message) -> None:
+        number, view = message["number"], self.membership.view
 
         def answer(result: dict[str, Any]) -> None:
-            if guest.member is not None and self._guests.get(guest.member) is guest:  # it may have gone meanwhile
-                guest.connection.send({"kind": "answer", "number": number, **result})
-                self._flush(guest)
+            self._tell(member, {"kind": "answer", "number": number, **result})
 
-        if self.roster.stopping or view is None or message["generation"] != view.generation:
+        if self.membership.stopping or view is None or message["generation"] != view.generation:
             answer({"refused": f"generation {message['generation']} is over ({self._why or 'a new one has begun'})"})
         else:
             self._store.request(message, answer)
 
-    def _lose(self, member: int, why: str) -> None:
-        if self.roster.lose(member):
+    def _remove(self, member: int, why: str, seconds: float = _LEAVING_SECONDS) -> None:
+        if self.membership.remove(member):
             self._why = f"process {member} has died: {why}"
-            self._kill(member)
+            self._kill(member, why, seconds)
 
     def _advance(self) -> None:
-        """Whatever follows from the state of the roster."""
+        """Whatever follows from the state of the membership."""
         if self.ended is not None:
             return
-        if self.roster.stopping and not self._told_to_stop and self.roster.view is not None:
+        view = self.membership.view
+        if self.membership.stopping and not self._told_to_stop and view is not None:
             self._told_to_stop = True
-            self._store.close(f"generation {self.roster.view.generation} is over ({self._why})")
-            for member in self.roster.members:
-                self._tell(member, {"kind": "stop", "generation": self.roster.view.generation, "why": self._why})
+            self._store.close(f"generation {view.generation} is over ({self._why})")
+            for member in self.membership.members:
+                self._tell(member, {"kind": "stop", "generation": view.generation, "why": self._why})
         try:
-            view = self.roster.next_view()
+            view = self.membership.next_view()
         except RingError as error:
             self.end(f"{type(error).__name__}: {error}")
             return
         if view is not None:
             self._store, self._told_to_stop, self._why = KeyValue(), False, ""
-            self._invited = False
+            self._told_of_newcomers = False
             for member in view.members:
                 self._tell(member, view.as_message())
-        if self.roster.admits and not self._invited:
-            self._invited = True
-            for member in self.roster.members:
+        if self.membership.admits and not self._told_of_newcomers:
+            self._told_of_newcomers = True
+            for member in self.membership.members:
                 self._tell(member, {"kind": "newcomers"})
-        if self.roster.finished:
+        if self.membership.finished:
             self.end("the training has finished")
-
-    def _tell(self, member: int, message: Message) -> None:
-        guest = self._guests.get(member)
-        if guest is not None:
-            guest.connection.send(message)
-            self._flush(guest)
-
-    def _flush(self, guest: _Guest) -> None:
-        guest.connection.flush()
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if guest.connection.unsent else 0)
-        with contextlib.suppress(KeyError, ValueError):  # it has just been closed
-            self._selector.modify(guest.connection.socket, events, guest)

@@ -10,13 +10,17 @@ from lightning_ring.elastic.recovery import Recovery
 from lightning_ring.errors import CollectiveError, PeerFailedError
 from lightning_ring.membership.agreement import Report
 from lightning_ring.membership.member import GenerationOver, JobEnded
-from lightning_ring.membership.roster import View
+from lightning_ring.membership.view import View
 
 OVER = GenerationOver("generation 0 is over")
 
 
 class Recorder:
     """Member, `Generations` and `Training` in one. ``opens`` raise what is in it, one a call."""
+
+    number = 0
+    admitted = True
+    newcomers_wait = False
 
     def __init__(self, *views: View, over: bool = True, opens: tuple[Exception | None, ...] = ()) -> None:
         self.calls: list[Any] = []
@@ -42,6 +46,13 @@ class Recorder:
         if self.opens and (error := self.opens.pop(0)) is not None:
             raise error
         return "communicator"
+
+    def all_admit(self, members: tuple[int, ...], own: bool | None) -> bool:
+        self.calls.append(("admit", members, own))
+        return self.admitted
+
+    def admits(self, ranks: int) -> bool:
+        return ranks == 2
 
     def commit(self) -> None:
         self.calls.append("commit")
@@ -72,9 +83,25 @@ def test_a_step_that_others_have_finished_is_finished_first_and_once() -> None:
 
 def test_a_newcomer_has_state_only_once_it_has_entered() -> None:
     ranks = Recorder(View(3, (0, 4), 7, (4,)), View(4, (1, 4), 7, (4,)), opens=(PeerFailedError("rank 0 died"), None))
+    ranks.number = 4
     ranks.recovery.start()
+    assert ("admit", (0,), None) in ranks.calls
     assert [call for call in ranks.calls if isinstance(call, Report)] == [Report(None), Report(None)]
     assert ranks.recovery.step == 7
+
+
+def test_newcomers_wait_where_a_rank_cannot_let_them_in() -> None:
+    views = View(3, (0, 1, 4), 7, (4,)), View(4, (0, 4), 7, (4,))
+    member = Recorder(views[0])
+    member.recovery.step, member.admitted = 7, False
+    member.recovery.after(OVER)
+    assert ("admit", (0, 1), False) in member.calls
+    assert member.recovery.view == View(3, (0, 1), 7)
+    newcomer = Recorder(*views)
+    newcomer.number, newcomer.admitted = 4, False
+    with pytest.raises(JobEnded):
+        newcomer.recovery.start()
+    assert not [call for call in newcomer.calls if str(call).startswith("open")]
 
 
 def test_connections_that_do_not_come_up_are_tried_again_a_few_times() -> None:

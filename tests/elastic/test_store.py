@@ -5,12 +5,15 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from lightning_ring.elastic.gloo_sockets import open_sockets, shut_down
+from lightning_ring.elastic.gloo_sockets import shut_down_sockets
 from lightning_ring.elastic.store import StewardStore
 from lightning_ring.membership.member import GenerationOver
 from tests.membership.serving import first_view, serving
@@ -54,26 +57,25 @@ def test_a_store_whose_view_is_over_refuses_everything() -> None:
             store.set("late", "value")
 
 
-def test_shutting_down_frees_a_reader_and_spares_sockets_that_were_there_before() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as door:
-        earlier = socket.create_connection(door.getsockname())
-        earlier_end, _ = door.accept()
-        before = open_sockets()
-        later = socket.create_connection(door.getsockname())
-        later_end, _ = door.accept()
-        new = open_sockets() - before
-        assert len(new) == 2
-        freed: list[bytes] = []
-        reader = threading.Thread(target=lambda: freed.append(later.recv(1)))
-        reader.start()
-        time.sleep(0.05)
-        shut_down(new)
-        reader.join(5)
-        assert freed == [b""]
-        earlier.sendall(b"x")
-        assert earlier_end.recv(1) == b"x"
-        for connection in (later, later_end):
+def test_shutting_down_frees_whoever_waits_in_gloo_and_spares_all_other_sockets() -> None:
+    with serving() as server, socket.create_server(("127.0.0.1", 0)) as listening:
+        stores = [StewardStore(member, 10) for member in first_view(server, 2)]
+        with ThreadPoolExecutor(2) as pool:
+            groups = list(pool.map(lambda rank: gloo_group(stores[rank], rank), range(2)))
+            others = socket.create_connection(listening.getsockname())  # as of a logger, in another thread
+            others_end, _ = listening.accept()
+            received = pool.submit(groups[0].recv([torch.empty(1)], 1, 0).wait)
+            time.sleep(0.05)
+            assert not received.done()
+            shut_down_sockets(stores[0].values)
+            assert isinstance(received.exception(5), RuntimeError)
+        others.sendall(b"x")
+        assert others_end.recv(1) == b"x"
+        stores[0].set("the steward", "is still there")
+        for connection in (others, others_end):
             connection.close()
-        shut_down(new)  # closed meanwhile
-        for connection in (earlier, earlier_end):
-            connection.close()
+        shut_down_sockets(stores[0].values)  # closed meanwhile
+
+
+def gloo_group(store: StewardStore, rank: int) -> Any:
+    return dist.ProcessGroupGloo(dist.PrefixStore("group", store), rank, 2, timedelta(seconds=20))

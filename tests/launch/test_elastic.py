@@ -4,25 +4,44 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from lightning_ring.errors import ConfigurationError
-from lightning_ring.launch.elastic import ElasticLimits
+from lightning_ring.launch.elastic import ElasticJob, ElasticLimits
 from lightning_ring.launch.processes import is_dead
 from lightning_ring.launch.respawn import RespawnLimits, Respawns
-from tests.processes import ROOT, run
+from tests.processes import ROOT, clean_env, run
 
 RANK = str(ROOT / "tests" / "membership" / "counting_rank.py")
 START = (
-    "import sys; from lightning_ring.launch.elastic import *; from lightning_ring.launch.respawn import *; "
+    "import sys; from lightning_ring.launch.elastic import *; from lightning_ring.membership.silence import *; "
     "sys.exit(ElasticJob([sys.executable, *sys.argv[2:]], eval(sys.argv[1])).run())"
 )
+
+
+def counting(folder: Path, text: str, steps: int = 100000) -> str:
+    """A script of ``text``, in which ``count()`` takes part (`counting_rank`); ``when_counting(call)`` calls later."""
+    script = folder / "script.py"
+    script.write_text(
+        "import os, runpy, signal, subprocess, sys, threading, time\nnumber = os.environ['RING_MEMBER']\n"
+        "def when_counting(call):\n"
+        "    def wait():\n"
+        f"        while not os.path.exists(f'{folder}/{{number}}.log'): time.sleep(0.01)\n"
+        "        call()\n"
+        "    threading.Thread(target=wait, daemon=True).start()\n"
+        "def count():\n"
+        f"    sys.argv = ['', {str(folder)!r}, '{steps}', '0.02']\n    runpy.run_path({RANK!r}, run_name='__main__')\n"
+        + text
+    )
+    return str(script)
 
 
 def start(limits: str, *command: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -31,14 +50,23 @@ def start(limits: str, *command: str, **env: str) -> subprocess.CompletedProcess
 
 def test_respawns_come_later_each_time_and_end() -> None:
     respawns = Respawns(RespawnLimits(limit=3, delay=1.0, steady=60.0))
-    assert respawns.died(now=100.0, lived=500.0)
-    assert [respawns.take_due(now) for now in (100.5, 101.0, 101.5)] == [0, 1, 0]
-    assert respawns.died(now=110.0, lived=5.0)
-    assert respawns.died(now=110.0, lived=5.0)
-    assert respawns.pending == 2
-    assert [respawns.take_due(now) for now in (112.0, 114.0)] == [1, 1]
-    assert not respawns.died(now=120.0, lived=5.0)
-    assert respawns.died(now=300.0, lived=90.0)
+    assert respawns.died(7, now=100.0, lived=500.0)
+    assert [respawns.take_due(now) for now in (100.5, 101.0, 101.5)] == [[], [7], []]
+    assert respawns.died(7, now=110.0, lived=5.0)
+    assert respawns.take_due(112.0) == [7]
+    assert respawns.died(7, now=110.0, lived=5.0)
+    assert respawns.pending == 1
+    assert [respawns.take_due(now) for now in (112.0, 114.0)] == [[], [7]]
+    assert not respawns.died(7, now=120.0, lived=5.0)
+    assert respawns.died(7, now=300.0, lived=90.0)
+
+
+def test_the_deaths_of_one_slot_do_not_count_for_another() -> None:
+    respawns = Respawns(RespawnLimits(limit=2, delay=1.0, steady=60.0))
+    assert [respawns.died(slot, now=0.0, lived=1.0) for slot in range(8)] == [True] * 8
+    assert respawns.take_due(1.0) == list(range(8))
+    assert [respawns.died(3, now=2.0, lived=1.0) for _ in range(2)] == [True, False]
+    assert respawns.died(4, now=2.0, lived=1.0)
 
 
 def test_limits_that_contradict_each_other() -> None:
@@ -87,7 +115,9 @@ def test_too_few_ranks_end_the_job_with_the_names_of_the_dead(tmp_path: Path) ->
     )
     done = start("ElasticLimits(2, min_ranks=2)", str(script))
     assert done.returncode == 1, done.stdout
-    assert "1 of its ranks are left, and it goes on with 2 or more (--min-ranks). Dead: process 0 (pid" in done.stdout
+    last = done.stdout.strip().splitlines()[-1]
+    told = r"1 of its ranks are left, and it goes on with 2 or more \(--min-ranks\)\. Dead: ..:..:.. process 0 \(pid"
+    assert re.search(told + r" \d+\) was killed by signal 9", last), done.stdout
 
 
 @pytest.mark.ranks
@@ -101,8 +131,11 @@ def test_a_rank_that_keeps_dying_is_replaced_until_the_limit(tmp_path: Path) -> 
     )
     done = start("ElasticLimits(2, respawn=RespawnLimits(limit=2, delay=0.01))", str(script))
     assert done.returncode == 0, done.stdout
-    assert done.stdout.count("killed by signal 11 (SIGSEGV)") == 3, done.stdout
-    assert done.stdout.count("a new process takes its place") == 2
+    assert done.stdout.count("killed by signal 11 (SIGSEGV); ") == 3, done.stdout
+    assert done.stdout.count("a new process replaces it") == 2
+    assert "no other process replaces it, after 3 deaths in a row" in done.stdout
+    last = done.stdout.strip().splitlines()[-1]  # why a slot is empty is said at the end
+    assert "slot 1 stays empty, 3 processes died one after the other; the last: process 3 (pid" in last, done.stdout
     assert len(json.loads((tmp_path / "0.json").read_text())) == 60
 
 
@@ -116,7 +149,7 @@ def test_no_steward_no_job(tmp_path: Path) -> None:
             assert time.monotonic() < until
             time.sleep(0.05)
         children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
-        assert len(children) == 2
+        assert len(children) == 3  # one of them guards the others
     finally:
         job.kill()
         job.wait(timeout=10)
@@ -143,3 +176,146 @@ def test_the_cause_of_the_end_is_the_failure_and_not_an_earlier_death(tmp_path: 
     assert "process 0 (pid" in done.stdout
     assert "ended with exit code 3; the job ends" in done.stdout
     assert "killed by signal 9 (SIGKILL); the job ends" not in done.stdout
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+@pytest.mark.ranks
+def test_stopped_and_hanging_ranks_are_killed_and_the_others_go_on(tmp_path: Path) -> None:
+    """Process 1 is stopped in the middle of a step, process 2 hangs before it connects."""
+    script = counting(
+        tmp_path,
+        "if number == '1': when_counting(lambda: os.kill(os.getpid(), signal.SIGSTOP))\n"
+        "if number == '2': time.sleep(3600)\n"
+        "count()\n",
+        steps=60,
+    )
+    done = start("ElasticLimits(3, silence=SilenceLimits(answer=2.0, report=4.0))", script)
+    assert done.returncode == 0, done.stdout
+    told = [line for line in done.stdout.splitlines() if "process 1 (" in line]
+    assert len(told) == 1, done.stdout
+    assert re.search(r"killed by signal 9 \(SIGKILL\) \(it has neither answered nor used processor time for", told[0])
+    assert re.search(r"process 2 \(pid \d+\) was killed.*\(the other ranks have waited for it for 4 s\)", done.stdout)
+    assert len(json.loads((tmp_path / "0.json").read_text())) == 60
+
+
+@pytest.mark.ranks
+def test_the_rank_in_a_wrapper_is_watched_and_its_session_ends_with_it(tmp_path: Path) -> None:
+    """A shell starts each rank, which starts a child of its own and is killed; the shell would go on for a minute."""
+    script = counting(
+        tmp_path,
+        "if number == '1':\n"
+        f"    child = subprocess.Popen(['sleep', '300']); open({str(tmp_path / 'pids')!r}, 'w').write("
+        "f'{child.pid} {os.getppid()}')\n"
+        "    when_counting(lambda: os.kill(os.getpid(), signal.SIGKILL))\n"
+        "count()\n",
+        steps=100,
+    )
+    command = ["-m", "lightning_ring.cli.ringrun", "-n", "2", "--min-ranks", "1"]
+    shell = f"{sys.executable} {script}; code=$?; [ $RING_MEMBER = 0 ] || sleep 60; exit $code"
+    done = run([sys.executable, *command, "bash", "-c", shell], timeout=60)
+    assert done.returncode == 0, done.stdout
+    assert "generation 1: 1 ranks" in done.stdout
+    child, wrapper = map(int, (tmp_path / "pids").read_text().split())
+    assert is_dead(wrapper)
+    assert is_dead(child)
+
+
+@pytest.mark.ranks
+def test_what_a_dead_rank_started_ends_though_the_job_succeeds(tmp_path: Path) -> None:
+    script = counting(
+        tmp_path,
+        "if number == '1':\n"
+        f"    child = subprocess.Popen(['sleep', '300']); open({str(tmp_path / 'pid')!r}, 'w').write(str(child.pid))\n"
+        "    when_counting(lambda: os.kill(os.getpid(), signal.SIGKILL))\n"
+        "count()\n",
+        steps=80,
+    )
+    done = start("ElasticLimits(2)", script)
+    assert done.returncode == 0, done.stdout
+    assert is_dead(int((tmp_path / "pid").read_text()))
+
+
+@pytest.mark.ranks
+def test_a_rank_that_leaves_without_having_finished_fails_the_job(tmp_path: Path) -> None:
+    script = counting(tmp_path, "if number == '1': when_counting(lambda: os._exit(0))\ncount()\n")
+    done = start("ElasticLimits(2)", script)
+    assert done.returncode == 1, done.stdout
+    last = done.stdout.strip().splitlines()[-1]
+    assert re.search(r"process 1 \(pid \d+\) left with exit code 0 without having finished its training", last)
+
+
+@pytest.mark.ranks
+def test_a_newcomer_that_fails_does_not_end_the_job(tmp_path: Path) -> None:
+    script = counting(
+        tmp_path,
+        "if int(number) > 1: raise RuntimeError('no GPU here')\n"
+        "if number == '1': when_counting(lambda: os.kill(os.getpid(), signal.SIGKILL))\n"
+        "count()\n",
+        steps=120,
+    )
+    done = start("ElasticLimits(2, respawn=RespawnLimits(limit=2, delay=0.01))", script)
+    assert done.returncode == 0, done.stdout
+    assert "process 3 (pid" in done.stdout
+    assert "ended with exit code 1" in done.stdout.strip().splitlines()[-1], done.stdout
+
+
+@pytest.mark.ranks
+def test_the_end_of_ringrun_ends_all_with_one_line(tmp_path: Path) -> None:
+    """Of ranks in wrappers, and of what ranks have started."""
+    script = counting(
+        tmp_path,
+        "child = subprocess.Popen(['sleep', '300'])\n"
+        f"open({str(tmp_path)!r} + '/pids.' + number, 'w').write(f'{{child.pid}} {{os.getpid()}}')\ncount()\n",
+    )
+    shell = f"{sys.executable} {script}; exit $?"
+    command = [sys.executable, "-m", "lightning_ring.cli.ringrun", "-n", "2", "--min-ranks", "1", "bash", "-c", shell]
+    with (tmp_path / "output").open("wb") as output:
+        job = subprocess.Popen(command, env=clean_env(), stderr=output, start_new_session=True)
+    try:
+        wait_for(lambda: len(list(tmp_path.glob("*.log"))) == 2)
+    finally:
+        job.kill()
+        job.wait(timeout=10)
+    pids = [int(pid) for file in tmp_path.glob("pids.*") for pid in file.read_text().split()]
+    assert len(pids) == 4
+    wait_for(lambda: all(is_dead(pid) for pid in pids), 10)
+    time.sleep(2.5)  # a rank that lived on would say a line of its own by then
+    lines = [line for line in (tmp_path / "output").read_text().splitlines() if "gone" in line]
+    assert lines == [f"lightning_ring: the process that started the ranks (pid {job.pid}) has gone: they end"]
+
+
+def test_other_systems_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(ConfigurationError, match="runs on Linux only, and this is darwin"):
+        ElasticJob(["true"], ElasticLimits(2)).run()
+
+
+@pytest.mark.ranks
+def test_plain_python_is_the_steward_of_its_own_ranks(tmp_path: Path) -> None:
+    """The script starts itself as ranks; one of them is killed and replaced."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, runpy, signal, sys, threading, time\n"
+        "from lightning_ring.job.launchers.elastic import started_by_steward\n"
+        "from lightning_ring.launch.script import JobFinished, elastic_script_job\n"
+        "from lightning_ring.launch.elastic import ElasticLimits, RespawnLimits\n"
+        "if not started_by_steward(os.environ):\n"
+        "    with elastic_script_job(ElasticLimits(2, min_ranks=1, respawn=RespawnLimits())) as job:\n"
+        "        raise JobFinished(job.run())\n"
+        "def kill():\n"
+        f"    while not os.path.exists({str(tmp_path / '1.log')!r}): time.sleep(0.01)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "if os.environ['RING_MEMBER'] == '1': threading.Thread(target=kill, daemon=True).start()\n"
+        f"sys.argv = ['', {str(tmp_path)!r}, sys.argv[1], '0.02']\n"
+        f"runpy.run_path({RANK!r}, run_name='__main__')\n"
+    )
+    done = run([sys.executable, str(script), "200"], timeout=60)
+    assert done.returncode == 0, done.stdout
+    assert "2 ranks, 1 of them new" in done.stdout
+    assert len(json.loads((tmp_path / "2.json").read_text())) == 200

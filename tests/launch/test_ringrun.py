@@ -158,6 +158,10 @@ def test_hostfile(tmp_path):
         (["-n", "2", "absent.py"], ["absent.py: no such file"]),
         (["-n", "2", "no-such-program"], ["no-such-program: no such command"]),
         (["-n", "2", "--no-mpi", "-H", "far:2", "ls"], ["this host only"]),
+        (["-n", "2", "--min-ranks", "3", "ls"], ["2 ranks, at least 3 and at most 2", "--min-ranks"]),
+        (["-n", "4", "--max-ranks", "3", "ls"], ["at most 3", "--max-ranks"]),
+        (["-n", "4", "--min-ranks", "2", "--respawn-limit", "3", "ls"], ["--respawn-limit 3", "with --respawn"]),
+        (["-n", "4", "--min-ranks", "2", "--wait-for-ranks", "-1", "ls"], ["--wait-for-ranks -1"]),
     ],
 )
 def test_bad_command_lines_end_with_2_and_one_line(arguments, words, capsys):
@@ -216,5 +220,5 @@ def test_mpirun_beside_python_comes_first(tmp_path, monkeypatch):
 def test_help_names_every_option():
     command = [sys.executable, "-m", "lightning_ring.cli.ringrun", "--help"]
     text = subprocess.run(command, env=clean_env(), capture_output=True, text=True, timeout=60).stdout
-    for option in ("-n", "-H", "--hostfile", "--dry-run", "--no-mpi", "COMMAND"):
+    for option in ("-n", "-H", "--hostfile", "--dry-run", "--no-mpi", "COMMAND", "--min-ranks", "--respawn"):
         assert option in text

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from lightning_ring.membership.agreement import Report
 from lightning_ring.membership.member import GenerationOver, JobEnded, Member
-from lightning_ring.membership.roster import View
+from lightning_ring.membership.view import View
 
 WAIT = 60.0
 

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 
 from lightning_ring.membership.agreement import Report
 from lightning_ring.membership.member import Member
-from lightning_ring.membership.roster import Roster
+from lightning_ring.membership.membership import Membership
+from lightning_ring.membership.silence import SilenceLimits
 from lightning_ring.membership.steward import Steward
 
 WAIT = 10.0
@@ -17,10 +18,11 @@ WAIT = 10.0
 class Serving:
     """A steward in a thread, whose members are threads' too: a killed one is seen to be dead at once."""
 
-    def __init__(self, **limits: int) -> None:
+    def __init__(self, silence: SilenceLimits | None = None, **limits: int) -> None:
         self.killed: list[int] = []
+        self.why: dict[int, str] = {}
         self.members: list[Member] = []
-        self.steward = Steward(Roster(**limits), self.killed.append)
+        self.steward = Steward(Membership(**limits), self.kill, silence=silence, idle=lambda member: 1e9)
         self.over = threading.Event()
         self.thread = threading.Thread(target=self.serve)
         self.thread.start()
@@ -31,7 +33,13 @@ class Serving:
             while self.killed:
                 self.steward.gone(self.killed.pop(), "killed")
 
+    def kill(self, number: int, why: str, seconds: float) -> None:
+        self.why[number] = why
+        self.killed.append(number)
+
     def join(self, number: int) -> Member:
+        if not self.steward.membership.knows(number):
+            self.steward.expect(number)
         member = Member(self.steward.variables(number))
         member.on_lost = lambda: None
         member.open()
@@ -40,8 +48,8 @@ class Serving:
 
 
 @contextmanager
-def serving(**limits: int) -> Iterator[Serving]:
-    server = Serving(**limits)
+def serving(silence: SilenceLimits | None = None, **limits: int) -> Iterator[Serving]:
+    server = Serving(silence, **limits)
     try:
         yield server
     finally:

@@ -8,7 +8,8 @@ import random
 import pytest
 
 from lightning_ring.membership.agreement import DisagreementError, Report, agreed_step
-from lightning_ring.membership.roster import Roster, StateLostError, View
+from lightning_ring.membership.membership import Membership, StateLostError
+from lightning_ring.membership.view import View
 
 DONE, BEHIND, FULL = Report(7), Report(6), Report(6, complete=True)
 
@@ -37,99 +38,99 @@ def test_a_rank_that_cannot_follow_is_named(reports: list[Report]) -> None:
         agreed_step(dict(enumerate(reports)))
 
 
-def opened(members: int, **limits: int) -> Roster:
-    roster = Roster(**limits)
+def opened(members: int, **limits: int) -> Membership:
+    membership = Membership(**limits)
     for member in range(members):
-        roster.expect(member)
+        membership.expect(member)
     for member in range(members):
-        assert roster.next_view() is None
-        roster.report(member, -1, Report())
-    assert roster.next_view() == View(0, tuple(range(members)))
-    return roster
+        assert membership.next_view() is None
+        membership.report(member, -1, Report())
+    assert membership.next_view() == View(0, tuple(range(members)))
+    return membership
 
 
 def test_the_next_view_waits_for_reports_and_until_the_dead_are_seen_to_be_dead() -> None:
-    roster = opened(3)
-    assert roster.next_view() is None
-    assert roster.lose(0)
-    assert not roster.lose(0)
-    roster.report(1, 0, Report(4))
-    roster.report(2, 0, Report(3, complete=True))
-    assert roster.next_view() is None  # it may still write into shared memory
-    roster.bury(0)
-    assert roster.next_view() == View(1, (1, 2), 4)
-    roster.report(0, 1, Report(9))  # counted out for good
-    assert roster.next_view() is None
-    assert roster.members == [1, 2]
+    membership = opened(3)
+    assert membership.next_view() is None
+    assert membership.remove(0)
+    assert not membership.remove(0)
+    membership.report(1, 0, Report(4))
+    membership.report(2, 0, Report(3, complete=True))
+    assert membership.next_view() is None  # it may still write into shared memory
+    membership.fenced(0)
+    assert membership.next_view() == View(1, (1, 2), 4)
+    membership.report(0, 1, Report(9))  # counted out for good
+    assert membership.next_view() is None
+    assert membership.members == [1, 2]
 
 
 def test_a_newcomer_waits_for_the_members_and_follows_them() -> None:
-    roster = opened(2, max_ranks=3)
-    roster.expect(2)
-    assert not roster.admits
+    membership = opened(2, max_ranks=3)
+    membership.expect(2)
+    assert not membership.admits
     for newcomer in (3, 2):
-        roster.report(newcomer, -1, Report())
-    assert roster.admits
-    assert roster.next_view() is None
-    roster.report(1, 0, Report(1))
-    roster.report(0, 0, Report(1))
-    assert roster.next_view() == View(1, (0, 1, 2), 1, (2,))
-    assert not roster.admits  # no room for process 3
-    roster.bury(0)
-    roster.report(1, 1, Report(1))
-    roster.report(2, 1, Report())  # it died in the middle of handing over: still without state
-    assert roster.next_view() == View(2, (1, 2, 3), 1, (2, 3))
+        membership.report(newcomer, -1, Report())
+    assert membership.admits
+    assert membership.next_view() is None
+    membership.report(1, 0, Report(1))
+    membership.report(0, 0, Report(1))
+    assert membership.next_view() == View(1, (0, 1, 2), 1, (2,))
+    assert not membership.admits  # no room for process 3
+    membership.fenced(0)
+    membership.report(1, 1, Report(1))
+    membership.report(2, 1, Report())  # it died in the middle of handing over: still without state
+    assert membership.next_view() == View(2, (1, 2, 3), 1, (2, 3))
 
 
 def test_reports_of_an_earlier_generation_do_not_count() -> None:
-    roster = opened(2)
-    roster.report(0, -1, Report())
-    assert not roster.stopping
-    roster.bury(1)
-    roster.report(0, 0, Report(0))
-    assert roster.next_view() == View(1, (0,), 0)
+    membership = opened(2)
+    membership.report(0, -1, Report())
+    assert not membership.stopping
+    membership.fenced(1)
+    membership.report(0, 0, Report(0))
+    assert membership.next_view() == View(1, (0,), 0)
 
 
 def test_too_few_ranks_wait_for_others() -> None:
-    roster = opened(2, min_ranks=2)
-    roster.bury(1)
-    assert not roster.starved
-    roster.report(0, 0, Report(5))
-    assert roster.starved
-    assert roster.next_view() is None
-    roster.report(2, -1, Report())
-    assert roster.next_view() == View(1, (0, 2), 5, (2,))
+    membership = opened(2, min_ranks=2)
+    membership.fenced(1)
+    assert not membership.below_min_ranks
+    membership.report(0, 0, Report(5))
+    assert membership.below_min_ranks
+    assert membership.next_view() is None
+    membership.report(2, -1, Report())
+    assert membership.next_view() == View(1, (0, 2), 5, (2,))
 
 
 def test_state_that_died_with_its_ranks_is_not_replaced_by_none() -> None:
-    roster = opened(1)
-    roster.report(0, 0, Report(5))
-    roster.next_view()
-    roster.report(1, -1, Report())
-    roster.bury(0)
+    membership = opened(1)
+    membership.report(0, 0, Report(5))
+    membership.next_view()
+    membership.report(1, -1, Report())
+    membership.fenced(0)
     with pytest.raises(StateLostError, match="the 1 that wait have none"):
-        roster.next_view()
+        membership.next_view()
 
 
 def test_who_has_finished_is_not_waited_for() -> None:
-    roster = opened(2)
-    roster.finish(0)
-    assert not roster.finished
-    roster.bury(1)
-    assert roster.finished
+    membership = opened(2)
+    membership.finish(0)
+    assert not membership.finished
+    membership.fenced(1)
+    assert membership.finished
 
 
 @pytest.mark.parametrize("seed", range(200))
 def test_one_history_whatever_happens_in_which_order(seed: int) -> None:
     """Ranks as the protocol has them: averages, a barrier that all must reach, then the step. Deaths at any point."""
     draws = random.Random(seed)
-    roster, numbers = opened(4), itertools.count(4)
+    membership, numbers = opened(4), itertools.count(4)
     steps: dict[int, int] = dict.fromkeys(range(4), 0)
     most = 0
     for _ in range(30):
-        view = roster.view
+        view = membership.view
         assert view is not None
-        alive = roster.members
+        alive = membership.members
         for _ in range(draws.randrange(3)):  # whole steps
             steps = dict.fromkeys(alive, steps[alive[0]] + 1)
         complete = {member: draws.random() < 0.7 for member in alive}
@@ -143,12 +144,14 @@ def test_one_history_whatever_happens_in_which_order(seed: int) -> None:
         draws.shuffle(events)
         for kind, member in events:
             if kind == "report":
-                roster.report(member, view.generation, Report(steps[member], complete[member] and not finished[member]))
+                membership.report(
+                    member, view.generation, Report(steps[member], complete[member] and not finished[member])
+                )
             elif kind == "die":
-                roster.bury(member)
+                membership.fenced(member)
             else:
-                roster.report(member, -1, Report())
-        new = roster.next_view()
+                membership.report(member, -1, Report())
+        new = membership.next_view()
         assert new is not None
         assert new.step is not None
         assert most <= new.step <= most + 1

@@ -31,6 +31,21 @@ class BufferBroadcast:
         self._num_batches = 0
         self._every_step: set[str] = set()
 
+    @property
+    def state(self) -> tuple[int, set[str]]:
+        """What the ranks have to agree on, and hand to a rank that joins them."""
+        return self._num_batches, self._every_step
+
+    @state.setter
+    def state(self, state: tuple[int, set[str]]) -> None:
+        self._num_batches, self._every_step = state
+
+    def sends_before(self, batch_idx: int, accumulate: int = 1) -> bool:
+        """Whether `before_batch` communicates now."""
+        find = self._when == "epoch" and self._num_batches.bit_count() == 1
+        every = bool(self._every_step) and batch_idx % accumulate == 0
+        return find or every or self._when == "step" or (self._when == "epoch" and batch_idx == 0)
+
     def before_batch(self, module: nn.Module, comm: Communicator, batch_idx: int, accumulate: int = 1) -> None:
         """Before the training step of batch ``batch_idx`` of its epoch; collective.
 

@@ -19,12 +19,15 @@ from lightning_ring.algorithms import ALGORITHMS
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.integrations.fabric.registration import register_with_fabric
 
+ELASTIC = "ring_elastic"
+
 if TYPE_CHECKING:
     from lightning.fabric.plugins.environments import ClusterEnvironment
 
 
 def register_strategies() -> None:
-    """Register "ring" and "ring_sharded" with the Trainer and with Fabric, now or as soon as each is imported."""
+    """Register "ring", "ring_sharded" and "ring_elastic" with the Trainer, and what Fabric has with Fabric, now or as
+    soon as each is imported."""
     _after_import("lightning.pytorch", _register)
     _after_import("lightning.fabric", register_with_fabric)
     _after_import("pytorch_lightning", _register_with_the_other_package)
@@ -36,6 +39,8 @@ def _register() -> None:
     for name in ALGORITHMS:
         if name not in StrategyRegistry:
             StrategyRegistry.register(name, _ring, description="see lightning_ring.RingStrategy", algorithm=name)
+    if ELASTIC not in StrategyRegistry:
+        StrategyRegistry.register(ELASTIC, _ring, description="see lightning_ring.RingStrategy", elastic=True)
     _choose_our_environment()
 
 
@@ -52,7 +57,7 @@ def _choose_our_environment() -> None:
 
     @functools.wraps(choose)
     def choose_ours_for_ours(connector: _AcceleratorConnector) -> ClusterEnvironment:
-        if not (isinstance(connector._strategy_flag, str) and connector._strategy_flag in ALGORITHMS):
+        if not (isinstance(connector._strategy_flag, str) and connector._strategy_flag in (*ALGORITHMS, ELASTIC)):
             return choose(connector)
         from lightning_ring.integrations.ranks.environment import RingEnvironment
 
@@ -76,7 +81,7 @@ def _ring(**arguments: Any) -> Any:
 def _register_with_the_other_package() -> None:
     from pytorch_lightning.strategies import StrategyRegistry
 
-    for name in ALGORITHMS:
+    for name in (*ALGORITHMS, ELASTIC):
         if name not in StrategyRegistry:
             StrategyRegistry.register(name, _refuse)
 

@@ -54,6 +54,7 @@ from lightning_ring.options import (
     BroadcastBuffers,
     BucketCap,
     Compression,
+    ResizeLR,
     RingOptions,
     StartMethod,
     Topology,
@@ -106,6 +107,12 @@ class RingStrategy(RankedStrategy):
         requeue_signal: In a Slurm job all ranks save a checkpoint together on this signal (``sbatch --signal=USR1@90``
             has it sent 90 s before the time is over), and the job is queued again; it then goes on from there. `None`:
             the signal is left alone.
+        elastic: The fit goes on when ranks die, and takes in new ones: see the guide `Elastic training`. The object is
+            then an `ElasticStrategy`. ``Trainer(strategy="ring_elastic")``.
+        min_ranks: With fewer ranks for longer than ``wait_for_ranks`` an elastic fit saves a checkpoint and ends.
+        resize_lr: What becomes of learning rates when the number of ranks changes: ``"keep"``, ``"linear"`` or
+            ``"sqrt"`` in it, or a function that returns the factor for (old, new) numbers of ranks.
+        wait_for_ranks: How long an elastic fit waits for ranks.
         accelerator, parallel_devices, checkpoint_io, precision_plugin: As every Lightning strategy takes them.
 
     Raises:
@@ -114,6 +121,14 @@ class RingStrategy(RankedStrategy):
     """
 
     strategy_name = "ring"
+
+    def __new__(cls, *, elastic: bool = False, **_: Any) -> RingStrategy:
+        if elastic is True and cls is RingStrategy:
+            # deferred: it derives from this class
+            from lightning_ring.integrations.lightning.elastic.strategy import ElasticStrategy
+
+            cls = ElasticStrategy
+        return super().__new__(cls)
 
     def __init__(
         self,
@@ -134,6 +149,10 @@ class RingStrategy(RankedStrategy):
         monitor: bool = True,
         timeline: str | Path | None = None,
         requeue_signal: signal.Signals | None = signal.SIGUSR1,
+        elastic: bool = False,
+        min_ranks: int = 1,
+        resize_lr: ResizeLR = "keep",
+        wait_for_ranks: timedelta = timedelta(minutes=10),
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         checkpoint_io: CheckpointIO | None = None,

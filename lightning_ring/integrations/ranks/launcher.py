@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 
 from lightning_ring.errors import ConfigurationError, RankDiscoveryError
 from lightning_ring.integrations.ranks.environment import RingEnvironment
-from lightning_ring.launch.script import JobFinished, script_job
+from lightning_ring.launch.elastic import ElasticJob, ElasticLimits
+from lightning_ring.launch.script import JobFinished, elastic_script_job, script_job
 from lightning_ring.launch.supervisor import Supervisor
 
 if TYPE_CHECKING:
@@ -23,15 +25,24 @@ class RingLauncher(_Launcher):
     The process that starts them is never a rank. It supervises: forwards signals, names a rank that died, ends the
     others, and then ends itself with the job's exit code; the ranks run the code after ``trainer.fit``.
 
-    ``use_mpi`` is that of `script_job`.
+    ``use_mpi`` is that of `script_job`. With ``limits`` the job outlives its ranks (`elastic_script_job`).
     """
 
-    def __init__(self, environment: RingEnvironment, num_processes: int, num_nodes: int, *, use_mpi: bool) -> None:
+    def __init__(
+        self,
+        environment: RingEnvironment,
+        num_processes: int,
+        num_nodes: int,
+        *,
+        use_mpi: bool,
+        limits: ElasticLimits | None = None,
+    ) -> None:
         self._environment = environment
         self._num_processes = num_processes
         self._num_nodes = num_nodes
         self._use_mpi = use_mpi
-        self._job: Supervisor | None = None
+        self._limits = limits
+        self._job: Supervisor | ElasticJob | None = None
 
     @property
     def is_interactive_compatible(self) -> bool:
@@ -44,7 +55,8 @@ class RingLauncher(_Launcher):
             JobFinished: With the job's exit code, in the process that started the ranks.
             ConfigurationError: Several nodes, which only mpirun, ringrun, srun or torchrun can start.
         """
-        if self._environment.creates_processes_externally or self._num_processes * self._num_nodes == 1:
+        alone = self._num_processes * self._num_nodes == 1 and self._limits is None
+        if self._environment.creates_processes_externally or alone:
             return function(*args, **kwargs)
         if self._num_nodes > 1:
             ranks, slots = self._num_processes * self._num_nodes, self._num_processes
@@ -65,10 +77,15 @@ class RingLauncher(_Launcher):
             self._job.kill(signum)
 
     def _start_and_wait(self, trainer: pl.Trainer | None) -> NoReturn:
-        with script_job(self._num_processes, use_mpi=self._use_mpi) as self._job:
+        with self._new_job() as self._job:
             code = self._job.run()
         if trainer is not None:
             # Lightning now treats the exit as an interrupted fit; it must not save or log in the ranks' place
             trainer.callbacks = []  # type: ignore[attr-defined]
             trainer.loggers = []
         raise JobFinished(code)
+
+    def _new_job(self) -> AbstractContextManager[Supervisor | ElasticJob]:
+        if self._limits is not None:
+            return elastic_script_job(self._limits)
+        return script_job(self._num_processes, use_mpi=self._use_mpi)

@@ -2,131 +2,252 @@
 
 from __future__ import annotations
 
-import atexit
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import torch
+import torch.distributed as dist
 
 from lightning_ring.comm.communicator import Communicator
-from lightning_ring.elastic.ending import end_job_on_error
-from lightning_ring.elastic.generations import Generations
-from lightning_ring.elastic.recovery import Recovery
+from lightning_ring.elastic.step_under_way import StepUnderWay
 from lightning_ring.errors import ConfigurationError
-from lightning_ring.integrations.lightning.elastic.heir import take_over
+from lightning_ring.integrations.lightning.elastic.handover import hand_over_fit
 from lightning_ring.integrations.lightning.elastic.host_calls import HostCalls
+from lightning_ring.integrations.lightning.elastic.last_checkpoint import save_last_checkpoint
 from lightning_ring.integrations.lightning.elastic.position import TrainingPosition
-from lightning_ring.integrations.lightning.elastic.step_undo import remember_step
-from lightning_ring.job.job import adopt
-from lightning_ring.membership.member import Member
-from lightning_ring.membership.roster import View
+from lightning_ring.integrations.lightning.elastic.process import Connecting, elastic_process
+from lightning_ring.integrations.lightning.elastic.rank_zero_files import take_over
+from lightning_ring.integrations.lightning.elastic.resize import Resize
+from lightning_ring.integrations.lightning.elastic.step_undo import remember_progress, remember_step
+from lightning_ring.job.exit import say
+from lightning_ring.job.job import Job, adopt
+from lightning_ring.job.members import own_member
+from lightning_ring.job.ranks import RankInfo
+from lightning_ring.membership.member import JobEnded
+from lightning_ring.membership.view import View
 
 if TYPE_CHECKING:
     from lightning_ring.integrations.lightning.elastic.strategy import ElasticStrategy
-
-_opened: Member | None = None
-
-
-def member_of_this_process() -> Member:
-    """This process's place in the job, taken once. An uncaught exception ends the job from here on."""
-    global _opened
-    if _opened is None:
-        _opened = Member()
-        _opened.open()
-        end_job_on_error(_opened)
-        atexit.register(_opened.finish)
-    return _opened
 
 
 class ElasticFit:
     """The part of an `ElasticStrategy` that brings its fit from one view to the next.
 
+    A step is done again from the first of the batches whose gradients it accumulates.
+
     Attributes:
         substitute: The batch that a step reads which is done again; `None` for the batch that Lightning has fetched.
         changed: Whether ranks have changed since the loader was told.
+        waits_to_join: Whether this process is a newcomer that is not connected yet.
     """
 
     def __init__(self, strategy: ElasticStrategy) -> None:
         options = strategy.options
         self._strategy = strategy
-        member = member_of_this_process()
-        device = strategy.root_device
-        self._generations = Generations(member, options.backend, device, options.timeout, options.stall_warning)
-        self.recovery = Recovery(member, self._generations, self)
+        connecting = Connecting(options.backend, strategy.root_device, options.timeout, options.stall_warning)
+        self.process = elastic_process(connecting, self)
+        self.recovery = self.process.recovery
         self.calls = HostCalls(self.recovery.after)
         self.position: TrainingPosition | None = None
+        self.resize = Resize(options.resize_lr)
         self.substitute: Any = None
         self.changed = False
-        self._undo: Callable[[], None] | None = None
+        self.waits_to_join = False
+        self.committing = False
+        self._stepping = False
+        self._begun = False  # the batches whose gradients the next step accumulates
+        self._under_way = StepUnderWay()
+        self._restore_progress: Callable[[], None] = lambda: None
         self._step: Callable[[Callable[[], Any]], Any] = lambda closure: None
         self._loss: Any = None
         self._output: Any = None
 
+    def start(self) -> None:
+        """Take part in the job, or, in a newcomer, set up alone: the others go on meanwhile."""
+        self.process.num_fits += 1
+        self.process.fitting = True
+        if self.recovery.step is not None:
+            self._adopt(self._job)
+        elif self.process.is_newcomer:
+            self._stand_alone()
+        else:
+            self.recovery.start()
+
+    # -- a step
+
+    @property
+    def in_step(self) -> bool:
+        """Whether batches whose gradients the next step accumulates were trained on."""
+        return self._begun
+
+    def batch_of_step(self) -> Any:
+        """Before a training step: the batch that it reads in place of its own, if any."""
+        if not self._stepping:
+            self.substitute = None
+            if not self._begun:
+                self._begin()
+        return self.substitute
+
     def take_step(self, step: Callable[[Callable[[], Any]], Any], closure: Callable[[], Any]) -> Any:
         """``step(closure)``, which computes averages in ``closure`` and then steps the optimizer, once."""
-        trainer, model, recovery = self._strategy._trainer, self._strategy.model, self.recovery
-        assert trainer is not None
-        assert model is not None
+        recovery, trainer = self.recovery, self._strategy.fit_trainer
         assert self.position is not None
         assert recovery.step is not None
-        self._step, self.substitute = step, None
         after = recovery.step + 1
+        self._step = step
+        self._restore_progress = remember_progress(trainer)
+        self.substitute = None
+        if not self._begun:
+            self._begin()
+        self.position.end_step()
+        again = self.changed
+        self._stepping = True
+        try:
+            if again:  # ranks changed after the first batch of several
+                self.take_back()
+            while True:
+                if again:
+                    self._under_way.begin(remember_step(trainer, self._strategy.fit_model))
+                try:
+                    with self.calls.inside():
+                        if again:
+                            self._accumulate_again(closure)
+                        output = step(lambda: self._compute(closure))
+                except Exception as error:
+                    recovery.after(error)
+                    again = True
+                    if recovery.step == after:
+                        self.changed = False
+                        self.position.go_on()
+                        return self._output
+                else:
+                    recovery.committed()
+                    self._under_way.finish()
+                    return output
+        finally:
+            self._stepping = self._begun = False
+            if again and trainer.accumulate_grad_batches > 1:
+                self._strategy.drop_gradients()  # Lightning does so at multiples of that number of batches
+
+    def averages_are_complete(self) -> None:
+        """After the hooks that may change averages: from here on the step needs no other rank. Collective."""
+        self.recovery.complete = True
+        self.recovery.agree()
+
+    def _begin(self) -> None:
+        assert self.position is not None
         if self.changed:
             self.changed, self.substitute = False, self.position.read_again()
-        while True:
-            self.position.begin_step()
-            self._undo = remember_step(trainer, model)
-            try:
-                with self.calls.inside():
-                    output = step(lambda: self._compute(closure))
-            except Exception as error:
-                recovery.after(error)
-                self.changed = False
-                self.substitute = self.position.go_on(after_step=recovery.step == after)
-                if recovery.step == after:
-                    return self._output
-                continue
-            self._undo = None
-            recovery.committed()
-            return output
+        self.position.begin_step()
+        self._under_way.begin(remember_step(self._strategy.fit_trainer, self._strategy.fit_model))
+        self._begun = True
+
+    def _accumulate_again(self, closure: Callable[[], Any]) -> None:
+        """The batches of this step, from its first one, with the ranks that there are now; all but the last batch's
+        gradients."""
+        assert self.position is not None
+        self.changed = False
+        self._strategy.drop_gradients()
+        self.substitute = self.position.go_back()
+        for _ in range(self.position.num_batches - 1):
+            with self._strategy.block_backward_sync():
+                closure()
+            self.substitute = self.position.fetch()
 
     def _compute(self, closure: Callable[[], Any]) -> Any:
         self._loss = closure()
-        self.recovery.complete = True
-        self.recovery.agree()
         return self._loss
+
+    def save_at_the_end(self, error: JobEnded) -> None:
+        """Save what this rank has finished, where the job ends because it had too few ranks for too long."""
+        if "--min-ranks" not in str(error):
+            return
+        self._under_way.take_back()
+        path = save_last_checkpoint(self._strategy, self.process.member.number)
+        say(f"process {self.process.member.number} saved a checkpoint: go on from it with ckpt_path={str(path)!r}")
+
+    # -- newcomers
+
+    def let_in_newcomers(self) -> None:
+        """Between two steps, where all ranks have agreed to it. Collective."""
+        self.recovery.pause()
+
+    def join(self) -> None:
+        """Take part, with the state of the others, before the batch that they train on next."""
+        dist.destroy_process_group()
+        self.recovery.start()
+        self.waits_to_join = False
+
+    def _stand_alone(self) -> None:
+        number = self.process.member.number
+        info = RankInfo(number, number + 1, number, number + 1, 0, 1, "ringrun")  # not rank 0: it writes no files
+        store = dist.HashStore()
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        device = self.process.connecting.device
+        self._adopt(Job(info, [own_member(info, number, device)], store, None, device))
+        self.waits_to_join = True
 
     # -- called by the recovery
 
+    def welcomes_newcomers(self) -> bool:
+        return self._has_room_for(self._strategy.world_size + 1)
+
+    def admits(self, ranks: int) -> bool:
+        return self.recovery.pausing and self._has_room_for(ranks)
+
+    def _has_room_for(self, ranks: int) -> bool:
+        return self.process.num_fits == 1 and self.position is not None and self.position.has_batches_for(ranks)
+
     def commit(self) -> None:
-        with self.calls.inside():
-            self._output = self._step(lambda: self._loss)
-        self._undo = None
+        self.committing = True  # the hooks have run, and gradients are clipped
+        try:
+            with self.calls.inside():
+                self._output = self._step(lambda: self._loss)
+        finally:
+            self.committing = False
+        self._under_way.finish()
 
     def take_back(self) -> None:
-        if self._undo is not None:
-            self._undo()
-            self._undo = None
+        if self._stepping:  # else the step finds out that ranks have changed, and does its batches again
+            self._under_way.take_back()
+            self._restore_progress()
 
     def enter(self, view: View, comm: Communicator) -> None:
-        if view.newcomers:
-            raise ConfigurationError(
-                "A new process came to a fit, which cannot let it in yet. Start the job without respawns."
-            )
         strategy = self._strategy
+        joins = self.waits_to_join
+        if joins and self.process.member.number not in view.newcomers:
+            raise ConfigurationError(
+                f"Process {self.process.member.number} took the place of one that died before the training began, and "
+                "cannot join it now. Start the job again."
+            )
         was_rank_zero = self.recovery.step is None or strategy.is_global_zero
-        assert self._generations.job is not None
-        adopt(self._generations.job)
-        strategy._job = self._generations.job
-        strategy.parallel_devices = [torch.device("cpu")] * len(view.members)
-        strategy.set_world_ranks()
-        if strategy._step_hooks is not None:
+        self._adopt(self._job)
+        if joins:
+            strategy.attach_newcomer(comm)
+        elif strategy.in_fit:
             strategy.attach_anew(comm)
-        self.calls.compare(comm)
-        trainer = strategy._trainer
-        if trainer is None or view.generation == 0:
+        self.calls.compare(comm, joins=joins)
+        if not strategy.in_fit:
+            return
+        trainer = strategy.fit_trainer
+        if not joins:
+            self.resize.apply(strategy, self.position, len(view.members), self.recovery.step or 0)
+        if view.newcomers:
+            hand_over_fit(strategy, self, comm, receives=joins)
+        if view.generation == 0:
             return
         self.changed = True
         trainer.fit_loop.epoch_loop.val_loop._combined_loader = None  # its sampler has the ranks before
         if strategy.is_global_zero and not was_rank_zero:
-            take_over(trainer.loggers)
+            take_over(trainer)
+
+    @property
+    def _job(self) -> Job:
+        assert self.process.generations.job is not None
+        return self.process.generations.job
+
+    def _adopt(self, job: Job) -> None:
+        adopt(job)
+        strategy = self._strategy
+        strategy._job = job
+        strategy.parallel_devices = [self.process.connecting.device] * job.info.world_size
+        strategy.set_world_ranks()

@@ -57,8 +57,13 @@ class HostCalls:
         finally:
             self._inside = before
 
-    def compare(self, comm: Communicator) -> None:
-        """Learn whether another rank has finished the call under way. Collective."""
-        calls: list[tuple[int, Any]] = comm.all_gather_object((self._count, self._last))
+    def compare(self, comm: Communicator, *, joins: bool = False) -> None:
+        """Learn whether another rank has finished the call under way. Collective.
+
+        A rank that ``joins`` counts from where the others are.
+        """
+        calls: list[tuple[int, Any]] = comm.all_gather_object((-1 if joins else self._count, self._last))
         most, last = max(calls, key=lambda call: call[0])
-        self._missed = (last,) if most > self._count else None
+        self._missed = (last,) if most > self._count and not joins else None
+        if joins:
+            self._count, self._last = most, last

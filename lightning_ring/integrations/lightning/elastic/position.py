@@ -8,12 +8,16 @@ import lightning.pytorch as pl
 from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches
 from lightning.pytorch.trainer.states import RunningStage
 
-from lightning_ring.data.sampling.sampler import OrderedSampler
+from lightning_ring.data.sampling.sampler import OrderedSampler, StridedSampler
 from lightning_ring.errors import ConfigurationError
 
 
 class TrainingPosition:
     """The position in the order of an `OrderedSampler`, in samples of all ranks, before and after the current step.
+
+    Attributes:
+        batch_size: Samples of a batch of one rank.
+        num_batches: Batches of the current step, of one rank.
 
     Raises:
         ConfigurationError: The training loader has no such order.
@@ -26,75 +30,125 @@ class TrainingPosition:
         batch_size = getattr(loaders[0], "batch_size", None)
         if not isinstance(sampler, OrderedSampler) or not isinstance(batch_size, int):
             raise ConfigurationError(
-                "An elastic fit needs one training DataLoader(..., batch_size=..., sampler=ShuffledSampler(len(data))) "
-                f"(lightning_ring.data), whose order does not depend on the number of ranks; this one has "
-                f"{len(loaders)} loaders, and the first one's sampler is {type(sampler).__name__}."
+                "An elastic fit needs one training loader whose order does not depend on the number of ranks: a "
+                "DataLoader with batch_size=..., and no sampler of its own or one of lightning_ring.data. This fit has "
+                f"{len(loaders)} loader(s), and the first one's sampler is {type(sampler).__name__}."
             )
         self._sampler = sampler
-        self._batch_size = batch_size
+        self.batch_size = batch_size
         self._epoch = -1
         self._origin = (0, 0, 0)  # of the loader's iteration: global position, samples of each rank, batches before it
+        self._first = 0  # batch of the current step
+        self.num_batches = 1
         self._before = self._after = self._state(0)
 
+    # -- a step
+
     def begin_step(self) -> None:
-        """Keep the positions before and after the current batch, as long as the ranks are those that read it."""
+        """Keep the position before the current batch, which is the first of a step."""
         if self._epoch != self._trainer.current_epoch:
             self._epoch, self._origin = self._trainer.current_epoch, (0, 0, 0)
-        batches = self._trainer.fit_loop.epoch_loop.batch_idx - self._origin[2]
-        self._before, self._after = self._state(batches), self._state(batches + 1)
+        self._first = self._batch_idx
+        self._before = self._state(self._first - self._origin[2])
 
-    def go_on(self, *, after_step: bool) -> Any:
-        """Let the loader go on with the ranks that there are now; returns the batch that replaces the current one.
+    def end_step(self) -> None:
+        """Keep the position after the current batch, which is the last of the step."""
+        self.num_batches = self._batch_idx - self._first + 1
+        self._after = self._state(self._batch_idx + 1 - self._origin[2])
 
-        ``after_step``: the current step is finished, and `None` is returned.
+    # -- other ranks
+
+    def go_back(self) -> Any:
+        """Let the loader go back to the first batch of the current step, with the ranks that there are now; returns it.
+
+        The step takes `num_batches` again, of which `fetch` returns the others.
         """
-        done = self._trainer.fit_loop.epoch_loop.batch_idx + after_step
-        return self._restart(self._after if after_step else self._before, done, fetch=not after_step)
+        self._restart(self._before, self._first)
+        batch = self.fetch()
+        self._after = self._state(self.num_batches)
+        return batch
+
+    def go_on(self) -> None:
+        """Let the loader go on after the current step, with the ranks that there are now."""
+        self._restart(self._after, self._batch_idx + 1)
+        if self._batch_idx >= 0:
+            self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = self._fetcher.done
 
     def read_again(self) -> Any:
         """The batch that replaces the current one, which was read before the ranks changed; its step has not begun."""
         if self._epoch != self._trainer.current_epoch:
-            return self.begin_epoch(fetch=True)
-        return self._restart(self._after, self._trainer.fit_loop.epoch_loop.batch_idx, fetch=True)
+            self.begin_epoch()
+        else:
+            self._restart(self._after, self._batch_idx)
+        return self.fetch()
 
-    def begin_epoch(self, *, fetch: bool = False) -> Any:
-        """Count the batches of an epoch that begins with other ranks than the fit; with ``fetch`` its first batch."""
+    def begin_epoch(self) -> None:
+        """Count the batches of an epoch that begins with other ranks than the fit."""
         self._epoch = self._trainer.current_epoch
         self._sampler.set_epoch(self._epoch)
         self._sampler.rewind()
         self._origin = (0, 0, 0)
-        return self._restart(self._state(0), 0, fetch=fetch)
+        self._restart(self._state(0), 0)
+
+    def fetch(self) -> Any:
+        """The next batch, as Lightning prepares it."""
+        trainer = self._trainer
+        batch, _, _ = next(self._fetcher)
+        batch = trainer.precision_plugin.convert_input(batch)
+        batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
+        trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = self._fetcher.done
+        return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+
+    # -- newcomers
+
+    def has_batches_for(self, ranks: int) -> bool:
+        """Whether each of ``ranks`` has a batch left in this epoch after the current step, or the next epoch begins."""
+        if self._epoch != self._trainer.current_epoch or not isinstance(self._sampler, StridedSampler):
+            return True
+        return self._sampler.length - int(self._after["position"]) >= ranks * self.batch_size
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self._epoch, "after": self._after}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Stand where another rank stood after a step; `go_on` has to follow."""
+        self._epoch, self._after = state["epoch"], state["after"]
+
+    # -- the loader
+
+    @property
+    def _batch_idx(self) -> int:
+        return self._trainer.fit_loop.epoch_loop.batch_idx
 
     @property
     def _combined(self) -> Any:
         return self._trainer.fit_loop._combined_loader
 
+    @property
+    def _fetcher(self) -> Any:
+        return self._trainer.fit_loop._data_fetcher
+
     def _state(self, batches: int) -> dict[str, Any]:
+        """After ``batches`` of the loader's iteration."""
         position, taken, _ = self._origin
-        num = min(batches * self._batch_size, self._sampler.num_left(position))
+        num = min(batches * self.batch_size, self._sampler.num_left(position))
         place = {"position": self._sampler.advanced(position, num), "taken": taken + num}
         return self._sampler.state_dict() | place | {"epoch": self._sampler.epoch}
 
-    def _restart(self, state: dict[str, Any], done: int, *, fetch: bool) -> Any:
+    def _restart(self, state: dict[str, Any], done: int) -> None:
+        """Begin an iteration at ``state``, as if ``done`` batches of the epoch had been read."""
         trainer, fit = self._trainer, self._trainer.fit_loop
-        self._sampler.load_state_dict(state)
         self._origin = (state["position"], state["taken"], done)
         self._after = state
-        total = _parse_num_batches(RunningStage.TRAINING, len(self._combined.flattened[0]), trainer.limit_train_batches)
+        loader = self._combined.flattened[0]
+        if hasattr(loader, "trained_state"):  # the package's loader counts batches itself
+            loader.load_state_dict({"sampler": state, "batches": done})
+        else:
+            self._sampler.load_state_dict(state)
+        total = _parse_num_batches(RunningStage.TRAINING, len(loader), trainer.limit_train_batches)
         fit.max_batches, self._combined.limits = total, [total]
         if isinstance(trainer.val_check_interval, float) and trainer.val_check_batch is not None:
             trainer.val_check_batch = max(1, int(total * trainer.val_check_interval))
-        fetcher = fit._data_fetcher
-        assert fetcher is not None
-        iter(fetcher)
-        fetcher.fetched, fetcher.length = done, int(total)
-        fetcher.done = done >= total
-        batch = None
-        if fetch:
-            batch, _, _ = next(fetcher)
-            batch = trainer.precision_plugin.convert_input(batch)
-            batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
-            batch = trainer.strategy.batch_to_device(batch, dataloader_idx=0)
-        if done or fetch:
-            fit.epoch_loop.batch_progress.is_last_batch = fetcher.done
-        return batch
+        iter(self._fetcher)
+        self._fetcher.fetched, self._fetcher.length = done, int(total)
+        self._fetcher.done = done >= total

@@ -18,12 +18,11 @@ _LOGGED = ("value", "cumulated_batch_size", "_forward_cache", "_computed", "_upd
 
 
 def remember_step(trainer: pl.Trainer, module: nn.Module) -> Callable[[], None]:
-    """Keep buffers, random generators, metrics, logged results and progress; the returned function restores them."""
+    """Keep buffers, random generators, metrics and logged results; the returned function restores them."""
     restore_module = remember(module)
     restore_metrics = remember_metrics(module)
     loop = trainer.fit_loop.epoch_loop
     results = {key: (result, _attributes(result)) for key, result in loop._results.items()}
-    progress = copy.deepcopy(loop.automatic_optimization.optim_progress.state_dict())
 
     @torch.no_grad()
     def restore() -> None:
@@ -35,9 +34,15 @@ def remember_step(trainer: pl.Trainer, module: nn.Module) -> Callable[[], None]:
         for result, attributes in results.values():
             for name, value in attributes.items():
                 setattr(result, name, value)
-        loop.automatic_optimization.optim_progress.load_state_dict(progress)
 
     return restore
+
+
+def remember_progress(trainer: pl.Trainer) -> Callable[[], None]:
+    """Keep the counts of the step that has begun; the returned function restores them."""
+    progress = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress
+    kept = copy.deepcopy(progress.state_dict())
+    return lambda: progress.load_state_dict(copy.deepcopy(kept))
 
 
 def remember_metrics(module: nn.Module) -> Callable[[], None]:

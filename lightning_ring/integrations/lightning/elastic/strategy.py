@@ -2,36 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.recording import RecordedCommunicator
-from lightning_ring.errors import ConfigurationError
+from lightning_ring.integrations.lightning.elastic.checks import check_fit
 from lightning_ring.integrations.lightning.elastic.fit import ElasticFit
-from lightning_ring.integrations.lightning.elastic.heir import names_of, take_names
 from lightning_ring.integrations.lightning.elastic.metric_sync import gathering_through
 from lightning_ring.integrations.lightning.elastic.position import TrainingPosition
+from lightning_ring.integrations.lightning.elastic.rank_zero_files import names_of, take_names
+from lightning_ring.integrations.lightning.elastic.samplers import with_ordered_sampler
 from lightning_ring.integrations.lightning.elastic.step_undo import remember_callbacks, remember_metrics
+from lightning_ring.integrations.lightning.stop_requests import leave_sigterm_to_the_buckets
 from lightning_ring.integrations.lightning.strategy import RingStrategy, _inform, _warn
-from lightning_ring.membership.member import Member
+from lightning_ring.job.launchers.elastic import started_by_steward
+from lightning_ring.membership.member import JobEnded
 from lightning_ring.monitor.terminal import widen_terminal
 
 T = TypeVar("T")
 
 
 class ElasticStrategy(RingStrategy):
-    """Ranks that a steward started (`launch.elastic.ElasticJob`) train on when one of them dies. CPUs of one host.
+    """Ranks that a steward started train on when one of them dies, and take in new ones. ``Trainer("ring_elastic")``.
 
     A death is survived from the first training step to the end of the fit: in a step, in collectives that Lightning
     calls between steps, in validation and in saving. In set-up, test and predict, and in collectives that code calls by
-    itself between steps, it ends the job, as with `RingStrategy`.
+    itself between steps, it ends the job, as with `RingStrategy`. No `RingMonitor` is added.
 
     Raises:
         ConfigurationError: The fit needs something that a death would destroy, or that is not written yet.
@@ -40,36 +46,103 @@ class ElasticStrategy(RingStrategy):
     strategy_name = "ring_elastic"
 
     def __init__(self, **arguments: Any) -> None:
-        super().__init__(**({"monitor": False} | arguments))
+        super().__init__(**(arguments | {"elastic": True, "monitor": False}))
         self._fit: ElasticFit | None = None
         self._in_fit = ExitStack()  # what the fit has changed in Trainer and module
-        if refusal := self.options.new_algorithm().refusal_of_deaths():
-            raise ConfigurationError(f"An elastic fit cannot go on without one of its ranks: {refusal}.")
-        refused = {"uneven": "error", "timeline": None, "monitor": False, "topology": "auto"}
-        if also := [name for name, value in refused.items() if getattr(self.options, name) != value]:
-            raise ConfigurationError(f"An elastic fit does not work with {', '.join(also)} yet. Leave it out.")
+        self._blocked: ExitStack | None = None  # in a backward whose gradients are accumulated
+
+    def _configure_launcher(self) -> None:
+        started_by_steward(os.environ)  # refuses launchers that end all ranks with one
+        super()._configure_launcher()
 
     def setup_distributed(self) -> None:
-        if not Member.is_wanted():
-            raise ConfigurationError(
-                "No steward started this process, which would have to outlive it: an elastic fit runs in the ranks of "
-                "`lightning_ring.launch.elastic.ElasticJob`."
-            )
         reset_seed()
         widen_terminal()
-        if self._fit is None:
+        trainer = self._trainer
+        if trainer is None or trainer.state.fn == TrainerFn.FITTING or self._fit is None:
             self._fit = ElasticFit(self)
-            self._fit.recovery.start()
+            self._fit.start()
         self._process_group_backend = torch.distributed.get_backend()
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        super().setup(trainer)
+        if trainer.state.fn == TrainerFn.FITTING:
+            check_fit(trainer)
+            if self._fit is not None and self._fit.waits_to_join:
+                trainer.num_sanity_val_steps = 0  # the others have done it
+            elif self._fit is not None:
+                self._fit.resize.begin(self.world_size)
+
+    def process_dataloader(self, dataloader: object) -> object:
+        trainer = self._trainer
+        if trainer is not None and trainer.state.stage == RunningStage.TRAINING:
+            dataloader = with_ordered_sampler(dataloader)
+        return super().process_dataloader(dataloader)
+
+    @property
+    def _comm(self) -> Communicator | None:
+        """Also with one rank: others may come."""
+        return self._job.communicator if self._job is not None else None
+
+    # -- other ranks
 
     def attach_anew(self, comm: Communicator) -> None:
         """Average gradients over ``comm`` from now on. Collective."""
-        assert self.model is not None
         self.algorithm.detach(wait=False)
-        for param in self.model.parameters():
-            param.grad = None  # part of a step that is done again; and its memory is used again
+        self.drop_gradients()
         self._recorded = RecordedCommunicator(comm, self.listeners)
-        self.algorithm.attach(self.model, self.optimizers, self._recorded, _warn, _inform)
+        self.algorithm.attach(self.fit_model, self.optimizers, self._recorded, _warn, _inform)
+        if self._blocked is not None:
+            self._blocked.enter_context(self.algorithm.no_sync())
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """As for every strategy; also for gradients of the ranks that there are after a death inside."""
+        with ExitStack() as blocked:
+            self._blocked = blocked
+            blocked.callback(setattr, self, "_blocked", None)
+            blocked.enter_context(self.algorithm.no_sync())
+            yield
+
+    def attach_newcomer(self, comm: Communicator) -> None:
+        """What `setup` does with a communicator, in a process that was set up without one. Collective."""
+        if self.in_fit:
+            self.attach_anew(comm)
+            return
+        trainer = self.fit_trainer
+        self.algorithm = self.options.new_algorithm()
+        self._after_swap.follow(trainer)
+        leave_sigterm_to_the_buckets(trainer)
+        self._attach(trainer, comm)
+        self._catch_stop_signals()
+
+    def drop_gradients(self) -> None:
+        """Those of a step that is done again; and their memory is used again."""
+        for param in self.fit_model.parameters():
+            param.grad = None
+
+    @property
+    def in_fit(self) -> bool:
+        """Whether gradients are averaged: in a fit, after its set-up."""
+        return self._step_hooks is not None
+
+    @property
+    def fit_trainer(self) -> pl.Trainer:
+        assert self._trainer is not None
+        return self._trainer
+
+    @property
+    def fit_model(self) -> nn.Module:
+        assert self.model is not None
+        return self.model
+
+    @property
+    def buffers_state(self) -> tuple[int, set[str]]:
+        return self._buffers.state
+
+    @buffers_state.setter
+    def buffers_state(self, state: tuple[int, set[str]]) -> None:
+        self._buffers.state = state
 
     # -- training
 
@@ -77,65 +150,78 @@ class ElasticStrategy(RingStrategy):
         super().on_train_start()
         trainer, fit = self._trainer, self._fit
         assert trainer is not None
-        if fit is None or self._step_hooks is None:
+        if fit is None:
             return
-        self._check(trainer)
         fit.position = TrainingPosition(trainer)
-        plain = super().broadcast  # rank 0 is asked when it is called: it may be another one the second time
-        names = self._call(lambda: plain(names_of(trainer.loggers) if self.is_global_zero else [], 0))
-        take_names(trainer.loggers, names)
+        if not fit.waits_to_join:
+            plain = super().broadcast  # rank 0 is asked when it is called: it may be another one the second time
+            names = self._call(lambda: plain(names_of(trainer.loggers) if self.is_global_zero else [], 0))
+            take_names(trainer.loggers, names)
         self._in_fit.enter_context(gathering_through(fit.calls, trainer.lightning_module))
-        loop = trainer.fit_loop.epoch_loop
-        advance, validate = loop.advance, loop.val_loop.run
+        loop, plugin = trainer.fit_loop.epoch_loop, self.precision_plugin
+        advance, validate, after_closure = loop.advance, loop.val_loop.run, plugin._after_closure
         self._in_fit.callback(vars(loop).pop, "advance", None)
         self._in_fit.callback(vars(loop.val_loop).pop, "run", None)
+        self._in_fit.callback(vars(plugin).pop, "_after_closure", None)
 
-        def advance_where_it_stands(data_fetcher: Any) -> None:
-            self._tell_loader(fit, fit.position)
+        def advance_with_all_ranks(data_fetcher: Any) -> None:
+            self._meet(fit, fit.position)
             advance(data_fetcher)
 
-        loop.advance = advance_where_it_stands  # type: ignore[method-assign]
+        def agree_after_closure(*args: Any) -> None:
+            if not fit.committing:
+                after_closure(*args)
+                fit.averages_are_complete()
+
+        loop.advance = advance_with_all_ranks  # type: ignore[method-assign]
         loop.val_loop.run = lambda: self._validate(validate)  # type: ignore[method-assign]
+        plugin._after_closure = agree_after_closure  # type: ignore[method-assign, assignment]
+
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        if isinstance(exception, JobEnded) and self._fit is not None and self._fit.position is not None:
+            self._fit.save_at_the_end(exception)
 
     def teardown(self) -> None:
         self._in_fit.close()
+        fit, trainer = self._fit, self._trainer
+        if fit is not None:
+            fit.position = None
+            interrupted = trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
+            fit.process.fitting = fit.process.fitting and interrupted and not self._stopping_together
         super().teardown()
 
-    def _tell_loader(self, fit: ElasticFit, position: TrainingPosition | None) -> None:
-        """Before a batch is fetched: the number of ranks may have changed outside a step, or in an earlier epoch."""
+    def _meet(self, fit: ElasticFit, position: TrainingPosition | None) -> None:
+        """Before a batch is fetched: newcomers come in, and the loader learns that the number of ranks has changed."""
         assert position is not None
-        trainer = self._trainer
-        assert trainer is not None
-        first = trainer.fit_loop.epoch_loop.batch_progress.current.ready == 0
+        if fit.waits_to_join:
+            fit.join()
+        elif fit.recovery.newcomers_wait:
+            fit.let_in_newcomers()
+        if fit.in_step:
+            return
+        first = self.fit_trainer.fit_loop.epoch_loop.batch_progress.current.ready == 0
         if first and fit.recovery.view is not None and fit.recovery.view.generation > 0:
             position.begin_epoch()
         elif fit.changed:
-            position.go_on(after_step=True)
+            position.go_on()
         fit.changed = False
 
-    def _check(self, trainer: pl.Trainer) -> None:
-        module = trainer.lightning_module
-        reasons = {
-            "manual optimization": not module.automatic_optimization,
-            "several optimizers": len(self.optimizers) != 1,
-            "accumulate_grad_batches": trainer.accumulate_grad_batches != 1,
-            "reload_dataloaders_every_n_epochs": bool(getattr(trainer, "reload_dataloaders_every_n_epochs", 0)),
-            "GPUs": self.root_device.type != "cpu",
-        }
-        if found := [name for name, is_there in reasons.items() if is_there]:
-            raise ConfigurationError(f"An elastic fit does not work with {', '.join(found)} yet. Use strategy='ring'.")
-
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self._call(lambda: super(ElasticStrategy, self).on_train_batch_start(batch, batch_idx))
+        def start() -> None:
+            super(ElasticStrategy, self).on_train_batch_start(batch, batch_idx)
+
+        together = self._buffers.sends_before(batch_idx, self.fit_trainer.accumulate_grad_batches)
+        self._call(lambda: self._and_barrier(start) if together else start())
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self._fit is not None and self._fit.substitute is not None:
-            args = (self._fit.substitute, *args[1:])
+        if self._is_survivable and self._fit is not None and (batch := self._fit.batch_of_step()) is not None:
+            args = (batch, *args[1:])
         return super().training_step(*args, **kwargs)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         plain = super().optimizer_step
-        if self._fit is None or self._step_hooks is None:
+        if self._fit is None or not self.in_fit:
             return plain(optimizer, closure, model, **kwargs)
         return self._fit.take_step(lambda compute: plain(optimizer, compute, model, **kwargs), closure)
 

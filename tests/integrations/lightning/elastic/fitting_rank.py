@@ -1,8 +1,13 @@
 """A fit whose ranks may die: ``fitting_rank.py FOLDER BACKEND [DEATH ...]``.
 
 A DEATH is NUMBER:STEP:PLACE, with STEP the number of finished optimizer steps. PLACE is ``forward``, ``backward``,
-``step``, ``batch_end``, ``validation``, ``save`` or ``epoch_end``. Each process appends epoch, step and samples of each
-batch that it reads to ``FOLDER/NUMBER.log``, and writes its end to ``FOLDER/NUMBER.json``.
+``step``, ``batch_end``, ``validation``, ``save`` or ``epoch_end``; ``forward2`` and ``backward2`` are those of the
+second batch of a step. Each process appends epoch, step, samples and the number of earlier attempts at this step, of
+each batch that it reads, to ``FOLDER/NUMBER.log``; step and digest of weights and optimizer state after each batch to
+``FOLDER/NUMBER.steps``; and writes its end to ``FOLDER/NUMBER.json``.
+
+Environment: FIT_TRAINER and FIT_STRATEGY are JSON of arguments. FIT_DROPOUT. FIT_RESUME: a checkpoint. FIT_WAIT:
+in the step of that number all wait until a newcomer is ready to join.
 """
 
 from __future__ import annotations
@@ -12,6 +17,8 @@ import json
 import os
 import signal
 import sys
+import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +31,26 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
 from lightning_ring.data import ShuffledSampler
-from lightning_ring.integrations.lightning.elastic.strategy import ElasticStrategy
+from lightning_ring.integrations.lightning.elastic.position import TrainingPosition
+from lightning_ring.integrations.lightning.strategy import RingStrategy
 
 FOLDER, BACKEND, DEATHS = Path(sys.argv[1]), sys.argv[2], sys.argv[3:]
 NUMBER = int(os.environ["RING_MEMBER"])
 SAMPLES, BATCH, EPOCHS = 144, 4, 2
+WAIT, READY = int(os.environ.get("FIT_WAIT", "-1")), FOLDER / "newcomer"
+
+
+ATTEMPTS: Counter[int] = Counter()  # by step, how often it was done again
+
+
+def count_attempts(module: pl.LightningModule) -> None:
+    go_back = TrainingPosition.go_back
+
+    def counted(position: TrainingPosition) -> Any:
+        ATTEMPTS[module.global_step] += 1
+        return go_back(position)
+
+    TrainingPosition.go_back = counted  # type: ignore[method-assign]
 
 
 def die(step: int, place: str) -> None:
@@ -39,18 +61,35 @@ def die(step: int, place: str) -> None:
 class Module(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 1))
+        self.save_hyperparameters({"lr": 0.01})
+        dropout = nn.Dropout(float(os.environ.get("FIT_DROPOUT", "0.1")))
+        self.net = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), dropout, nn.Linear(32, 1))
         self.seen = MeanMetric()
-        self.net[0].weight.register_post_accumulate_grad_hook(lambda _: self.die("backward"))
+        self.net[0].weight.register_post_accumulate_grad_hook(lambda _: self.die("backward", batch=True))
 
-    def die(self, place: str) -> None:
-        die(self.global_step, place)
+    def die(self, place: str, batch: bool = False) -> None:
+        accumulate = self.trainer.accumulate_grad_batches
+        number = self.trainer.fit_loop.epoch_loop.batch_idx % accumulate + 1 if batch else 1
+        die(self.global_step, place + (str(number) if number > 1 else ""))
+
+    def on_train_epoch_start(self) -> None:
+        if int(os.environ["RING_WORLD_SIZE"]) <= NUMBER:
+            READY.touch()
+
+    def wait_for_newcomer(self) -> None:
+        until = time.monotonic() + 100
+        while self.global_step == WAIT and not READY.exists() and time.monotonic() < until:
+            time.sleep(0.05)
+        if self.global_step == WAIT:
+            time.sleep(0.5)  # it reports now
 
     def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
         x, y, samples = batch
         with (FOLDER / f"{NUMBER}.log").open("a") as log:
-            log.write(json.dumps([self.current_epoch, self.global_step, samples.tolist()]) + "\n")
-        self.die("forward")
+            attempt = ATTEMPTS[self.global_step]
+            log.write(json.dumps([self.current_epoch, self.global_step, samples.tolist(), attempt]) + "\n")
+        self.wait_for_newcomer()
+        self.die("forward", batch=True)
         loss = nn.functional.mse_loss(self.net(x), y)
         self.seen(loss)
         self.log("seen", self.seen, on_epoch=True, on_step=False)
@@ -61,6 +100,8 @@ class Module(pl.LightningModule):
         self.die("step")
 
     def on_train_batch_end(self, *_: Any) -> None:
+        with (FOLDER / f"{NUMBER}.steps").open("a") as log:
+            log.write(json.dumps([self.global_step, digest(self, self.trainer.optimizers[0])]) + "\n")
         self.die("batch_end")
 
     def validation_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> None:
@@ -97,8 +138,9 @@ def main() -> None:
     x = torch.randn(SAMPLES, 8, generator=torch.Generator().manual_seed(0))
     data = TensorDataset(x, x.sum(1, keepdim=True), torch.arange(SAMPLES))
     module = Module()
+    count_attempts(module)
     trainer = pl.Trainer(
-        strategy=ElasticStrategy(backend=BACKEND),
+        strategy=RingStrategy(elastic=True, backend=BACKEND, **json.loads(os.environ.get("FIT_STRATEGY", "{}"))),
         accelerator="cpu",
         max_epochs=EPOCHS,
         logger=CSVLogger(FOLDER, name="csv", flush_logs_every_n_steps=1),
@@ -106,11 +148,12 @@ def main() -> None:
         callbacks=[ModelCheckpoint(FOLDER / "checkpoints", monitor="val_loss", save_top_k=2, save_last=True)],
         enable_progress_bar=False,
         enable_model_summary=False,
+        **json.loads(os.environ.get("FIT_TRAINER", "{}")),
     )
     order = ShuffledSampler(SAMPLES, remainder="drop", seed=3)
     # without drop_last another number of ranks may leave a last batch of one sample, which BatchNorm refuses
     loader = DataLoader(data, batch_size=BATCH, sampler=order, drop_last=True)
-    trainer.fit(module, loader, DataLoader(data, batch_size=BATCH))
+    trainer.fit(module, loader, DataLoader(data, batch_size=BATCH), ckpt_path=os.environ.get("FIT_RESUME"))
     result = {
         "rank": trainer.global_rank,
         "world_size": trainer.world_size,

@@ -13,29 +13,29 @@ from torch import nn
 from torchmetrics import CatMetric, MeanMetric
 
 from lightning_ring.elastic.undo import remember
-from lightning_ring.integrations.lightning.elastic.heir import names_of, take_names, take_over
+from lightning_ring.integrations.lightning.elastic.rank_zero_files import go_on_with_csv, names_of, take_names
 from lightning_ring.integrations.lightning.elastic.step_undo import remember_callbacks, remember_metrics
 
 
-def test_the_heir_of_rank_0_goes_on_with_its_metrics_file(tmp_path: Path) -> None:
-    first, heir = (CSVLogger(tmp_path, name="csv") for _ in range(2))
+def test_the_next_rank_0_goes_on_with_its_metrics_file(tmp_path: Path) -> None:
+    first, successor = (CSVLogger(tmp_path, name="csv") for _ in range(2))
     first.log_metrics({"loss": 3.0}, step=0)
     first.save()
-    take_names([heir], names_of([first]))
-    take_over([heir])
-    heir.log_metrics({"loss": 2.0, "other": 1.0}, step=1)
-    heir.save()
+    take_names([successor], names_of([first]))
+    go_on_with_csv(successor)
+    successor.log_metrics({"loss": 2.0, "other": 1.0}, step=1)
+    successor.save()
     with (tmp_path / "csv" / "version_0" / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [(row["step"], row["loss"], row["other"]) for row in rows] == [("0", "3.0", ""), ("1", "2.0", "1.0")]
     assert len(list((tmp_path / "csv").iterdir())) == 1
 
 
-def test_an_heir_that_finds_no_file_begins_one(tmp_path: Path) -> None:
-    heir = CSVLogger(tmp_path, name="csv", version=4)
-    take_over([heir])
-    heir.log_metrics({"loss": 2.0}, step=1)
-    heir.save()
+def test_a_next_rank_0_that_finds_no_file_begins_one(tmp_path: Path) -> None:
+    successor = CSVLogger(tmp_path, name="csv", version=4)
+    go_on_with_csv(successor)
+    successor.log_metrics({"loss": 2.0}, step=1)
+    successor.save()
     assert (tmp_path / "csv" / "version_4" / "metrics.csv").read_text().splitlines()[0] == "loss,step"
 
 

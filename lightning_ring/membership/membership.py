@@ -1,47 +1,22 @@
-"""Who takes part: the state of the membership, without sockets and processes. One `View` follows the other."""
+"""Which processes take part, without sockets and processes. One `View` follows the other."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
-
 from lightning_ring.errors import RingError
 from lightning_ring.membership.agreement import Report, agreed_step
+from lightning_ring.membership.view import View
 
 
 class StateLostError(RingError):
     """Every rank that held the training's state has died."""
 
 
-@dataclass(frozen=True, slots=True)
-class View:
-    """The ranks of one generation.
-
-    ``members`` are numbers of processes, by rank; a process keeps its number, and no other process gets it. ``step`` is
-    the number of optimizer steps that all members but the ``newcomers`` have finished when the generation begins: a
-    member that finished one less finishes it first. `None`: no member has state, the training begins.
-    """
-
-    generation: int
-    members: tuple[int, ...]
-    step: int | None = None
-    newcomers: tuple[int, ...] = ()
-
-    def as_message(self) -> dict[str, Any]:
-        return {"kind": "view", **asdict(self)}
-
-    @classmethod
-    def from_message(cls, message: dict[str, Any]) -> View:
-        members, newcomers = tuple(message["members"]), tuple(message["newcomers"])
-        return cls(message["generation"], members, message["step"], newcomers)
-
-
-class Roster:
+class Membership:
     """Collects reports and deaths, and makes the next view once all that it depends on is known.
 
-    A view ends when a member dies, or when a member reports because newcomers wait. The next one begins when every
-    remaining member has reported, every dead one was *seen* to be dead, and there are ``min_ranks`` of them. So nobody
-    of an earlier view can still write into memory that the next view uses.
+    A view ends when a member is removed, or when a member reports because newcomers wait. The next one begins when
+    every remaining member has reported, every removed one is *fenced* (seen to be dead), and there are ``min_ranks`` of
+    them. So no process of an earlier view can still write into memory that the next view uses.
     """
 
     def __init__(self, min_ranks: int = 1, max_ranks: int | None = None) -> None:
@@ -51,21 +26,27 @@ class Roster:
         self._max_ranks = max_ranks
         self.expected: set[int] = set()  # started, and not ready yet
         self._reports: dict[int, Report] = {}
-        self._dying: set[int] = set()  # counted out, and not yet seen to be dead
-        self._absent: set[int] = set()  # dead, or finished
+        self._unfenced: set[int] = set()  # removed, and not yet seen to be dead
+        self._gone: set[int] = set()  # removed, or finished
         self.finishers: set[int] = set()  # members that have finished the training
+        self._seen: set[int] = set()  # members of any view
         self._has_state = False
 
     @property
     def members(self) -> list[int]:
         """The members of the view that still take part, by rank."""
         members = self.view.members if self.view is not None else ()
-        return [member for member in members if member not in self._absent]
+        return [member for member in members if member not in self._gone]
 
     @property
     def newcomers(self) -> list[int]:
         """Processes that wait to take part, in the order of their numbers."""
         return sorted(self._reports.keys() - set(self.members))
+
+    @property
+    def unreported(self) -> list[int]:
+        """Members that the next view waits for. Empty as long as the view is in force."""
+        return [member for member in self.members if member not in self._reports] if self.stopping else []
 
     @property
     def admits(self) -> bool:
@@ -75,13 +56,21 @@ class Roster:
 
     @property
     def finished(self) -> bool:
-        """Whether every member of the view that did not die has finished the training."""
+        """Whether every member of the view that was not removed has finished the training."""
         return bool(self.finishers) and not self.members
 
     @property
-    def starved(self) -> bool:
+    def below_min_ranks(self) -> bool:
         """Whether nothing but too few ranks is in the way of the next view."""
         return self._is_settled() and len(self._reports) < self._min_ranks
+
+    def knows(self, member: int) -> bool:
+        """Whether ``member`` was started, and may still take part."""
+        return (member in self.expected or member in self._seen or member in self._reports) and member not in self._gone
+
+    def was_member(self, member: int) -> bool:
+        """Whether ``member`` was in any view."""
+        return member in self._seen
 
     def expect(self, member: int) -> None:
         """A process was started. The first view waits for all of them."""
@@ -89,7 +78,7 @@ class Roster:
 
     def report(self, member: int, generation: int, report: Report) -> None:
         """``member`` is out of every collective of ``generation`` (-1 for a newcomer) and waits for the next view."""
-        if member in self._absent:
+        if member in self._gone:
             return
         if member in self.members:
             if self.view is None or generation != self.view.generation:
@@ -99,20 +88,20 @@ class Roster:
         self._has_state |= report.step is not None
         self._reports[member] = report
 
-    def lose(self, member: int) -> bool:
-        """Count ``member`` out, for good. Returns whether that is news; `bury` has to follow."""
-        if member in self._absent:
+    def remove(self, member: int) -> bool:
+        """``member`` takes part no more, for good. Returns whether that is news; `fenced` has to follow."""
+        if member in self._gone:
             return False
         if member in self.members:
             self.stopping = True
         self._drop(member)
-        self._dying.add(member)
+        self._unfenced.add(member)
         return True
 
-    def bury(self, member: int) -> None:
+    def fenced(self, member: int) -> None:
         """``member`` was seen to be dead: it writes nothing any more."""
-        self.lose(member)
-        self._dying.discard(member)
+        self.remove(member)
+        self._unfenced.discard(member)
 
     def finish(self, member: int) -> None:
         """``member`` has finished the training; what it has sent is on its way."""
@@ -141,16 +130,17 @@ class Roster:
         generation = 0 if self.view is None else self.view.generation + 1
         self.view = View(generation, tuple(order), step, newcomers)
         self.stopping = False
+        self._seen.update(members)
         return self.view
 
     def _is_settled(self) -> bool:
-        if not self.stopping or self._dying or not self._reports:
+        if not self.stopping or self._unfenced or not self._reports:
             return False
         if self.view is None and self.expected:
             return False
-        return all(member in self._reports for member in self.members)
+        return not self.unreported
 
     def _drop(self, member: int) -> None:
-        self._absent.add(member)
+        self._gone.add(member)
         self.expected.discard(member)
         self._reports.pop(member, None)

@@ -1,0 +1,43 @@
+"""What an elastic fit refuses by name, before it begins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+from torch.optim import LBFGS
+
+from lightning_ring.errors import ConfigurationError
+from lightning_ring.monitor.profile import RingProfile
+from lightning_ring.monitor.ring_monitor import RingMonitor
+from lightning_ring.monitor.ring_report import RingReport
+
+_COMMUNICATING = (RingMonitor, RingProfile, RingReport)
+
+
+def check_fit(trainer: pl.Trainer) -> None:
+    """Raise a ConfigurationError that names everything that ``trainer`` has and an elastic fit cannot do yet."""
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    found = [type(callback).__name__ for callback in callbacks if isinstance(callback, _COMMUNICATING)]
+    found += [name for name, is_there in _REASONS.items() if is_there(trainer)]
+    if found:
+        raise ConfigurationError(
+            f"An elastic fit (strategy='ring_elastic') does not work with {', '.join(found)} yet. Leave it out, or use "
+            "strategy='ring', whose job ends when a rank dies."
+        )
+
+
+_REASONS: dict[str, Callable[[Any], bool]] = {
+    "manual optimization": lambda trainer: not trainer.lightning_module.automatic_optimization,
+    "several optimizers": lambda trainer: len(trainer.optimizers) != 1,
+    "torch.optim.LBFGS": lambda trainer: any(isinstance(optimizer, LBFGS) for optimizer in trainer.optimizers),
+    "a gradient scaler (precision='16-mixed')": lambda trainer: (
+        getattr(trainer.precision_plugin, "scaler", None) is not None
+    ),
+    "reload_dataloaders_every_n_epochs": lambda trainer: bool(trainer.reload_dataloaders_every_n_epochs),
+    "overfit_batches": lambda trainer: trainer.overfit_batches > 0,
+    "training_step(dataloader_iter)": lambda trainer: (
+        "dataloader_iter" in type(trainer.lightning_module).training_step.__code__.co_varnames
+    ),
+}

@@ -1,0 +1,107 @@
+"""The state of a fit, from rank 0 to processes that join it between two steps."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loops.loop import _Loop
+from lightning.pytorch.trainer import call
+
+from lightning_ring.comm.communicator import Communicator
+from lightning_ring.comm.replicate import broadcast_optimizer_state, broadcast_tensors, check_same_model
+from lightning_ring.errors import ConfigurationError
+from lightning_ring.integrations.lightning.elastic.rank_zero_files import names_of, take_names
+
+if TYPE_CHECKING:
+    from lightning_ring.integrations.lightning.elastic.fit import ElasticFit
+    from lightning_ring.integrations.lightning.elastic.strategy import ElasticStrategy
+
+_LOGGED = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
+
+
+def hand_over_fit(strategy: ElasticStrategy, fit: ElasticFit, comm: Communicator, *, receives: bool) -> None:
+    """Give ranks that ``receive`` all that a checkpoint of rank 0 would hold, and where it writes. Collective.
+
+    The other ranks stay as they are. What a module keeps outside parameters, buffers and `on_save_checkpoint` is not
+    sent.
+
+    Raises:
+        ModelMismatchError: The ranks' models or optimizers differ.
+    """
+    trainer, model = strategy.fit_trainer, strategy.fit_model
+    num_fits = max(comm.all_gather_object(fit.process.num_fits))
+    if num_fits != 1:
+        raise ConfigurationError(
+            f"A process came to a job that is in fit number {num_fits} of its script, and cannot do the earlier ones "
+            "again. Use one fit in an elastic script."
+        )
+    check_same_model(model, comm)
+    sent = None if receives else _state(trainer, strategy, fit)
+    state = comm.broadcast_object(sent if comm.rank == 0 else None)
+    assert state is not None
+    params = [param.detach() for param in model.parameters()]
+    buffers = list(model.buffers())
+    # ranks may have buffers of their own, such as statistics of BatchNorm
+    broadcast_tensors([*params, *(buffers if receives else [buffer.clone() for buffer in buffers])], comm)
+    for optimizer in strategy.optimizers:
+        broadcast_optimizer_state(optimizer, comm)
+    if receives:
+        _restore(trainer, strategy, fit, state)
+
+
+def _state(trainer: pl.Trainer, strategy: ElasticStrategy, fit: ElasticFit) -> dict[str, Any]:
+    checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)  # on all ranks: it calls hooks
+    tensors = {name for name, _ in (*strategy.fit_model.named_parameters(), *strategy.fit_model.named_buffers())}
+    del checkpoint["optimizer_states"]
+    checkpoint["state_dict"] = {name: value for name, value in checkpoint["state_dict"].items() if name not in tensors}
+    return {
+        "step": fit.recovery.step,
+        "checkpoint": checkpoint,
+        "position": fit.position.state_dict() if fit.position is not None else None,
+        "logger_names": names_of(trainer.loggers),
+        "folders": [callback.dirpath for callback in _model_checkpoints(trainer)],
+        "logged": {name: dict(getattr(trainer._logger_connector, name)) for name in _LOGGED},
+        "should_stop": trainer.should_stop,
+        "buffers": strategy.buffers_state,
+    }
+
+
+def _restore(trainer: pl.Trainer, strategy: ElasticStrategy, fit: ElasticFit, state: dict[str, Any]) -> None:
+    for callback, folder in zip(_model_checkpoints(trainer), state["folders"], strict=True):
+        callback.dirpath = folder
+    take_names(trainer.loggers, state["logger_names"])
+    connector, checkpoint = trainer._checkpoint_connector, state["checkpoint"]
+    connector._loaded_checkpoint = checkpoint
+    connector.restore_datamodule()
+    call._call_lightning_module_hook(trainer, "on_load_checkpoint", checkpoint)
+    with torch.no_grad():
+        strategy.fit_model.load_state_dict(checkpoint["state_dict"], strict=False)  # what get_extra_state returned
+    connector.restore_callbacks()
+    connector.restore_precision_plugin_state()
+    connector.restore_loops()
+    connector.restore_lr_schedulers()
+    connector._loaded_checkpoint = {}
+    _go_on_without_restart(trainer.fit_loop)
+    for name, metrics in state["logged"].items():
+        getattr(trainer._logger_connector, name).update(metrics)
+    trainer.should_stop = state["should_stop"]
+    strategy.buffers_state = state["buffers"]
+    assert fit.position is not None
+    fit.position.load_state_dict(state["position"])
+    fit.resize.begin(strategy.world_size)
+
+
+def _go_on_without_restart(loop: _Loop) -> None:
+    """The loops are where the others' are, not at the beginning of a resumed run."""
+    loop._restarting = loop._loaded_from_state_dict = loop._resuming_from_checkpoint = False
+    for inner in vars(loop).values():
+        if isinstance(inner, _Loop):
+            _go_on_without_restart(inner)
+
+
+def _model_checkpoints(trainer: pl.Trainer) -> list[ModelCheckpoint]:
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    return [callback for callback in callbacks if isinstance(callback, ModelCheckpoint)]

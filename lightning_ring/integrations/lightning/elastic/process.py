@@ -1,0 +1,75 @@
+"""This process in an elastic job: its place, its connections and its count of steps, which outlive a fit."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+
+from lightning_ring.elastic.ending import end_job_on_error
+from lightning_ring.elastic.generations import Generations
+from lightning_ring.elastic.recovery import Recovery, Training
+from lightning_ring.errors import ConfigurationError
+from lightning_ring.membership.member import Member
+
+
+@dataclass(frozen=True, slots=True)
+class Connecting:
+    """How a process connects: arguments of `Generations`, and of `RingStrategy`."""
+
+    backend: str
+    device: torch.device
+    timeout: timedelta
+    stall_warning: timedelta
+
+
+class ElasticProcess:
+    """Opened once, by the first fit. An uncaught exception in this process ends the job from then on.
+
+    Attributes:
+        is_newcomer: Whether the job had begun when this process was started.
+        fitting: Whether a fit is under way, so that the end of this process is no end of its training.
+        num_fits: Fits that this process has begun.
+    """
+
+    def __init__(self, connecting: Connecting, training: Training) -> None:
+        self.member = Member()
+        self.member.open()
+        end_job_on_error(self.member)
+        self.is_newcomer = self.member.number >= int(os.environ.get("RING_WORLD_SIZE", self.member.number + 1))
+        self.fitting = False
+        self.num_fits = 0
+        self.connecting = connecting
+        device, timeout = connecting.device, connecting.timeout
+        self.generations = Generations(self.member, connecting.backend, device, timeout, connecting.stall_warning)
+        self.recovery = Recovery(self.member, self.generations, training)
+        atexit.register(self._say_at_exit)
+
+    def _say_at_exit(self) -> None:
+        if not self.fitting:
+            self.member.finish()
+
+
+_process: ElasticProcess | None = None
+
+
+def elastic_process(connecting: Connecting, training: Training) -> ElasticProcess:
+    """This process, whose recovery calls ``training`` from now on.
+
+    Raises:
+        ConfigurationError: It is connected already, in another way.
+    """
+    global _process
+    if _process is None:
+        _process = ElasticProcess(connecting, training)
+    elif _process.connecting != connecting:
+        raise ConfigurationError(
+            f"The ranks of this process are connected with {_process.connecting}, and the strategy of another fit asks "
+            f"for {connecting}. An elastic job connects once: give all strategies of the script the same backend, "
+            "device, timeout and stall_warning."
+        )
+    _process.recovery.training = training
+    return _process

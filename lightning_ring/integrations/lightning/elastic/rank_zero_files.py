@@ -1,0 +1,57 @@
+"""A rank that becomes rank 0 in the middle of a fit goes on with the files of the one before."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.core.saving import load_hparams_from_yaml
+from lightning.pytorch.loggers import CSVLogger, Logger
+
+
+def names_of(loggers: list[Logger]) -> list[Any]:
+    """The version of each logger, which rank 0 has chosen."""
+    return [logger.version for logger in loggers]
+
+
+def take_names(loggers: list[Logger], names: list[Any]) -> None:
+    """Write where rank 0 writes, should this rank follow it."""
+    for logger, name in zip(loggers, names, strict=True):
+        if hasattr(logger, "_version"):
+            logger._version = name
+
+
+def take_over(trainer: pl.Trainer) -> None:
+    """Write and show what rank 0 did, from where it was."""
+    for logger in trainer.loggers:
+        if isinstance(logger, CSVLogger):
+            go_on_with_csv(logger)
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, ProgressBar):
+            callback.setup(trainer, trainer.lightning_module, "fit")  # it was told that another rank has it
+            callback.enable()
+            callback.on_train_start(trainer, trainer.lightning_module)
+            callback.on_train_epoch_start(trainer, trainer.lightning_module)
+
+
+def go_on_with_csv(logger: CSVLogger) -> None:
+    """Open the files of ``logger``, which keep what they hold."""
+    folder = Path(logger.log_dir)
+    path, hyperparameters = folder / "metrics.csv", folder / "hparams.yaml"
+    kept = path.read_bytes() if path.exists() else b""
+    kept = kept[: kept.rfind(b"\n") + 1]  # a rank that dies may leave half a line
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that it deletes what is there: it is put back
+        writer = logger.experiment
+    if kept:
+        path.write_bytes(kept)
+        with contextlib.suppress(StopIteration):
+            writer.metrics_keys = next(csv.reader(io.StringIO(kept.decode())))
+    if hyperparameters.exists():
+        writer.hparams = load_hparams_from_yaml(str(hyperparameters))  # else it writes its own, which are none

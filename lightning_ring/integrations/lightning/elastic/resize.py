@@ -1,0 +1,92 @@
+"""Learning rates when the number of ranks changes: kept or scaled, and always said."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_ring.errors import ConfigurationError
+from lightning_ring.integrations.lightning.elastic.position import TrainingPosition
+from lightning_ring.options import ResizeLR
+
+if TYPE_CHECKING:
+    from lightning_ring.integrations.lightning.elastic.strategy import ElasticStrategy
+
+_RATES_OF_GROUPS = ("lr", "initial_lr", "max_lr", "min_lr")  # also what torch's schedulers keep in groups
+_RATES_OF_SCHEDULERS = ("base_lrs", "max_lrs", "_last_lr")
+_RULES: dict[str, Callable[[int, int], float]] = {
+    "keep": lambda old, new: 1.0,
+    "linear": lambda old, new: new / old,
+    "sqrt": lambda old, new: math.sqrt(new / old),
+}
+
+
+class Resize:
+    """Follows the number of ranks. ``rule`` is `RingStrategy`'s ``resize_lr``."""
+
+    def __init__(self, rule: ResizeLR) -> None:
+        self._name = rule if isinstance(rule, str) else getattr(rule, "__name__", repr(rule))
+        self._factor = _RULES[rule] if isinstance(rule, str) else rule
+        self._size: int | None = None  # for which the learning rates are
+
+    def begin(self, world_size: int) -> None:
+        """The learning rates are those for ``world_size`` ranks."""
+        self._size = world_size
+
+    def apply(self, strategy: ElasticStrategy, position: TrainingPosition | None, world_size: int, step: int) -> None:
+        """Scale the learning rates for ``world_size`` ranks, and say so on rank 0.
+
+        Raises:
+            ConfigurationError: The user's function returned no positive number.
+        """
+        old, self._size = self._size, world_size
+        if old is None or old == world_size:
+            return
+        factor = self._factor(old, world_size)
+        if not isinstance(factor, int | float) or not (math.isfinite(factor) and factor > 0):
+            raise ConfigurationError(
+                f"resize_lr={self._name} returned {factor!r} for {old} and {world_size} ranks, expected the positive "
+                "number by which learning rates are multiplied."
+            )
+        before = _shown(strategy.optimizers)
+        if factor != 1.0:
+            schedulers = [config.scheduler for config in strategy.lr_scheduler_configs]
+            scale_learning_rates(strategy.optimizers, schedulers, factor)
+        trainer = strategy.fit_trainer
+        of_a_rank = (position.batch_size if position is not None else 0) * trainer.accumulate_grad_batches
+        batch = f"a step takes {of_a_rank * world_size} samples instead of {of_a_rank * old}, " if of_a_rank else ""
+        rank_zero_info(
+            f"lightning_ring: {world_size} ranks instead of {old} after step {step}: {batch}learning rate {before} -> "
+            f"{_shown(strategy.optimizers)} (resize_lr={self._name!r})."
+        )
+
+
+def scale_learning_rates(optimizers: Sequence[Optimizer], schedulers: Sequence[Any], factor: float) -> None:
+    """Multiply all learning rates that ``optimizers`` have and that ``schedulers`` start from, in place."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for name in _RATES_OF_GROUPS:
+                if isinstance(value := group.get(name), Tensor):
+                    value.mul_(factor)
+                elif isinstance(value, int | float):
+                    group[name] = value * factor
+    for scheduler in schedulers:
+        for name in _RATES_OF_SCHEDULERS:
+            if isinstance(rates := getattr(scheduler, name, None), list):
+                setattr(scheduler, name, [rate * factor for rate in rates])
+        for name in ("eta_min", "min_lrs"):  # below which a schedule does not go
+            if isinstance(value := getattr(scheduler, name, None), list):
+                setattr(scheduler, name, [rate * factor for rate in value])
+            elif isinstance(value, int | float):
+                setattr(scheduler, name, value * factor)
+        scale_learning_rates([], getattr(scheduler, "_schedulers", []), factor)
+
+
+def _shown(optimizers: Sequence[Optimizer]) -> str:
+    rates = dict.fromkeys(f"{float(group['lr']):g}" for optimizer in optimizers for group in optimizer.param_groups)
+    return ", ".join(rates)

@@ -1,0 +1,122 @@
+"""A process that this one starts.
+
+Each child leads a session of its own, so that a terminal's Ctrl-C reaches this process alone, which then asks the ranks
+to stop; mpirun would kill them 0.2 s later, too soon for a checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from lightning_ring.job.exit import remove_segments
+from lightning_ring.launch.processes import is_dead, processes_of_sessions, processor_seconds, session_of
+
+
+@dataclass(eq=False)
+class Child:
+    """A process to start. ``name`` is for messages: ``"rank 1"``, ``"mpirun"``.
+
+    Attributes:
+        program: The process that runs the program, where ``command`` is a wrapper around it (`identify`).
+    """
+
+    name: str
+    command: Sequence[str]
+    environ: Mapping[str, str]
+    pass_fds: Sequence[int] = ()
+    dies_with_parent: int = signal.SIGKILL  # the signal that it gets if this process is killed
+    process: subprocess.Popen[bytes] | None = field(default=None, init=False)
+    program: int | None = field(default=None, init=False)
+    _session_is_over: bool = field(default=False, init=False)
+    _used: tuple[float, float] = field(default=(-1.0, 0.0), init=False)  # processor time, and when that was new
+
+    def start(self, cwd: str | None, **variables: str) -> None:
+        # A terminal's input cannot be read from another session; a file or a pipe goes to rank 0 as always
+        stdin = subprocess.DEVNULL if sys.stdin is None or sys.stdin.closed or os.isatty(0) else None
+        with warnings.catch_warnings():
+            # Python warns of forks from processes with threads; the child only calls prctl, whose symbol is loaded
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self.process = subprocess.Popen(
+                list(self.command),
+                env={**self.environ, **variables},
+                cwd=cwd,
+                stdin=stdin,
+                pass_fds=self.pass_fds,
+                start_new_session=True,
+                preexec_fn=_bind_to_parent(self.dies_with_parent),
+            )
+        for fd in self.pass_fds:  # the child's alone from here on: closed when it dies
+            os.close(fd)
+
+    @property
+    def pid(self) -> int:
+        assert self.process is not None, "start() comes first"
+        return self.process.pid
+
+    @property
+    def is_running(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    def poll(self) -> int | None:
+        """The exit code, -n for signal n; `None` before the start and until the end."""
+        return None if self.process is None else self.process.poll()
+
+    def identify(self, pid: int) -> None:
+        """The program says that it is process ``pid``: another one than was started, if a wrapper runs it."""
+        if self.process is not None and session_of(pid) == self.process.pid:  # else a number of another container
+            self.program = pid
+
+    def is_dead(self) -> bool:
+        """Whether the program runs no more (`processes.is_dead`); a wrapper around it may."""
+        return self.process is not None and is_dead(self.program or self.process.pid)
+
+    def idle(self, now: float) -> float:
+        """Seconds in which the program used no processor time. Known as exactly as this is called often."""
+        used = processor_seconds(self.program or self.pid) if self.process is not None else 0.0
+        if used != self._used[0]:
+            self._used = (used, now)
+        return now - self._used[1]
+
+    def send_signal(self, signum: int) -> None:
+        """To the program, not to a wrapper around it, as long as the program runs."""
+        if self.is_running:
+            program = self.program if self.program is not None and session_of(self.program) == self.pid else self.pid
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(program, signum)
+
+    def session(self) -> list[int]:
+        """Processes that still live in this child's session. Once there are none its number may be another's."""
+        if self.process is None or self._session_is_over:
+            return []
+        found = processes_of_sessions({self.process.pid})
+        self._session_is_over = not found and self.process.poll() is not None
+        return found
+
+    def kill_session(self) -> None:
+        pids = self.session()
+        for pid in sorted(pids, key=lambda pid: pid != self.program):  # the rank first, then what it has started
+            remove_segments(pid)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _bind_to_parent(signum: int) -> Callable[[], None] | None:
+    """Let the kernel send the child ``signum`` when this process dies, however it dies (Linux)."""
+    if not sys.platform.startswith("linux"):
+        return None
+    prctl, parent = ctypes.CDLL(None).prctl, os.getpid()
+
+    def bind() -> None:
+        prctl(1, int(signum))  # PR_SET_PDEATHSIG
+        if os.getppid() != parent:
+            os._exit(1)
+
+    return bind

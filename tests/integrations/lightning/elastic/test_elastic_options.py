@@ -1,0 +1,149 @@
+"""Arguments of an elastic strategy, what it refuses by name, and learning rates for other numbers of ranks."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler, TensorDataset
+
+from lightning_ring import RingStrategy
+from lightning_ring.data import ShuffledSampler
+from lightning_ring.errors import ConfigurationError
+from lightning_ring.integrations.lightning.elastic.checks import check_fit
+from lightning_ring.integrations.lightning.elastic.resize import Resize, scale_learning_rates
+from lightning_ring.integrations.lightning.elastic.samplers import with_ordered_sampler
+from lightning_ring.integrations.lightning.elastic.strategy import ElasticStrategy
+from lightning_ring.monitor import RingMonitor
+
+
+def test_elastic_chooses_the_class_and_nothing_else_changes() -> None:
+    assert type(RingStrategy()) is RingStrategy
+    assert type(RingStrategy(elastic=False)) is RingStrategy
+    strategy = RingStrategy(elastic=True, min_ranks=2, resize_lr="sqrt")
+    assert type(strategy) is ElasticStrategy
+    assert (strategy.options.min_ranks, strategy.options.monitor) == (2, False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"elastic": 1}, "elastic=1"),
+        ({"elastic": True, "min_ranks": 0}, "min_ranks=0"),
+        ({"elastic": True, "resize_lr": "square"}, "resize_lr='square'"),
+        ({"elastic": True, "wait_for_ranks": 5}, "wait_for_ranks=5"),
+        ({"min_ranks": 2, "resize_lr": "linear"}, "min_ranks, resize_lr without elastic=True"),
+        ({"elastic": True, "shard_optimizer": True}, "cannot go on without one of its ranks"),
+        ({"elastic": True, "compression": "powersgd"}, "rounding errors"),
+        ({"elastic": True, "uneven": "join", "topology": "hierarchical"}, "topology='hierarchical', uneven='join'"),
+        ({"elastic": True, "timeline": "trace.json"}, "timeline"),
+        ({"elastic": True, "start_method": "fork"}, "start_method='fork'"),
+    ],
+)
+def test_what_cannot_work_is_named(arguments: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigurationError, match=named.replace("(", r"\(")):
+        RingStrategy(**arguments)
+
+
+def test_launchers_that_end_all_ranks_are_refused_before_anything_opens(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2, "GROUP_RANK": 0}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    with pytest.raises(ConfigurationError, match="ringrun"):
+        pl.Trainer(strategy="ring_elastic", accelerator="cpu", logger=False)
+
+
+def test_a_fit_that_cannot_be_elastic_is_refused_with_all_reasons() -> None:
+    module = pl.LightningModule()
+    module.automatic_optimization = False
+    optimizer = torch.optim.LBFGS([nn.Parameter(torch.zeros(1))])
+    trainer = SimpleNamespace(
+        callbacks=[RingMonitor()],
+        lightning_module=module,
+        optimizers=[optimizer],
+        precision_plugin=SimpleNamespace(scaler=None),
+        reload_dataloaders_every_n_epochs=1,
+        overfit_batches=0.0,
+    )
+    with pytest.raises(ConfigurationError) as caught:
+        check_fit(trainer)  # type: ignore[arg-type]
+    for name in ("RingMonitor", "manual optimization", "LBFGS", "reload_dataloaders_every_n_epochs"):
+        assert name in str(caught.value)
+    assert "several optimizers" not in str(caught.value)
+
+
+def test_lightnings_sampler_is_replaced_with_the_same_settings() -> None:
+    data = TensorDataset(torch.arange(10))
+    theirs = DistributedSampler(data, num_replicas=2, rank=1, shuffle=False, seed=7, drop_last=True)
+    loader = with_ordered_sampler(DataLoader(data, batch_size=3, sampler=theirs, drop_last=True))
+    assert isinstance(loader.sampler, ShuffledSampler)
+    settings = (loader.sampler.shuffle, loader.sampler.seed, loader.sampler.remainder, loader.batch_size)
+    assert settings == (False, 7, "drop", 3)
+    own = DataLoader(data, sampler=SequentialSampler(data))
+    assert with_ordered_sampler(own) is own
+
+
+def schedules(optimizer: torch.optim.Optimizer) -> list[Any]:
+    return [
+        lr_scheduler.StepLR(optimizer, 2, 0.5),
+        lr_scheduler.CosineAnnealingLR(optimizer, 10, eta_min=0.01),
+        lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
+        lr_scheduler.OneCycleLR(optimizer, 0.4, total_steps=20),
+        lr_scheduler.SequentialLR(
+            optimizer,
+            [lr_scheduler.LinearLR(optimizer, 0.1, 1.0, 3), lr_scheduler.ExponentialLR(optimizer, 0.9)],
+            [3],
+        ),
+    ]
+
+
+@pytest.mark.parametrize("index", range(5))
+def test_a_schedule_goes_on_with_scaled_rates(index: int) -> None:
+    """As if the training had begun with learning rates half as high."""
+    rates = []
+    for late in (True, False):
+        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.2)
+        scheduler = schedules(optimizer)[index]
+        if not late:
+            scale_learning_rates([optimizer], [scheduler], 0.5)
+        for step in range(8):
+            optimizer.step()
+            scheduler.step()
+            if late and step == 3:
+                scale_learning_rates([optimizer], [scheduler], 0.5)
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert rates[0] == pytest.approx(rates[1])
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"), [("keep", 0.2), ("linear", 0.15), ("sqrt", 0.2 * 0.75**0.5), (lambda old, new: 0.5, 0.1)]
+)
+def test_rates_follow_the_number_of_ranks_and_the_change_is_said(
+    rule: Any, expected: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.2)
+    trainer = SimpleNamespace(accumulate_grad_batches=2)
+    strategy: Any = SimpleNamespace(optimizers=[optimizer], lr_scheduler_configs=[], fit_trainer=trainer)
+    resize = Resize(rule)
+    resize.begin(4)
+    resize.apply(strategy, SimpleNamespace(batch_size=8), 4, 1)  # type: ignore[arg-type]
+    assert not caplog.records
+    with caplog.at_level("INFO", logger="lightning.pytorch.utilities.rank_zero"):
+        resize.apply(strategy, SimpleNamespace(batch_size=8), 3, 120)  # type: ignore[arg-type]
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(expected)
+    assert f"48 samples instead of 64, learning rate 0.2 -> {expected:g}" in caplog.text
+
+
+def test_a_function_that_returns_no_factor_is_an_error() -> None:
+    resize = Resize(lambda old, new: 0.0)
+    resize.begin(4)
+    strategy: Any = SimpleNamespace(optimizers=[], lr_scheduler_configs=[])
+    with pytest.raises(ConfigurationError, match=r"returned 0\.0 for 4 and 3 ranks"):
+        resize.apply(strategy, None, 3, 0)

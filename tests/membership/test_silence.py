@@ -1,0 +1,180 @@
+"""Members that are silent, connections that say nothing, and a steward that is out of file descriptors."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import socket
+import threading
+import time
+
+import pytest
+
+from lightning_ring.errors import RankDiscoveryError
+from lightning_ring.membership import steward as steward_module
+from lightning_ring.membership.agreement import Report
+from lightning_ring.membership.member import Member
+from lightning_ring.membership.membership import Membership
+from lightning_ring.membership.silence import Silence, SilenceLimits
+from lightning_ring.membership.steward import Steward
+from tests.membership.serving import WAIT, first_view, serving
+
+LIMITS = SilenceLimits(answer=10.0, report=100.0)
+
+
+class Clock:
+    """Looks at ``silence`` four times a second, as the steward does more often."""
+
+    def __init__(self, silence: Silence, membership: Membership) -> None:
+        self.silence, self.membership, self.now = silence, membership, 0.0
+
+    def pass_seconds(self, seconds: float) -> dict[int, str]:
+        found: dict[int, str] = {}
+        until = self.now + seconds
+        while self.now < until:
+            self.now += 0.25
+            found |= self.silence.look(self.now, self.membership)
+        return found
+
+
+def two_members() -> Membership:
+    membership = Membership()
+    for member in range(2):
+        membership.expect(member)
+    for member in range(2):
+        membership.report(member, -1, Report())
+    assert membership.next_view() is not None
+    return membership
+
+
+def test_whoever_neither_answers_nor_computes_is_found() -> None:
+    idle = {0: 0.0, 1: 0.0}
+    clock = Clock(Silence(LIMITS, idle.__getitem__), two_members())
+    clock.silence.heard(0)
+    clock.silence.heard(1)
+    idle[0] = 60.0  # it sleeps, and its thread answers
+    for _ in range(30):
+        clock.silence.heard(0)
+        assert clock.pass_seconds(1) == {}
+    idle[1] = 11.0  # it was busy in C before
+    assert clock.pass_seconds(0.25) == {
+        1: "it has neither answered nor used processor time for 11 s (stopped, or hung)"
+    }
+
+
+def test_the_absence_of_the_steward_is_nobodys_silence() -> None:
+    clock = Clock(Silence(LIMITS, lambda member: 1e9), two_members())
+    clock.silence.heard(1)
+    clock.pass_seconds(1)
+    clock.now += 3600.0  # it was stopped
+    assert clock.pass_seconds(5) == {}
+    assert list(clock.pass_seconds(5)) == [1]
+
+
+def test_whoever_is_busy_may_keep_the_others_waiting_for_so_long_only() -> None:
+    membership = two_members()
+    clock = Clock(Silence(LIMITS, lambda member: 0.0), membership)
+    assert clock.pass_seconds(500) == {}  # nobody waits
+    membership.report(0, 0, Report(3))
+    assert clock.pass_seconds(99) == {}
+    (why,) = clock.pass_seconds(1.5).values()
+    assert why.startswith("the other ranks have waited for it for 10")
+
+
+def test_a_process_that_hangs_before_it_connects_is_found_once_another_one_is_ready() -> None:
+    membership = Membership()
+    for member in range(2):
+        membership.expect(member)
+    clock = Clock(Silence(LIMITS, lambda member: 0.0), membership)
+    assert clock.pass_seconds(500) == {}
+    membership.report(0, -1, Report())
+    assert list(clock.pass_seconds(101)) == [1]
+
+
+def test_a_silent_member_is_removed_and_the_others_go_on() -> None:
+    with serving(SilenceLimits(answer=1.5)) as server:
+        one, two = first_view(server, 2)
+        two._take = lambda message: None  # type: ignore[method-assign]  # as if it were stopped
+        assert one.is_over(WAIT)
+        one.report(Report(1))
+        assert one.next_view(WAIT).members == (0,)
+        assert "neither answered nor used processor time" in server.why[1]
+
+
+def test_a_second_process_with_a_number_that_is_taken_is_refused() -> None:
+    with serving() as server:
+        (one,) = first_view(server, 1)
+        with pytest.raises(RankDiscoveryError, match=r"process 0 of the job is process \d+ already.*start it without"):
+            Member(server.steward.variables(0)).open()
+        with pytest.raises(RankDiscoveryError, match="process 7 of the job takes part no more"):
+            Member(server.steward.variables(7)).open()
+        assert one.request({"op": "count"}, WAIT) == 0
+        assert server.steward.membership.members == [0]
+
+
+def test_a_connection_that_says_nothing_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steward_module, "_HELLO_SECONDS", 0.2)
+    with (
+        serving() as server,
+        socket.create_connection(("127.0.0.1", server.steward.port), timeout=WAIT) as connection,
+    ):
+        assert connection.recv(1) == b""
+
+
+def test_a_steward_without_file_descriptors_does_not_spin_and_accepts_later(capsys: pytest.CaptureFixture[str]) -> None:
+    steward = Steward(Membership(), lambda member, why, seconds: None)
+    steward.expect(0)
+    member, opened = Member(steward.variables(0)), threading.Event()
+    taken: list[int] = []
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        with socket.create_connection(("127.0.0.1", steward.port), timeout=WAIT):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 8, limits[1]))
+            with contextlib.suppress(OSError):
+                while len(taken) < 1000:
+                    taken.append(os.dup(0))
+            assert len(taken) < 1000
+            steward.step(1.0)
+            looks, until = 0, time.monotonic() + 0.4
+            while time.monotonic() < until:
+                steward.step(0.1)
+                looks += 1
+            assert looks < 10
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    opening = threading.Thread(target=lambda: (member.open(), opened.set()))
+    opening.start()
+    until = time.monotonic() + WAIT
+    while not opened.is_set():
+        assert time.monotonic() < until
+        steward.step(0.05)
+    opening.join()
+    member.on_lost = lambda: None
+    member.close()
+    steward.close()
+    assert capsys.readouterr().err.count("accepts no connections") == 1
+
+
+def test_who_connects_anew_is_named_and_not_taken_for_a_newcomer() -> None:
+    with serving() as server:
+        one, two = first_view(server, 2)
+        one.report(Report(2))
+        assert two.is_over(WAIT)
+        with pytest.raises(Exception, match="process 0 connects anew"):
+            two.check()
+
+
+def test_the_failure_of_a_process_that_was_in_no_view_does_not_end_the_job() -> None:
+    with serving() as server:
+        (one,) = first_view(server, 1)
+        two = server.join(1)
+        two.fail("process 1 failed: RuntimeError: no GPU here")
+        until = time.monotonic() + WAIT
+        while 1 not in server.steward.last_words:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        assert server.steward.ended is None
+        one.check()
