@@ -14,6 +14,7 @@ from lightning_ring.comm.communicator import Communicator
 from lightning_ring.elastic.gloo_sockets import shut_down_sockets
 from lightning_ring.elastic.store import StewardStore
 from lightning_ring.errors import PeerFailedError, RingError
+from lightning_ring.host.accelerator import is_gpu
 from lightning_ring.job.communicators import open_communicator
 from lightning_ring.job.job import Job, Lasting
 from lightning_ring.job.members import exchange_members, own_member
@@ -96,7 +97,7 @@ class Generations:
             job.communicator.abandon()
             job.communicator = None
         if dist.is_initialized():
-            if error is not None and self._device.type == "cuda":
+            if error is not None and is_gpu(self._device):
                 _abort_process_group()  # NCCL's kernels wait for the dead rank, and destroying waits for them
             else:
                 dist.destroy_process_group()
@@ -105,7 +106,7 @@ class Generations:
 
     def settle(self) -> None:
         """Return when everything that this rank has queued on its device is done. A broken generation raises."""
-        if self._device.type == "cuda":
+        if is_gpu(self._device):
             done = torch.cuda.Event()
             done.record()
             self.communicator.wait_until(done.query)  # no synchronize: a dead rank's collective never ends

@@ -11,6 +11,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _abort_process_group
 
 from lightning_ring.comm.backends.gloo import limit_waits
 from lightning_ring.comm.backends.shared_memory.kept import KeptMemory
@@ -88,9 +89,19 @@ class Job:
         offer_interface()
         if self.watch is not None:
             self.watch.reset()
-        if not dist.is_initialized():  # the script destroyed it, as scripts do before a test on one device
+        if dist.is_initialized() and is_gpu(self._device) and self._any_rank_is_broken():
+            self.drop_communicator()
+            if dist.group.WORLD is self._default_group:
+                _abort_process_group()  # a kernel of SyncBatchNorm may wait for a rank that gave the last fit up
+        if not dist.is_initialized():  # or the script destroyed it, as scripts do before a test on one device
             self.drop_communicator()
             self.open_default_group()
+
+    def _any_rank_is_broken(self) -> bool:
+        """Whether the last fit ended in an error of a collective on some rank. Collective."""
+        store = dist.PrefixStore(f"broken/{self.num_communicators}", self.store)
+        store.set(str(self.info.rank), str(int(self.policy is not None and self.policy.error is not None)))
+        return b"1" in [store.get(str(rank)) for rank in range(self.info.world_size)]
 
     def drop_communicator(self) -> None:
         """Close the communicator. It may be broken, or hold a bucket that a failed peer never sent."""
