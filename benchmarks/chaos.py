@@ -88,7 +88,7 @@ class Job:
         self.codes: dict[int, int] = {}
         self.replacements = plan.replacements
         silence = SilenceLimits(answer=SILENT_SECONDS)
-        self.steward = Steward(Membership(), self.kill, silence=silence, idle=lambda member: 1e9)
+        self.steward = Steward(Membership(), self.kill, silence=silence, idle=self.idle)
 
     def start(self) -> None:
         number = len(self.pids)
@@ -105,6 +105,14 @@ class Job:
     def kill(self, number: int, why: str, seconds: float) -> None:
         if number not in self.codes:
             os.kill(self.pids[number], signal.SIGKILL)
+
+    def idle(self, number: int) -> float:
+        """A process that was stopped counts as idle, and one that only waits for a processor does not."""
+        try:
+            state = Path(f"/proc/{self.pids[number]}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return 0.0
+        return SILENT_SECONDS * 2 if state == "T" else 0.0
 
     def run(self) -> bool:
         """Whether all processes ended in time. Whatever still runs is killed."""

@@ -97,6 +97,10 @@ class Recovery:
         """Let newcomers in, between two steps. Collective."""
         self.pausing = True
         try:
+            self._generations.communicator.barrier()  # else the first one here would stop others before they are
+        except Exception as error:
+            self.after(error)
+        else:
             self._go_on(None)
         finally:
             self.pausing = False

@@ -249,5 +249,5 @@ class ElasticFit:
         adopt(job)
         strategy = self._strategy
         strategy._job = job
-        strategy.parallel_devices = [self.process.connecting.device] * job.info.world_size
+        strategy.parallel_devices = [self.process.connecting.device] * job.info.local_size
         strategy.set_world_ranks()
