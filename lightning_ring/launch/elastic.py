@@ -1,4 +1,4 @@
-"""A job on this host that goes on when ranks die: the supervisor's process is the steward of its membership."""
+"""A job that goes on when ranks die: the supervisor's process is the steward of its membership."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.job.exit import say
 from lightning_ring.launch.child import Child
+from lightning_ring.launch.hosts import Host
 from lightning_ring.launch.mpirun import rank_environment
 from lightning_ring.launch.orphan_guard import OrphanGuard
+from lightning_ring.launch.remote import HostLine, RemoteChild, RemoteHosts, ssh_line
 from lightning_ring.launch.respawn import RespawnLimits, Respawns
 from lightning_ring.launch.supervisor import PEERS_SECONDS, STOP_SIGNAL, Supervisor, signal_name, stop_grace
 from lightning_ring.membership.membership import Membership
@@ -24,6 +26,7 @@ LOOK_SECONDS = 0.01  # how often the kernel is asked whether a process is on its
 _IDLE_SECONDS = 1.0  # how often it is asked for processor time
 _WRAPPER_SECONDS = 2.0  # for the end of a wrapper whose rank has died
 _FAIL_SECONDS = 1.0
+_LOOPBACK = "127.0.0.1"
 _CODES_OF_SIGNALS = range(129, 193)  # a shell's, for a program that a signal ended
 
 __all__ = ["ElasticJob", "ElasticLimits", "RespawnLimits"]
@@ -60,8 +63,9 @@ class _Process:
 
     number: int
     slot: int
-    child: Child
-    started: float = 0.0
+    child: Child | RemoteChild
+    joins: bool  # a job whose ranks train already
+    started: float
     guarded: bool = False
     identified: bool = False
     removed: str = ""  # why the steward had it killed, where that is not its own death
@@ -79,6 +83,9 @@ class ElasticJob:
     that no view has had yet may fail: the others do not need it. An exit code of 0 is a failure where the rank has not
     said that it has finished.
 
+    Without ``hosts`` all ranks are on this host. Each other one gets an agent, which is started by ``line``; this
+    host, where the steward is, stays the one that must not die.
+
     Raises:
         ConfigurationError: Not on Linux.
     """
@@ -86,6 +93,8 @@ class ElasticJob:
     command: Sequence[str]
     limits: ElasticLimits
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+    hosts: Sequence[Host] = ()
+    line: HostLine = ssh_line
     _processes: dict[int, _Process] = field(default_factory=dict, init=False)
     _deaths: list[str] = field(default_factory=list, init=False)  # who died, when and how
     _given_up: dict[int, str] = field(default_factory=dict, init=False)  # slots without further processes
@@ -96,6 +105,7 @@ class ElasticJob:
     _shown: int = field(default=-1, init=False)
     _supervisor: Supervisor = field(init=False)
     _steward: Steward = field(init=False)
+    _hosts: RemoteHosts | None = field(init=False)
     _respawns: Respawns | None = field(init=False)
     _guard: OrphanGuard = field(init=False)
 
@@ -114,7 +124,12 @@ class ElasticJob:
             flush=True,
         )
         membership = Membership(limits.min_ranks, limits.max_ranks)
-        self._steward = Steward(membership, self._kill, silence=limits.silence, idle=self._idle)
+        remote = [host for host in self.hosts if not host.is_local]
+        self._hosts = RemoteHosts(remote, self.command, self.environ, self.line) if remote else None
+        address = "" if remote else _LOOPBACK
+        self._steward = Steward(membership, self._kill, address, limits.silence, self._idle)
+        if self._hosts is not None:
+            self._hosts.steward_port = self._steward.port
         self._respawns = Respawns(limits.respawn) if limits.respawn is not None else None
         self._guard = OrphanGuard(f"the process that started the ranks (pid {os.getpid()}) has gone: they end")
         children = [self._next_process(slot).child for slot in range(limits.ranks)]
@@ -127,6 +142,8 @@ class ElasticJob:
             for process in self._processes.values():
                 if process.died is not None and process.number not in membership.finishers:
                     process.child.kill_session()
+            if self._hosts is not None:
+                self._hosts.close()
             self._steward.close()
             self._guard.close()
         self._say_why(code)
@@ -143,11 +160,29 @@ class ElasticJob:
 
     def _next_process(self, slot: int) -> _Process:
         number = len(self._processes)
-        common = rank_environment(self.limits.ranks, [], self.environ, STOP_SIGNAL)
+        hosts = self.hosts or [Host("localhost", self.limits.ranks)]
+        node, local_rank = [(node, index) for node, host in enumerate(hosts) for index in range(host.slots)][slot]
+        here = [host for host in hosts if host.is_local]
         # numbers to go on with until the first view tells the rank
-        provisional = {"RING_RANK": str(slot), "RING_WORLD_SIZE": str(self.limits.ranks)}
-        child = Child(f"process {number}", self.command, common | provisional | self._steward.variables(number))
-        process = self._processes[number] = _Process(number, slot, child, time.monotonic())
+        numbers = {
+            "RING_RANK": slot,
+            "RING_WORLD_SIZE": self.limits.ranks,
+            "RING_LOCAL_RANK": local_rank,
+            "RING_LOCAL_SIZE": _ranks_on(hosts, node, self.limits.ranks),
+            "RING_NODE_RANK": node,
+            "RING_NUM_NODES": sum(_ranks_on(hosts, node, self.limits.ranks) > 0 for node in range(len(hosts))),
+        }
+        variables = {name: str(value) for name, value in numbers.items()} | self._steward.variables(number, _LOOPBACK)
+        name = f"process {number}"
+        child: Child | RemoteChild
+        if hosts[node].is_local:
+            common = rank_environment(self.limits.ranks, here, self.environ, STOP_SIGNAL)
+            child = Child(name, self.command, common | variables)
+        else:
+            assert self._hosts is not None
+            child = RemoteChild(name, number, variables, self._hosts.hosts[hosts[node].name])
+        joins = self._steward.membership.view is not None
+        process = self._processes[number] = _Process(number, slot, child, joins, time.monotonic())
         self._steward.expect(number)
         return process
 
@@ -157,6 +192,8 @@ class ElasticJob:
         """Serve the ranks, and find the dead."""
         self._steward.step(LOOK_SECONDS)
         now = time.monotonic()
+        if self._hosts is not None:
+            self._hosts.look(now)
         for process in list(self._processes.values()):
             if not process.ended:
                 self._look_at(process, now)
@@ -184,9 +221,9 @@ class ElasticJob:
 
     def _look_at(self, process: _Process, now: float) -> None:
         child, number, steward = process.child, process.number, self._steward
-        if child.process is None:
+        if not child.is_started:
             return
-        if not process.guarded:
+        if not process.guarded and isinstance(child, Child):
             process.guarded = True
             self._guard.watch(child.pid)
         if not process.identified and number in steward.pids:
@@ -214,14 +251,17 @@ class ElasticJob:
         finished = number in steward.membership.finishers
         if not finished:
             process.child.kill_session()  # what it started
-        self._guard.forget(process.child.pid)
+        if isinstance(process.child, Child):
+            self._guard.forget(process.child.pid)
         if self._is_over or (finished and code == 0):
             process.outlived = steward.membership.finished and not self._supervisor.ending and _by_signal(code)
+            if process.outlived:
+                self._note_death(process, code)
             return
         if code == 0:
             self._left = self._left or self._name(process)
             return
-        is_new = steward.membership.view is not None and not steward.membership.was_member(number)
+        is_new = process.joins and not steward.membership.was_member(number)
         others = [other for other in self._processes.values() if other is not process]
         if (_by_signal(code) or is_new) and any(other.child.poll() in (None, 0) for other in others):
             process.outlived = True
@@ -230,11 +270,13 @@ class ElasticJob:
     def _note_death(self, process: _Process, code: int) -> None:
         now, respawns = time.monotonic(), self._respawns
         how = f"was killed by signal {-code} ({signal_name(-code)})" if code < 0 else f"ended with exit code {code}"
+        if isinstance(process.child, RemoteChild) and process.child.is_lost:
+            how = "is lost with its host"
         reason = process.removed or self._steward.last_words.get(process.number, "")
         death = f"{self._name(process)} {how}" + f" ({reason})" * bool(reason)
         self._deaths.append(f"{time.strftime('%H:%M:%S')} {death}")
         rest = f"{len(self.pids())} ranks are left"
-        if respawns is not None:
+        if respawns is not None and not self._is_over:
             if respawns.died(process.slot, now, now - process.started):
                 rest += ", and a new process replaces it"
             else:
@@ -243,7 +285,7 @@ class ElasticJob:
                 rest += f"; no other process replaces it, after {respawns.in_a_row[process.slot]} deaths in a row"
         say(f"{death}; {rest}")
 
-    def _outlives(self, child: Child, code: int) -> bool:
+    def _outlives(self, child: Child | RemoteChild, code: int) -> bool:
         process = next(process for process in self._processes.values() if process.child is child)
         self._note_end(process, code)
         return process.outlived
@@ -263,7 +305,9 @@ class ElasticJob:
 
     @staticmethod
     def _name(process: _Process) -> str:
-        return f"{process.child.name} (pid {process.child.program or process.child.pid})"
+        child = process.child
+        where = f"host {child.host.host.name}, " if isinstance(child, RemoteChild) else ""
+        return f"{child.name} ({where}pid {child.program or child.pid})"
 
     def _show_view(self) -> None:
         view = self._steward.membership.view
@@ -307,6 +351,11 @@ class ElasticJob:
         ended = self._steward.ended
         if code and ended is not None and not self._steward.membership.finished and self._supervisor.cause != ended:
             say(f"the job has ended: {ended}")
+
+
+def _ranks_on(hosts: Sequence[Host], node: int, ranks: int) -> int:
+    """Of ``ranks``, which fill one host after the other."""
+    return max(0, min(hosts[node].slots, ranks - sum(host.slots for host in hosts[:node])))
 
 
 def _by_signal(code: int) -> bool:

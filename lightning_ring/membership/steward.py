@@ -173,7 +173,7 @@ class Steward:
                 self._remove(client.member, "its connection ended")
 
     def _hang_up(self, client: _Client) -> None:
-        with contextlib.suppress(KeyError):
+        with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(client.connection.socket)
         client.connection.close()
         self._unknown.discard(client)
@@ -248,6 +248,8 @@ class Steward:
         if self.membership.remove(member):
             self._why = f"process {member} has died: {why}"
             self._kill(member, why, seconds)
+            if (client := self._clients.get(member)) is not None:
+                self._hang_up(client)  # it ends by itself where nobody can kill it
 
     def _advance(self) -> None:
         """Whatever follows from the state of the membership."""
