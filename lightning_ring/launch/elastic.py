@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.job.exit import say
+from lightning_ring.job.rendezvous.interfaces import reachable_candidates
 from lightning_ring.launch.child import Child
 from lightning_ring.launch.hosts import Host
 from lightning_ring.launch.mpirun import rank_environment
@@ -102,6 +103,7 @@ class ElasticJob:
     _left: str = field(default="", init=False)  # who ended with exit code 0 and had not finished
     _ended_since: float | None = field(default=None, init=False)
     _next_idle: float = field(default=0.0, init=False)
+    _address: str = field(default=_LOOPBACK, init=False)
     _shown: int = field(default=-1, init=False)
     _supervisor: Supervisor = field(init=False)
     _steward: Steward = field(init=False)
@@ -126,8 +128,9 @@ class ElasticJob:
         membership = Membership(limits.min_ranks, limits.max_ranks)
         remote = [host for host in self.hosts if not host.is_local]
         self._hosts = RemoteHosts(remote, self.command, self.environ, self.line) if remote else None
-        address = "" if remote else _LOOPBACK
-        self._steward = Steward(membership, self._kill, address, limits.silence, self._idle)
+        self._steward = Steward(membership, self._kill, "" if remote else _LOOPBACK, limits.silence, self._idle)
+        # ranks of several hosts meet at the addresses from which they connect to the steward
+        self._address = next(iter(reachable_candidates(self.environ)), _LOOPBACK) if remote else _LOOPBACK
         if self._hosts is not None:
             self._hosts.steward_port = self._steward.port
         self._respawns = Respawns(limits.respawn) if limits.respawn is not None else None
@@ -172,7 +175,9 @@ class ElasticJob:
             "RING_NODE_RANK": node,
             "RING_NUM_NODES": sum(_ranks_on(hosts, node, self.limits.ranks) > 0 for node in range(len(hosts))),
         }
-        variables = {name: str(value) for name, value in numbers.items()} | self._steward.variables(number, _LOOPBACK)
+        variables = {name: str(value) for name, value in numbers.items()} | self._steward.variables(
+            number, self._address
+        )
         name = f"process {number}"
         child: Child | RemoteChild
         if hosts[node].is_local:
