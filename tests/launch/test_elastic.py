@@ -105,7 +105,10 @@ def test_a_rank_that_fails_by_itself_ends_the_job(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks
-def test_too_few_ranks_end_the_job_with_the_names_of_the_dead(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("limits", "waited"), [("", ""), (", wait_for_ranks=1.0, respawn=RespawnLimits(delay=60.0)", " for 1 s")]
+)
+def test_too_few_ranks_end_the_job_with_the_names_of_the_dead(limits: str, waited: str, tmp_path: Path) -> None:
     script = tmp_path / "dying.py"
     script.write_text(
         "import os, runpy, signal, sys, threading\n"
@@ -113,11 +116,13 @@ def test_too_few_ranks_end_the_job_with_the_names_of_the_dead(tmp_path: Path) ->
         "threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()\n"
         f"sys.argv = ['', {str(tmp_path)!r}, '100000', '0.01']; runpy.run_path({RANK!r}, run_name='__main__')\n"
     )
-    done = start("ElasticLimits(2, min_ranks=2)", str(script))
+    done = start(f"ElasticLimits(2, min_ranks=2{limits})", str(script))
     assert done.returncode == 1, done.stdout
     last = done.stdout.strip().splitlines()[-1]
-    told = r"1 of its ranks are left, and it goes on with 2 or more \(--min-ranks\)\. Dead: ..:..:.. process 0 \(pid"
-    assert re.search(told + r" \d+\) was killed by signal 9", last), done.stdout
+    told = (
+        rf"1 of its ranks are left{waited}, and it goes on with 2 or more \(--min-ranks\)\. Dead: ..:..:.. process 0 "
+    )
+    assert re.search(told + r"\(pid \d+\) was killed by signal 9", last), done.stdout
 
 
 @pytest.mark.ranks
