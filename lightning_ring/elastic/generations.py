@@ -57,9 +57,7 @@ class Generations:
         """
         assert self.job is None, "close() comes first"
         rank, world_size = view.members.index(self._member.number), len(view.members)
-        node = int(
-            os.environ.get("RING_NODE_RANK", "0")
-        )  # of the launcher's count; the ranks number those that are left
+        node = int(os.environ.get("RING_NODE_RANK", "0"))  # by the launcher's count
         info = RankInfo(rank, world_size, 0, 1, node, node + 1, "ringrun", view.generation)
         store = StewardStore(self._member, self._timeout.total_seconds())
         own = own_member(info, self._member.number, self._device)

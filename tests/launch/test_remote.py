@@ -15,12 +15,20 @@ from pathlib import Path
 import pytest
 
 from benchmarks.hosts import Hosts, open_hosts, why_not
+from lightning_ring.job.rendezvous.interfaces import reachable_candidates
+from lightning_ring.launch.processes import is_dead
 from tests.processes import ROOT, clean_env, end_session
 
 RANK = str(ROOT / "tests" / "membership" / "counting_rank.py")
 # in ssh's place: the host, and the command as "$*"
 SSH = '#!/bin/sh\nhost=$1; shift\nexec ip netns exec "$host" unshare --uts sh -c "hostname $host; $*"\n'
-pytestmark = [pytest.mark.netns, pytest.mark.timeout(120)]
+# an agent on this very host, which has a second name
+START = (
+    "import sys; from lightning_ring.launch.elastic import *; from lightning_ring.launch.hosts import Host; "
+    "sys.exit(ElasticJob([sys.executable, *sys.argv[1:]], ElasticLimits(4), "
+    "hosts=[Host('localhost', 2), Host('elsewhere', 2)], line=lambda host, command: ['sh', '-c', command]).run())"
+)
+pytestmark = [pytest.mark.timeout(120)]
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
@@ -62,6 +70,7 @@ def agents(hosts: Hosts, host: str) -> list[int]:
     return found
 
 
+@pytest.mark.netns
 def test_the_ranks_of_a_lost_host_are_dead_within_a_second_and_a_half(tmp_path: Path) -> None:
     if (reason := why_not()) is not None:
         pytest.skip(reason)
@@ -79,6 +88,7 @@ def test_the_ranks_of_a_lost_host_are_dead_within_a_second_and_a_half(tmp_path: 
     assert [len(history) for history in histories] == [250, 250]
 
 
+@pytest.mark.netns
 def test_an_agent_that_is_killed_takes_its_ranks_along_and_is_started_again(tmp_path: Path) -> None:
     if (reason := why_not()) is not None:
         pytest.skip(reason)
@@ -94,6 +104,7 @@ def test_an_agent_that_is_killed_takes_its_ranks_along_and_is_started_again(tmp_
     assert numbers == {"0", "1", "4", "5"}, said(tmp_path)
 
 
+@pytest.mark.ranks
 def test_a_host_that_cannot_be_reached_ends_the_start(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "lightning_ring.cli.ringrun", "-H", "localhost:1,elsewhere:1", "--min-ranks", "1"]
     ssh = tmp_path / "ssh"
@@ -109,3 +120,36 @@ def test_a_host_that_cannot_be_reached_ends_the_start(tmp_path: Path) -> None:
     assert done.returncode == 255, done.stderr
     assert "host elsewhere is lost with 1 ranks: `" in done.stderr
     assert "ended with exit code 255" in done.stderr
+
+
+@pytest.mark.ranks
+@pytest.mark.skipif(not reachable_candidates({}), reason="this host has no address but its own loopback")
+def test_told_to_stop_the_ranks_of_an_agent_end_too(tmp_path: Path) -> None:
+    """A rank of the agent is killed and leaves; then the job is told to stop."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, runpy, signal, sys\n"
+        f"open({str(tmp_path)!r} + '/pid.' + os.environ['RING_MEMBER'], 'w').write(str(os.getpid()))\n"
+        "def stop(*_):\n"
+        f"    open({str(tmp_path)!r} + '/stopped.' + os.environ['RING_MEMBER'], 'w'); os._exit(3)\n"
+        "signal.signal(int(os.environ['RING_STOP_SIGNAL']), stop)\n"
+        f"sys.argv = ['', {str(tmp_path)!r}, '100000', '0.02']; runpy.run_path({RANK!r}, run_name='__main__')\n"
+    )
+    with (tmp_path / "output").open("w") as output:
+        command = [sys.executable, "-c", START, str(script)]
+        process = subprocess.Popen(
+            command, env=clean_env(), stdout=output, stderr=output, text=True, start_new_session=True
+        )
+    try:
+        wait_for(lambda: len(list(tmp_path.glob("*.log"))) == 4)
+        pids = [int((tmp_path / f"pid.{number}").read_text()) for number in range(4)]
+        os.kill(pids[2], signal.SIGKILL)
+        wait_for(lambda: "process 2 (host elsewhere, pid" in said(tmp_path))
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=30) == 143, said(tmp_path)
+    finally:
+        end_session(process)
+        process.wait(timeout=20)
+    assert {path.suffix for path in tmp_path.glob("stopped.*")} == {".0", ".1", ".3"}
+    assert all(is_dead(pid) for pid in pids)
+    assert f"{pids[2]}) was killed by signal 9 (SIGKILL); 3 ranks are left" in said(tmp_path)
