@@ -36,7 +36,7 @@ from lightning_ring.membership.silence import SilenceLimits
 from lightning_ring.membership.steward import Steward
 
 KINDS = ("kill", "kill", "kill", "exit", "stop")
-LIMIT_SECONDS = 120.0  # for a job that takes a few
+LIMIT_SECONDS = 60.0  # for a job that takes a few
 SILENT_SECONDS = 1.5  # after which a stopped process is removed
 
 
@@ -128,6 +128,9 @@ class Job:
                 if number in self.dead and number not in self.codes:
                     self.reap(number, pid)
         left = [pid for number, pid in self.pids.items() if number not in self.codes]
+        for pid in left:
+            os.kill(pid, signal.SIGUSR2)
+        time.sleep(1.0 if left else 0.0)
         for pid in left:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
