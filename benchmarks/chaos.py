@@ -36,7 +36,7 @@ from lightning_ring.membership.silence import SilenceLimits
 from lightning_ring.membership.steward import Steward
 
 KINDS = ("kill", "kill", "kill", "exit", "stop")
-LIMIT_SECONDS = 120.0  # for a job that takes a few
+LIMIT_SECONDS = 60.0  # for a job that takes a few
 SILENT_SECONDS = 1.5  # after which a stopped process is removed
 
 
@@ -88,7 +88,7 @@ class Job:
         self.codes: dict[int, int] = {}
         self.replacements = plan.replacements
         silence = SilenceLimits(answer=SILENT_SECONDS)
-        self.steward = Steward(Membership(), self.kill, silence=silence, idle=lambda member: 1e9)
+        self.steward = Steward(Membership(), self.kill, silence=silence, idle=self.idle)
 
     def start(self) -> None:
         number = len(self.pids)
@@ -106,6 +106,14 @@ class Job:
         if number not in self.codes:
             os.kill(self.pids[number], signal.SIGKILL)
 
+    def idle(self, number: int) -> float:
+        """A process that was stopped counts as idle, and one that only waits for a processor does not."""
+        try:
+            state = Path(f"/proc/{self.pids[number]}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return 0.0
+        return SILENT_SECONDS * 2 if state == "T" else 0.0
+
     def run(self) -> bool:
         """Whether all processes ended in time. Whatever still runs is killed."""
         for _ in range(self.plan.ranks):
@@ -120,6 +128,9 @@ class Job:
                 if number in self.dead and number not in self.codes:
                     self.reap(number, pid)
         left = [pid for number, pid in self.pids.items() if number not in self.codes]
+        for pid in left:
+            os.kill(pid, signal.SIGUSR2)
+        time.sleep(1.0 if left else 0.0)
         for pid in left:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import functools
 import hashlib
 import json
@@ -130,6 +131,7 @@ def train(folder: Path, backend: str, accumulate: int, seed: int, planted: tuple
     out = os.open(folder / f"{number}.out", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(out, 1)
     os.dup2(out, 2)
+    faulthandler.register(signal.SIGUSR2)  # where it hangs
     code = 1
     try:
         _fit(folder, backend, accumulate, seed, Faults(folder, number, planted), number)

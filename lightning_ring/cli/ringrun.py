@@ -12,10 +12,13 @@ from collections.abc import Sequence
 from lightning_ring.cli.arguments import add_hosts, chosen_hosts
 from lightning_ring.errors import ConfigurationError, RingError
 from lightning_ring.launch.elastic import ElasticJob, ElasticLimits, RespawnLimits
-from lightning_ring.launch.hosts import Host, check_slots
+from lightning_ring.launch.hosts import Host, check_slots, hosts_of_allocation
 from lightning_ring.launch.mpirun import mpirun_line, rank_environment, require_mpirun
+from lightning_ring.launch.remote import srun_line, ssh_line
 from lightning_ring.launch.start import mpirun_job, plain_job
 from lightning_ring.launch.supervisor import STOP_SIGNAL
+
+_LIMITS = ("min_ranks", "max_ranks", "wait_for_ranks", "respawn_limit")  # of jobs that go on when ranks die
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -50,6 +53,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(options: argparse.Namespace) -> int:
     hosts = chosen_hosts(options)
+    if _is_elastic(options) and not hosts and "SLURM_JOB_ID" in os.environ:
+        hosts = hosts_of_allocation(os.environ)
     if options.ranks is None and not hosts:
         raise ConfigurationError("how many ranks? Say -n N, or give hosts and their slots, as in -H host1:4,host2:4.")
     ranks = options.ranks if options.ranks is not None else sum(host.slots for host in hosts)
@@ -77,12 +82,15 @@ def _run(options: argparse.Namespace) -> int:
     return mpirun_job(mpirun, ranks, command, hosts, os.environ).run()
 
 
+def _is_elastic(options: argparse.Namespace) -> bool:
+    return options.respawn or any(getattr(options, name) is not None for name in _LIMITS)
+
+
 def _elastic_limits(options: argparse.Namespace, ranks: int) -> ElasticLimits | None:
     """The limits of a job that goes on when ranks die; `None` for one that ends."""
-    given = {name: getattr(options, name) for name in ("min_ranks", "max_ranks", "wait_for_ranks", "respawn_limit")}
-    given = {name: value for name, value in given.items() if value is not None}
-    if not given and not options.respawn:
+    if not _is_elastic(options):
         return None
+    given = {name: getattr(options, name) for name in _LIMITS if getattr(options, name) is not None}
     limit = given.pop("respawn_limit", None)
     if limit is not None and (not options.respawn or limit < 1):
         raise ConfigurationError(f"--respawn-limit {limit}: it is 1 or more, and goes with --respawn.")
@@ -97,12 +105,14 @@ def _elastic_limits(options: argparse.Namespace, ranks: int) -> ElasticLimits | 
 def _run_elastic(
     options: argparse.Namespace, limits: ElasticLimits, command: Sequence[str], hosts: Sequence[Host]
 ) -> int:
-    if any(not host.is_local for host in hosts):
-        raise ConfigurationError("--min-ranks works on this host only; leave -H and --hostfile out.")
     if options.dry_run:
-        print(f"{limits.ranks} processes of: {shlex.join(command)}")
+        others = [host.name for host in hosts if not host.is_local]
+        agents = f", started by agents on {', '.join(others)}" if others else ""
+        print(f"{limits.ranks} processes{agents} of: {shlex.join(command)}")
         return 0
-    return ElasticJob(command, limits).run()
+    chosen = options.hosts is not None or options.hostfile is not None
+    line = srun_line if "SLURM_JOB_ID" in os.environ and not chosen else ssh_line
+    return ElasticJob(command, limits, hosts=hosts, line=line).run()
 
 
 def resolve_command(command: Sequence[str]) -> list[str]:

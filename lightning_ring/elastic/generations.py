@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -17,13 +18,11 @@ from lightning_ring.errors import PeerFailedError, RingError
 from lightning_ring.host.accelerator import is_gpu
 from lightning_ring.job.communicators import open_communicator
 from lightning_ring.job.job import Job, Lasting
-from lightning_ring.job.members import exchange_members, own_member
+from lightning_ring.job.members import exchange_members, info_of, own_member
 from lightning_ring.job.ranks import RankInfo
 from lightning_ring.job.rendezvous.interfaces import prefer_interface
 from lightning_ring.membership.member import Member
 from lightning_ring.membership.view import View
-
-_LOOPBACK = "127.0.0.1"
 
 
 class Generations:
@@ -60,11 +59,13 @@ class Generations:
         """
         assert self.job is None, "close() comes first"
         rank, world_size = view.members.index(self._member.number), len(view.members)
-        info = RankInfo(rank, world_size, rank, world_size, 0, 1, "ringrun", view.generation)
+        node = int(os.environ.get("RING_NODE_RANK", "0"))  # by the launcher's count
+        info = RankInfo(rank, world_size, 0, 1, node, node + 1, "ringrun", view.generation)
         store = self._store = StewardStore(self._member, self._timeout.total_seconds())
         own = own_member(info, self._member.number, self._device)
         members = exchange_members(own, info, store)  # all have come: what follows takes milliseconds
-        prefer_interface(_LOOPBACK)
+        info = info_of(rank, members, "ringrun", view.generation)
+        prefer_interface(self._member.address)
         self._memory.regroup(view.members)
         lasting = Lasting(self._member.check, self._memory)
         self.job = job = Job(info, members, store, None, self._device, self._timeout, lasting)

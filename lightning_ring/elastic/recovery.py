@@ -18,6 +18,7 @@ from lightning_ring.membership.view import View
 
 BLAME_SECONDS = 3.0  # a transport may see a death before the steward says so
 VIEW_SECONDS = 24 * 3600.0  # for the next view: the steward ends the job where there are too few ranks
+LOOK_SECONDS = 0.5  # how often a process that is left out looks whether the training is over
 NUM_ATTEMPTS = 5  # to connect without that anybody died
 
 _log = logging.getLogger("lightning_ring")
@@ -97,6 +98,10 @@ class Recovery:
         """Let newcomers in, between two steps. Collective."""
         self.pausing = True
         try:
+            self._generations.communicator.barrier()  # else the first one here would stop others before they are
+        except Exception as error:
+            self.after(error)
+        else:
             self._go_on(None)
         finally:
             self.pausing = False
@@ -152,8 +157,10 @@ class Recovery:
         return replace(view, members=others, newcomers=())
 
     def _wait_for_the_end_of_the_view(self) -> None:
-        while not self._member.is_over(VIEW_SECONDS):
-            pass
+        while not self._member.is_over(LOOK_SECONDS):
+            if self._member.training_is_over:
+                self._member.finish()
+                raise JobEnded("The job ends: the training has finished.", finished=True)
 
 
 def is_from_a_peer(error: BaseException) -> bool:

@@ -62,6 +62,10 @@ class Child:
         return self.process.pid
 
     @property
+    def is_started(self) -> bool:
+        return self.process is not None
+
+    @property
     def is_running(self) -> bool:
         return self.process is not None and self.process.poll() is None
 

@@ -1,4 +1,4 @@
-"""A job on this host that goes on when ranks die: the supervisor's process is the steward of its membership."""
+"""A job that goes on when ranks die: the supervisor's process is the steward of its membership."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ from dataclasses import dataclass, field
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.job.exit import say
 from lightning_ring.launch.child import Child
-from lightning_ring.launch.mpirun import rank_environment
+from lightning_ring.launch.deaths import Deaths
+from lightning_ring.launch.hosts import Host
 from lightning_ring.launch.orphan_guard import OrphanGuard
-from lightning_ring.launch.respawn import RespawnLimits, Respawns
-from lightning_ring.launch.supervisor import PEERS_SECONDS, STOP_SIGNAL, Supervisor, signal_name, stop_grace
+from lightning_ring.launch.remote import HostLine, RemoteChild, ssh_line
+from lightning_ring.launch.respawn import RespawnLimits
+from lightning_ring.launch.slots import Slots
+from lightning_ring.launch.supervisor import PEERS_SECONDS, Supervisor, signal_name, stop_grace
 from lightning_ring.membership.membership import Membership
 from lightning_ring.membership.silence import SilenceLimits
 from lightning_ring.membership.steward import Steward
@@ -23,7 +26,7 @@ from lightning_ring.membership.steward import Steward
 LOOK_SECONDS = 0.01  # how often the kernel is asked whether a process is on its way out
 _IDLE_SECONDS = 1.0  # how often it is asked for processor time
 _WRAPPER_SECONDS = 2.0  # for the end of a wrapper whose rank has died
-_FAIL_SECONDS = 1.0
+_FAIL_SECONDS = 1.0  # for the exit code of a rank that failed
 _CODES_OF_SIGNALS = range(129, 193)  # a shell's, for a program that a signal ended
 
 __all__ = ["ElasticJob", "ElasticLimits", "RespawnLimits"]
@@ -60,8 +63,9 @@ class _Process:
 
     number: int
     slot: int
-    child: Child
-    started: float = 0.0
+    child: Child | RemoteChild
+    joins: bool  # a job whose ranks train already
+    started: float
     guarded: bool = False
     identified: bool = False
     removed: str = ""  # why the steward had it killed, where that is not its own death
@@ -79,6 +83,9 @@ class ElasticJob:
     that no view has had yet may fail: the others do not need it. An exit code of 0 is a failure where the rank has not
     said that it has finished.
 
+    Without ``hosts`` all ranks are on this host. Each other one gets an agent, which is started by ``line``; this
+    host, where the steward is, stays the one that must not die.
+
     Raises:
         ConfigurationError: Not on Linux.
     """
@@ -86,17 +93,19 @@ class ElasticJob:
     command: Sequence[str]
     limits: ElasticLimits
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
-    _processes: dict[int, _Process] = field(default_factory=dict, init=False)
-    _deaths: list[str] = field(default_factory=list, init=False)  # who died, when and how
-    _given_up: dict[int, str] = field(default_factory=dict, init=False)  # slots without further processes
-    _below_since: float | None = field(default=None, init=False)
+    hosts: Sequence[Host] = ()
+    line: HostLine = ssh_line
+    _processes: list[_Process] = field(default_factory=list, init=False)  # by number
+    _by_child: dict[Child | RemoteChild, _Process] = field(default_factory=dict, init=False)
     _left: str = field(default="", init=False)  # who ended with exit code 0 and had not finished
+    _below_since: float | None = field(default=None, init=False)
     _ended_since: float | None = field(default=None, init=False)
     _next_idle: float = field(default=0.0, init=False)
     _shown: int = field(default=-1, init=False)
+    _slots: Slots = field(init=False)
+    _deaths: Deaths = field(init=False)
     _supervisor: Supervisor = field(init=False)
     _steward: Steward = field(init=False)
-    _respawns: Respawns | None = field(init=False)
     _guard: OrphanGuard = field(init=False)
 
     def run(self, cwd: str | None = None) -> int:
@@ -107,26 +116,26 @@ class ElasticJob:
                 "that a rank is dead. Leave --min-ranks out, and use strategy='ring'."
             )
         limits = self.limits
-        print(
-            f"lightning_ring: {limits.ranks} processes of: {shlex.join(self.command)} (goes on with "
-            f"{limits.min_ranks} or more)",
-            file=sys.stderr,
-            flush=True,
-        )
+        say(f"{limits.ranks} processes of: {shlex.join(self.command)} (goes on with {limits.min_ranks} or more)")
         membership = Membership(limits.min_ranks, limits.max_ranks)
-        self._steward = Steward(membership, self._kill, silence=limits.silence, idle=self._idle)
-        self._respawns = Respawns(limits.respawn) if limits.respawn is not None else None
+        self._slots = Slots(limits.ranks, self.command, self.environ, self.hosts, self.line)
+        self._steward = Steward(membership, self._kill, self._slots.listens[0], limits.silence, self._idle)
+        if self._slots.remote is not None:
+            self._slots.remote.steward_port = self._steward.port
+        self._deaths = Deaths(limits.respawn)
         self._guard = OrphanGuard(f"the process that started the ranks (pid {os.getpid()}) has gone: they end")
-        children = [self._next_process(slot).child for slot in range(limits.ranks)]
+        children = [self._next_child(slot) for slot in range(limits.ranks)]
         self._supervisor = Supervisor(
             children, grace=stop_grace(self.environ), excuses=self._outlives, wait=self._look_after
         )
         try:
             code = self._supervisor.run(cwd)
         finally:
-            for process in self._processes.values():
+            for process in self._processes:
                 if process.died is not None and process.number not in membership.finishers:
                     process.child.kill_session()
+            if self._slots.remote is not None:
+                self._slots.remote.close()
             self._steward.close()
             self._guard.close()
         self._say_why(code)
@@ -138,18 +147,17 @@ class ElasticJob:
 
     def pids(self) -> dict[int, int]:
         """The running processes, by number."""
-        running = [process for process in list(self._processes.values()) if process.child.is_running]
+        running = [process for process in list(self._processes) if process.child.is_running]
         return {process.number: process.child.pid for process in running if process.died is None}
 
-    def _next_process(self, slot: int) -> _Process:
+    def _next_child(self, slot: int) -> Child | RemoteChild:
         number = len(self._processes)
-        common = rank_environment(self.limits.ranks, [], self.environ, STOP_SIGNAL)
-        # numbers to go on with until the first view tells the rank
-        provisional = {"RING_RANK": str(slot), "RING_WORLD_SIZE": str(self.limits.ranks)}
-        child = Child(f"process {number}", self.command, common | provisional | self._steward.variables(number))
-        process = self._processes[number] = _Process(number, slot, child, time.monotonic())
+        child = self._slots.child(slot, number, self._steward.variables(number, self._slots.listens[1]))
+        joins = self._steward.membership.view is not None
+        process = self._by_child[child] = _Process(number, slot, child, joins, time.monotonic())
+        self._processes.append(process)
         self._steward.expect(number)
-        return process
+        return child
 
     # -- called by the supervisor, again and again
 
@@ -157,17 +165,18 @@ class ElasticJob:
         """Serve the ranks, and find the dead."""
         self._steward.step(LOOK_SECONDS)
         now = time.monotonic()
-        for process in list(self._processes.values()):
-            if not process.ended:
-                self._look_at(process, now)
+        if self._slots.remote is not None:
+            self._slots.remote.look(now)
+        running = [process for process in self._processes if not process.ended]
+        for process in running:
+            self._look_at(process, now)
         if now >= self._next_idle:
             self._next_idle = now + _IDLE_SECONDS
-            for process in self._processes.values():
-                if not process.ended:
-                    process.child.idle(now)
-        if self._respawns is not None and not self._is_over:
-            for slot in self._respawns.take_due(now):
-                self._supervisor.start(self._next_process(slot).child)
+            for process in running:
+                process.child.idle(now)
+        if not self._is_over:
+            for slot in self._deaths.take_due(now):
+                self._supervisor.start(self._next_child(slot))
         self._show_view()
         self._end_if_below_min_ranks(now)
         if self._left and self._steward.pids and not self._is_over:  # else none of the ranks takes part: a plain script
@@ -184,9 +193,9 @@ class ElasticJob:
 
     def _look_at(self, process: _Process, now: float) -> None:
         child, number, steward = process.child, process.number, self._steward
-        if child.process is None:
+        if not child.is_started:
             return
-        if not process.guarded:
+        if not process.guarded and isinstance(child, Child):
             process.guarded = True
             self._guard.watch(child.pid)
         if not process.identified and number in steward.pids:
@@ -214,37 +223,34 @@ class ElasticJob:
         finished = number in steward.membership.finishers
         if not finished:
             process.child.kill_session()  # what it started
-        self._guard.forget(process.child.pid)
+        if isinstance(process.child, Child):
+            self._guard.forget(process.child.pid)
         if self._is_over or (finished and code == 0):
             process.outlived = steward.membership.finished and not self._supervisor.ending and _by_signal(code)
+            if process.outlived:
+                self._note_death(process, code)
             return
         if code == 0:
             self._left = self._left or self._name(process)
             return
-        is_new = steward.membership.view is not None and not steward.membership.was_member(number)
-        others = [other for other in self._processes.values() if other is not process]
-        if (_by_signal(code) or is_new) and any(other.child.poll() in (None, 0) for other in others):
+        is_new = process.joins and not steward.membership.was_member(number)
+        others = (other.child.poll() for other in self._processes if other is not process)
+        if (_by_signal(code) or is_new) and any(other in (None, 0) for other in others):
             process.outlived = True
             self._note_death(process, code)
 
     def _note_death(self, process: _Process, code: int) -> None:
-        now, respawns = time.monotonic(), self._respawns
         how = f"was killed by signal {-code} ({signal_name(-code)})" if code < 0 else f"ended with exit code {code}"
+        if isinstance(process.child, RemoteChild) and process.child.is_lost:
+            how = "is lost with its host"
         reason = process.removed or self._steward.last_words.get(process.number, "")
         death = f"{self._name(process)} {how}" + f" ({reason})" * bool(reason)
-        self._deaths.append(f"{time.strftime('%H:%M:%S')} {death}")
-        rest = f"{len(self.pids())} ranks are left"
-        if respawns is not None:
-            if respawns.died(process.slot, now, now - process.started):
-                rest += ", and a new process replaces it"
-            else:
-                times = f"{respawns.in_a_row[process.slot]} processes died one after the other"
-                self._given_up[process.slot] = f"slot {process.slot} stays empty, {times}; the last: {death}"
-                rest += f"; no other process replaces it, after {respawns.in_a_row[process.slot]} deaths in a row"
-        say(f"{death}; {rest}")
+        trains = not self._is_over and not self._steward.membership.finishers
+        rest = self._deaths.add(death, process.slot, time.monotonic() - process.started, replaced=trains)
+        say(f"{death}; {len(self.pids())} ranks are left{rest}")
 
-    def _outlives(self, child: Child, code: int) -> bool:
-        process = next(process for process in self._processes.values() if process.child is child)
+    def _outlives(self, child: Child | RemoteChild, code: int) -> bool:
+        process = self._by_child[child]
         self._note_end(process, code)
         return process.outlived
 
@@ -263,7 +269,9 @@ class ElasticJob:
 
     @staticmethod
     def _name(process: _Process) -> str:
-        return f"{process.child.name} (pid {process.child.program or process.child.pid})"
+        child = process.child
+        where = f"host {child.host.host.name}, " if isinstance(child, RemoteChild) else ""
+        return f"{child.name} ({where}pid {child.program or child.pid})"
 
     def _show_view(self) -> None:
         view = self._steward.membership.view
@@ -278,15 +286,14 @@ class ElasticJob:
             self._below_since = None
             return
         self._below_since = self._below_since or now
-        unreplaced = any(process.died is not None and not process.ended for process in self._processes.values())
-        pending = self._respawns.pending if self._respawns is not None else 0
-        others_may_come = unreplaced or pending or membership.expected
+        unreplaced = any(process.died is not None and not process.ended for process in self._processes)
+        others_may_come = unreplaced or self._deaths.pending or membership.expected
         if not others_may_come or now - self._below_since > self.limits.wait_for_ranks:
             left = len(membership.members) or len(membership.newcomers)
             waited = f" for {now - self._below_since:.0f} s" if others_may_come else ""
             self._steward.end(
                 f"{left} of its ranks are left{waited}, and it goes on with {self.limits.min_ranks} or more "
-                f"(--min-ranks). Dead: {'; '.join(self._deaths)}"
+                f"(--min-ranks). Dead: {'; '.join(self._deaths.told)}"
             )
 
     def _end(self, now: float) -> None:
@@ -294,15 +301,15 @@ class ElasticJob:
         self._ended_since = self._ended_since or now
         membership = self._steward.membership
         if not membership.finished:
-            if now - self._ended_since > _FAIL_SECONDS:  # the exit code of a rank that failed comes first
+            if now - self._ended_since > _FAIL_SECONDS:
                 self._supervisor.fail()
         elif now - self._ended_since > PEERS_SECONDS:
-            for process in self._processes.values():
+            for process in self._processes:
                 if not process.ended and not membership.was_member(process.number):
                     process.child.kill_session()  # it hangs, and has not heard of the end
 
     def _say_why(self, code: int) -> None:
-        for line in self._given_up.values():
+        for line in self._deaths.given_up.values():
             say(line)
         ended = self._steward.ended
         if code and ended is not None and not self._steward.membership.finished and self._supervisor.cause != ended:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,6 +77,29 @@ def check_slots(ranks: int, hosts: list[Host]) -> None:
 def in_allocation(environ: Mapping[str, str]) -> bool:
     """Whether this process is inside a batch system's allocation, whose hosts mpirun finds by itself."""
     return any(name in environ for name in ("SLURM_JOB_ID", "PBS_NODEFILE", "LSB_JOBID", "PE_HOSTFILE"))
+
+
+def hosts_of_allocation(environ: Mapping[str, str]) -> list[Host]:
+    """The nodes of this Slurm job with their tasks; the one that this process runs on is ``localhost``.
+
+    Raises:
+        ConfigurationError: Slurm does not tell them.
+    """
+    try:
+        names = subprocess.run(
+            ["scontrol", "show", "hostnames", environ.get("SLURM_JOB_NODELIST", "")],
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=True,
+        ).stdout.split()
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ConfigurationError(
+            f"The nodes of Slurm's job {environ.get('SLURM_JOB_ID')} are not known ({error}). Name them with -H."
+        ) from error
+    tasks = tasks_per_node(environ.get("SLURM_TASKS_PER_NODE", "")) or [1] * len(names)
+    here = environ.get("SLURMD_NODENAME")
+    return [Host("localhost" if name == here else name, count) for name, count in zip(names, tasks, strict=True)]
 
 
 def slots_of_allocation(environ: Mapping[str, str]) -> float:

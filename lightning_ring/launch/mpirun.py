@@ -116,10 +116,14 @@ def mpirun_line(
         # The stop signal goes to the ranks, not to their data-loader workers, which it would kill
         line += ["--prtemca", "odls_base_signal_direct_children_only", "1"]
     if in_allocation(environ) or any(not host.is_local for host in hosts):
-        for name in sorted(environ):
-            if name in _NAMES or name.startswith(_PREFIXES):
-                line += ["-x", name]
+        for name in exported_names(environ):
+            line += ["-x", name]
     return [*line, *command]
+
+
+def exported_names(environ: Mapping[str, str]) -> list[str]:
+    """The variables that ranks on other hosts get."""
+    return [name for name in sorted(environ) if name in _NAMES or name.startswith(_PREFIXES)]
 
 
 def _program(mpirun: Mpirun) -> str:

@@ -42,7 +42,7 @@ def agreed_step(reports: Mapping[int, Report]) -> int | None:
     if not standing:
         return None
     most = max(step for step, _ in standing.values())
-    behind = {rank: place for rank, place in standing.items() if place[0] < most}
+    behind = {rank: report for rank, report in standing.items() if report[0] < most}
     lost = sorted(rank for rank, (step, complete) in behind.items() if step != most - 1 or not complete)
     if lost:
         found = ", ".join(f"{rank}: {step}{' (complete)' * complete}" for rank, (step, complete) in standing.items())

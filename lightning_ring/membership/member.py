@@ -78,6 +78,13 @@ class Member:
         assert self.view is not None, "next_view() comes first"
         return self.view.members.index(self.number)
 
+    @property
+    def address(self) -> str:
+        """This host's address on the way to the steward, which leads to the job's other hosts if there are any."""
+        assert self._connection is not None, "open() comes first"
+        address: str = self._connection.socket.getsockname()[0]
+        return address
+
     def open(self) -> None:
         """Connect to the steward.
 

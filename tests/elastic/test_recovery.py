@@ -21,6 +21,7 @@ class Recorder:
     number = 0
     admitted = True
     newcomers_wait = False
+    training_is_over = False
 
     def __init__(self, *views: View, over: bool = True, opens: tuple[Exception | None, ...] = ()) -> None:
         self.calls: list[Any] = []
@@ -53,6 +54,9 @@ class Recorder:
 
     def admits(self, ranks: int) -> bool:
         return ranks == 2
+
+    def finish(self) -> None:
+        self.calls.append("finish")
 
     def commit(self) -> None:
         self.calls.append("commit")
@@ -102,6 +106,15 @@ def test_newcomers_wait_where_a_rank_cannot_let_them_in() -> None:
     with pytest.raises(JobEnded):
         newcomer.recovery.start()
     assert not [call for call in newcomer.calls if str(call).startswith("open")]
+
+
+def test_a_process_that_is_left_out_of_the_last_view_ends_with_it() -> None:
+    newcomer = Recorder(View(3, (0, 1, 4), 7, (4,)), over=False)
+    newcomer.number, newcomer.admitted, newcomer.training_is_over = 4, False, True
+    with pytest.raises(JobEnded) as caught:
+        newcomer.recovery.start()
+    assert caught.value.finished
+    assert newcomer.calls[-1] == "finish"
 
 
 def test_connections_that_do_not_come_up_are_tried_again_a_few_times() -> None:

@@ -105,7 +105,10 @@ def test_a_rank_that_fails_by_itself_ends_the_job(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks
-def test_too_few_ranks_end_the_job_with_the_names_of_the_dead(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("limits", "waited"), [("", ""), (", wait_for_ranks=1.0, respawn=RespawnLimits(delay=60.0)", " for 1 s")]
+)
+def test_too_few_ranks_end_the_job_with_the_names_of_the_dead(limits: str, waited: str, tmp_path: Path) -> None:
     script = tmp_path / "dying.py"
     script.write_text(
         "import os, runpy, signal, sys, threading\n"
@@ -113,11 +116,13 @@ def test_too_few_ranks_end_the_job_with_the_names_of_the_dead(tmp_path: Path) ->
         "threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()\n"
         f"sys.argv = ['', {str(tmp_path)!r}, '100000', '0.01']; runpy.run_path({RANK!r}, run_name='__main__')\n"
     )
-    done = start("ElasticLimits(2, min_ranks=2)", str(script))
+    done = start(f"ElasticLimits(2, min_ranks=2{limits})", str(script))
     assert done.returncode == 1, done.stdout
     last = done.stdout.strip().splitlines()[-1]
-    told = r"1 of its ranks are left, and it goes on with 2 or more \(--min-ranks\)\. Dead: ..:..:.. process 0 \(pid"
-    assert re.search(told + r" \d+\) was killed by signal 9", last), done.stdout
+    told = (
+        rf"1 of its ranks are left{waited}, and it goes on with 2 or more \(--min-ranks\)\. Dead: ..:..:.. process 0 "
+    )
+    assert re.search(told + r"\(pid \d+\) was killed by signal 9", last), done.stdout
 
 
 @pytest.mark.ranks
@@ -211,7 +216,7 @@ def test_the_rank_in_a_wrapper_is_watched_and_its_session_ends_with_it(tmp_path:
         tmp_path,
         "if number == '1':\n"
         f"    child = subprocess.Popen(['sleep', '300']); open({str(tmp_path / 'pids')!r}, 'w').write("
-        "f'{child.pid} {os.getppid()}')\n"
+        "f'{child.pid} {os.getppid()} {os.getpid()}')\n"
         "    when_counting(lambda: os.kill(os.getpid(), signal.SIGKILL))\n"
         "count()\n",
         steps=100,
@@ -221,7 +226,8 @@ def test_the_rank_in_a_wrapper_is_watched_and_its_session_ends_with_it(tmp_path:
     done = run([sys.executable, *command, "bash", "-c", shell], timeout=60)
     assert done.returncode == 0, done.stdout
     assert "generation 1: 1 ranks" in done.stdout
-    child, wrapper = map(int, (tmp_path / "pids").read_text().split())
+    child, wrapper, rank = map(int, (tmp_path / "pids").read_text().split())
+    assert f"process 1 (pid {rank}) was killed" in done.stdout
     assert is_dead(wrapper)
     assert is_dead(child)
 
@@ -319,3 +325,18 @@ def test_plain_python_is_the_steward_of_its_own_ranks(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout
     assert "2 ranks, 1 of them new" in done.stdout
     assert len(json.loads((tmp_path / "2.json").read_text())) == 200
+
+
+@pytest.mark.ranks
+def test_ranks_that_do_not_end_with_their_job_are_ended(tmp_path: Path) -> None:
+    script = counting(
+        tmp_path,
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "if number == '1': when_counting(lambda: os.kill(os.getpid(), signal.SIGKILL))\n"
+        "try: count()\n"
+        "finally: time.sleep(3600)\n",
+    )
+    soon = "import lightning_ring.launch.supervisor as s; s.PEERS_SECONDS = s._TERM_SECONDS = 0.5; " + START
+    done = run([sys.executable, "-c", soon, "ElasticLimits(2, min_ranks=2)", script], timeout=60)
+    assert done.returncode == 1, done.stdout
+    assert "(--min-ranks)" in done.stdout.strip().splitlines()[-1]

@@ -59,7 +59,7 @@ def test_the_next_view_waits_for_reports_and_until_the_dead_are_seen_to_be_dead(
     assert membership.next_view() is None  # it may still write into shared memory
     membership.fenced(0)
     assert membership.next_view() == View(1, (1, 2), 4)
-    membership.report(0, 1, Report(9))  # counted out for good
+    membership.report(0, 1, Report(9))  # removed for good
     assert membership.next_view() is None
     assert membership.members == [1, 2]
 

@@ -12,7 +12,7 @@ import time
 import pytest
 
 from lightning_ring.errors import RankDiscoveryError
-from lightning_ring.membership import steward as steward_module
+from lightning_ring.membership import connections
 from lightning_ring.membership.agreement import Report
 from lightning_ring.membership.member import Member
 from lightning_ring.membership.membership import Membership
@@ -114,7 +114,7 @@ def test_a_second_process_with_a_number_that_is_taken_is_refused() -> None:
 
 
 def test_a_connection_that_says_nothing_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steward_module, "_HELLO_SECONDS", 0.2)
+    monkeypatch.setattr(connections, "_HELLO_SECONDS", 0.2)
     with (
         serving() as server,
         socket.create_connection(("127.0.0.1", server.steward.port), timeout=WAIT) as connection,

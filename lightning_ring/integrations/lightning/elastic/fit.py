@@ -159,7 +159,7 @@ class ElasticFit:
 
     def save_at_the_end(self, error: JobEnded) -> None:
         """Save what this rank has finished, where the job ends because it had too few ranks for too long."""
-        if "--min-ranks" not in str(error):
+        if "of its ranks are left" not in str(error):
             return
         self._under_way.take_back()
         path = save_last_checkpoint(self._strategy, self.process.member.number)
@@ -249,5 +249,5 @@ class ElasticFit:
         adopt(job)
         strategy = self._strategy
         strategy._job = job
-        strategy.parallel_devices = [self.process.connecting.device] * job.info.world_size
+        strategy.parallel_devices = [self.process.connecting.device] * job.info.local_size
         strategy.set_world_ranks()

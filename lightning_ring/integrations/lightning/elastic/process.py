@@ -32,6 +32,7 @@ class ElasticProcess:
     Attributes:
         is_newcomer: Whether the job had begun when this process was started.
         fitting: Whether a fit is under way, so that the end of this process is no end of its training.
+        was_stopped: Whether all ranks left a fit together, as a signal asked them to.
         num_fits: Fits that this process has begun.
     """
 
@@ -41,6 +42,7 @@ class ElasticProcess:
         end_job_on_error(self.member)
         self.is_newcomer = self.member.number >= int(os.environ.get("RING_WORLD_SIZE", self.member.number + 1))
         self.fitting = False
+        self.was_stopped = False
         self.num_fits = 0
         self.connecting = connecting
         device, timeout = connecting.device, connecting.timeout
@@ -49,7 +51,9 @@ class ElasticProcess:
         atexit.register(self._say_at_exit)
 
     def _say_at_exit(self) -> None:
-        if not self.fitting:
+        if self.was_stopped:
+            self.member.fail("its ranks were asked to stop (SIGTERM), and did so at the same step")
+        elif not self.fitting:
             self.member.finish()
 
 

@@ -188,7 +188,8 @@ class ElasticStrategy(RingStrategy):
         if fit is not None:
             fit.position = None
             interrupted = trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
-            fit.process.fitting = fit.process.fitting and interrupted and not self._stopping_together
+            fit.process.fitting = fit.process.fitting and interrupted
+            fit.process.was_stopped = self._stopping_together
         super().teardown()
 
     def _meet(self, fit: ElasticFit, position: TrainingPosition | None) -> None:

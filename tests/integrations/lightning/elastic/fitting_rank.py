@@ -155,6 +155,7 @@ def main() -> None:
     loader = DataLoader(data, batch_size=BATCH, sampler=order, drop_last=True)
     trainer.fit(module, loader, DataLoader(data, batch_size=BATCH), ckpt_path=os.environ.get("FIT_RESUME"))
     result = {
+        "number": NUMBER,
         "rank": trainer.global_rank,
         "world_size": trainer.world_size,
         "digest": digest(module, trainer.optimizers[0]),

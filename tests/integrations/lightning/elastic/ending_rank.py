@@ -1,0 +1,65 @@
+"""Fits of a plain script, which ``python ending_rank.py FOLDER FITS [EVENT]`` starts as 3 ranks.
+
+EVENT is NUMBER:STEP:SIGNAL or NUMBER:STEP:SIGNAL:hook: process NUMBER sends itself the signal when STEP steps are
+finished, in its training step or in ``on_before_optimizer_step``, where ranks communicate.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from datetime import timedelta
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_ring import RingStrategy
+
+FOLDER, FITS, EVENT = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
+SAMPLES = torch.randn(48, 4, generator=torch.Generator().manual_seed(0))
+
+
+class Module(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(4, 1)
+
+    def happen(self, place: str) -> None:
+        for number, step, signum, *at in (event.split(":") for event in EVENT):
+            here = os.environ["RING_MEMBER"] == number and self.global_step == int(step)
+            if here and (at or ["step"]) == [place]:
+                os.kill(os.getpid(), int(signum))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.happen("step")
+        return self.net(batch[0]).square().mean()
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        ranks = self.trainer.strategy.reduce(torch.ones(()), reduce_op="sum")
+        assert ranks == self.trainer.world_size, (ranks, self.trainer.world_size)
+        self.happen("hook")
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+for fit in range(FITS):
+    strategy = RingStrategy(
+        elastic=True, backend="gloo", min_ranks=int(os.environ.get("MIN", "1")), wait_for_ranks=timedelta(seconds=1)
+    )
+    trainer = pl.Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=3,
+        max_epochs=2,
+        logger=False,
+        callbacks=[ModelCheckpoint(FOLDER)],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Module(), DataLoader(TensorDataset(SAMPLES), batch_size=4))
+    print(f"fit {fit}: {trainer.world_size} ranks, {trainer.global_step} steps\n", end="", flush=True)

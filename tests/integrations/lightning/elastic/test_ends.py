@@ -1,0 +1,50 @@
+"""How jobs of plain ``python train.py`` end: after two fits, after a death, with too few ranks, by SIGTERM."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.processes import ROOT, run
+
+RANK = str(ROOT / "tests" / "integrations" / "lightning" / "elastic" / "ending_rank.py")
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(200)]
+
+
+def job(folder: Path, *arguments: str, **env: str) -> tuple[int, str]:
+    done = run([sys.executable, RANK, str(folder), *arguments], timeout=150, **env)
+    return done.returncode, done.stdout
+
+
+def test_a_second_fit_of_a_script_goes_on_with_the_same_ranks(tmp_path: Path) -> None:
+    code, output = job(tmp_path, "2")
+    assert code == 0, output
+    for fit in (0, 1):
+        assert output.count(f"fit {fit}: 3 ranks, 8 steps") == 3
+
+
+def test_a_step_that_is_finished_after_a_death_runs_its_hooks_no_second_time(tmp_path: Path) -> None:
+    code, output = job(tmp_path, "1", "1:3:9:hook")
+    assert code == 0, output
+    assert "2 ranks, after 4 steps" in output  # the survivors held the averages, and a hook would find no communicator
+    assert output.count("fit 0: 2 ranks, ") == 2
+
+
+def test_too_few_ranks_save_a_checkpoint_and_say_who_died(tmp_path: Path) -> None:
+    code, output = job(tmp_path, "1", "2:3:9", MIN="3")
+    assert code == 1
+    assert "process 2" in output.rpartition("Dead: ")[2]
+    saved = torch.load(tmp_path / "too-few-ranks-step=3.ckpt", weights_only=False)
+    assert saved["global_step"] == 3
+    assert saved["optimizer_states"]
+    assert not list(tmp_path.glob("*.ckpt.*"))
+
+
+def test_a_rank_that_is_asked_to_stop_stops_all_of_them(tmp_path: Path) -> None:
+    code, output = job(tmp_path, "1", "1:3:15")
+    assert code != 0
+    assert "asked to stop" in output
+    assert "fit 0" not in output

@@ -1,0 +1,155 @@
+"""Ranks on several hosts, each a network namespace: a host that is lost, an agent that is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from benchmarks.hosts import Hosts, open_hosts, why_not
+from lightning_ring.job.rendezvous.interfaces import reachable_candidates
+from lightning_ring.launch.processes import is_dead
+from tests.processes import ROOT, clean_env, end_session
+
+RANK = str(ROOT / "tests" / "membership" / "counting_rank.py")
+# in ssh's place: the host, and the command as "$*"
+SSH = '#!/bin/sh\nhost=$1; shift\nexec ip netns exec "$host" unshare --uts sh -c "hostname $host; $*"\n'
+# an agent on this very host, which has a second name
+START = (
+    "import sys; from lightning_ring.launch.elastic import *; from lightning_ring.launch.hosts import Host; "
+    "sys.exit(ElasticJob([sys.executable, *sys.argv[1:]], ElasticLimits(4), "
+    "hosts=[Host('localhost', 2), Host('elsewhere', 2)], line=lambda host, command: ['sh', '-c', command]).run())"
+)
+pytestmark = [pytest.mark.timeout(120)]
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+@contextmanager
+def job(hosts: Hosts, folder: Path, steps: int, *options: str) -> Iterator[subprocess.Popen[str]]:
+    """Two ranks on each of ``hosts``, which count ``steps`` steps of 20 ms; ringrun is on the first host."""
+    ssh = folder / "ssh"
+    ssh.write_text(SSH)
+    ssh.chmod(0o755)
+    where = ",".join(f"{name}:2" for name in hosts.names)
+    ringrun = [sys.executable, "-m", "lightning_ring.cli.ringrun", "-H", where, "--min-ranks", "2", *options]
+    command = hosts.on(hosts.names[0], *ringrun, sys.executable, RANK, str(folder), str(steps), "0.02")
+    with (folder / "output").open("w") as output:
+        process = subprocess.Popen(
+            command, env=clean_env(RING_SSH=str(ssh)), stdout=output, stderr=output, text=True, start_new_session=True
+        )
+    try:
+        yield process
+    finally:
+        end_session(process)
+        process.wait(timeout=20)
+
+
+def said(folder: Path) -> str:
+    return (folder / "output").read_text()
+
+
+def agents(hosts: Hosts, host: str) -> list[int]:
+    found = []
+    for pid in subprocess.run(["ip", "netns", "pids", host], capture_output=True, text=True, timeout=20).stdout.split():
+        line = Path("/proc", pid, "cmdline").read_text()
+        found += [int(pid)] if "lightning_ring.launch.agent" in line else []
+    return found
+
+
+@pytest.mark.netns
+def test_the_ranks_of_a_lost_host_are_dead_within_a_second_and_a_half(tmp_path: Path) -> None:
+    if (reason := why_not()) is not None:
+        pytest.skip(reason)
+    with open_hosts(2, rate=None) as hosts, job(hosts, tmp_path, 250) as process:
+        wait_for(lambda: len(list(tmp_path.glob("*.log"))) == 4)
+        hosts.cut(hosts.names[1])
+        cut = time.monotonic()
+        wait_for(lambda: "generation 1: 2 ranks" in said(tmp_path))
+        noticed = time.monotonic() - cut
+        wait_for(lambda: not hosts.running(hosts.names[1]), 5)
+        assert process.wait(timeout=60) == 0, said(tmp_path)
+    assert noticed < 2.5, said(tmp_path)  # on a busy machine; 1.5 s is promised
+    assert f"host {hosts.names[1]} is lost with 2 ranks: its agent has said nothing for 1." in said(tmp_path)
+    histories = [json.loads(path.read_text()) for path in tmp_path.glob("*.json")]
+    assert [len(history) for history in histories] == [250, 250]
+
+
+@pytest.mark.netns
+def test_an_agent_that_is_killed_takes_its_ranks_along_and_is_started_again(tmp_path: Path) -> None:
+    if (reason := why_not()) is not None:
+        pytest.skip(reason)
+    with open_hosts(2, rate=None) as hosts, job(hosts, tmp_path, 400, "--respawn") as process:
+        wait_for(lambda: len(list(tmp_path.glob("*.log"))) == 4)
+        (agent,) = agents(hosts, hosts.names[1])
+        os.kill(agent, signal.SIGKILL)
+        assert process.wait(timeout=90) == 0, said(tmp_path)
+        assert not hosts.running(hosts.names[1])
+    assert f"host {hosts.names[1]} is lost with 2 ranks: the connection to its agent ended" in said(tmp_path)
+    assert "of them new" in said(tmp_path)
+    numbers = {path.stem for path in tmp_path.glob("*.json")}
+    assert numbers == {"0", "1", "4", "5"}, said(tmp_path)
+
+
+@pytest.mark.ranks
+def test_a_host_that_cannot_be_reached_ends_the_start(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "lightning_ring.cli.ringrun", "-H", "localhost:1,elsewhere:1", "--min-ranks", "1"]
+    ssh = tmp_path / "ssh"
+    ssh.write_text("#!/bin/sh\necho 'ssh: connect to host elsewhere port 22: Connection refused' >&2; exit 255\n")
+    ssh.chmod(0o755)
+    done = subprocess.run(
+        [*command, sys.executable, RANK, str(tmp_path), "50"],
+        env=clean_env(RING_SSH=str(ssh)),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 255, done.stderr
+    assert "host elsewhere is lost with 1 ranks: `" in done.stderr
+    assert "ended with exit code 255" in done.stderr
+
+
+@pytest.mark.ranks
+@pytest.mark.skipif(not reachable_candidates({}), reason="this host has no address but its own loopback")
+def test_told_to_stop_the_ranks_of_an_agent_end_too(tmp_path: Path) -> None:
+    """A rank of the agent is killed and leaves; then the job is told to stop."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, runpy, signal, sys\n"
+        f"open({str(tmp_path)!r} + '/pid.' + os.environ['RING_MEMBER'], 'w').write(str(os.getpid()))\n"
+        "def stop(*_):\n"
+        f"    open({str(tmp_path)!r} + '/stopped.' + os.environ['RING_MEMBER'], 'w'); os._exit(3)\n"
+        "signal.signal(int(os.environ['RING_STOP_SIGNAL']), stop)\n"
+        f"sys.argv = ['', {str(tmp_path)!r}, '100000', '0.02']; runpy.run_path({RANK!r}, run_name='__main__')\n"
+    )
+    with (tmp_path / "output").open("w") as output:
+        command = [sys.executable, "-c", START, str(script)]
+        process = subprocess.Popen(
+            command, env=clean_env(), stdout=output, stderr=output, text=True, start_new_session=True
+        )
+    try:
+        wait_for(lambda: len(list(tmp_path.glob("*.log"))) == 4)
+        pids = [int((tmp_path / f"pid.{number}").read_text()) for number in range(4)]
+        os.kill(pids[2], signal.SIGKILL)
+        wait_for(lambda: "process 2 (host elsewhere, pid" in said(tmp_path))
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=30) == 143, said(tmp_path)
+    finally:
+        end_session(process)
+        process.wait(timeout=20)
+    assert {path.suffix for path in tmp_path.glob("stopped.*")} == {".0", ".1", ".3"}
+    assert all(is_dead(pid) for pid in pids)
+    assert f"{pids[2]}) was killed by signal 9 (SIGKILL); 3 ranks are left" in said(tmp_path)
