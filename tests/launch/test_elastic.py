@@ -339,7 +339,8 @@ def test_ranks_that_do_not_end_with_their_job_are_ended(tmp_path: Path) -> None:
         "try: count()\n"
         "finally: time.sleep(3600)\n",
     )
-    soon = "import lightning_ring.launch.supervisor as s; s.PEERS_SECONDS = s._TERM_SECONDS = 0.5; " + START
-    done = run([sys.executable, "-c", soon, "ElasticLimits(2, min_ranks=2)", script], timeout=60)
+    soon = "import lightning_ring.launch.supervisor as s; s._TERM_SECONDS = 0.5; " + START
+    command = [sys.executable, "-c", soon, "ElasticLimits(2, min_ranks=2)", script]
+    done = run(command, timeout=60, RING_STOP_GRACE="0.5")
     assert done.returncode == 1, done.stdout
     assert "(--min-ranks)" in done.stdout.strip().splitlines()[-1]
