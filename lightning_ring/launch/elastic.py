@@ -295,6 +295,7 @@ class ElasticJob:
                 f"{left} of its ranks are left{waited}, and it goes on with {self.limits.min_ranks} or more "
                 f"(--min-ranks). Dead: {'; '.join(self._deaths.told)}"
             )
+            self._supervisor.fail(stop_grace(self.environ))  # the ranks save a checkpoint
 
     def _end(self, now: float) -> None:
         """The steward has told all members that the job is over."""
@@ -302,7 +303,7 @@ class ElasticJob:
         membership = self._steward.membership
         if not membership.finished:
             if now - self._ended_since > _FAIL_SECONDS:
-                self._supervisor.fail()
+                self._supervisor.fail(PEERS_SECONDS)
         elif now - self._ended_since > PEERS_SECONDS:
             for process in self._processes:
                 if not process.ended and not membership.was_member(process.number):

@@ -79,7 +79,7 @@ class RemoteChild:
         return self.dead
 
     def idle(self, now: float) -> float:
-        return self.idle_seconds + now - self.idle_since
+        return self.idle_seconds + now - self.idle_since if self.pid else 0.0
 
     def send_signal(self, signum: int) -> None:
         self.host.send({"kind": "signal", "number": self.number, "signal": int(signum)})

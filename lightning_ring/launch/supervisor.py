@@ -125,11 +125,11 @@ class Supervisor:
         for child in self._running():
             child.send_signal(signum)
 
-    def fail(self) -> None:
-        """The job has failed, without that a child has: all children end soon, by themselves or not."""
+    def fail(self, seconds: float) -> None:
+        """The job has failed, without that a child has: all children end within ``seconds``, by themselves or not."""
         if self._exit_code is None:
             self._exit_code = 1
-            self._end_in(PEERS_SECONDS)
+            self._end_in(seconds)
 
     def _start(self, child: Supervised) -> None:
         child.start(self._cwd, RING_ERROR_FILE=self._cause_file)

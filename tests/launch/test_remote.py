@@ -20,6 +20,7 @@ from lightning_ring.launch.processes import is_dead
 from tests.processes import ROOT, clean_env, end_session
 
 RANK = str(ROOT / "tests" / "membership" / "counting_rank.py")
+SUMMING = str(ROOT / "tests" / "elastic" / "summing_rank.py")
 # in ssh's place: the host, and the command as "$*"
 SSH = '#!/bin/sh\nhost=$1; shift\nexec ip netns exec "$host" unshare --uts sh -c "hostname $host; $*"\n'
 # an agent on this very host, which has a second name
@@ -39,14 +40,14 @@ def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
 
 
 @contextmanager
-def job(hosts: Hosts, folder: Path, steps: int, *options: str) -> Iterator[subprocess.Popen[str]]:
-    """Two ranks on each of ``hosts``, which count ``steps`` steps of 20 ms; ringrun is on the first host."""
+def job(hosts: Hosts, folder: Path, script: list[str], *options: str) -> Iterator[subprocess.Popen[str]]:
+    """Two ranks on each of ``hosts``; ringrun is on the first host."""
     ssh = folder / "ssh"
     ssh.write_text(SSH)
     ssh.chmod(0o755)
     where = ",".join(f"{name}:2" for name in hosts.names)
     ringrun = [sys.executable, "-m", "lightning_ring.cli.ringrun", "-H", where, "--min-ranks", "2", *options]
-    command = hosts.on(hosts.names[0], *ringrun, sys.executable, RANK, str(folder), str(steps), "0.02")
+    command = hosts.on(hosts.names[0], *ringrun, sys.executable, *script)
     with (folder / "output").open("w") as output:
         process = subprocess.Popen(
             command, env=clean_env(RING_SSH=str(ssh)), stdout=output, stderr=output, text=True, start_new_session=True
@@ -56,6 +57,11 @@ def job(hosts: Hosts, folder: Path, steps: int, *options: str) -> Iterator[subpr
     finally:
         end_session(process)
         process.wait(timeout=20)
+
+
+def counting(folder: Path, steps: int) -> list[str]:
+    """Counts ``steps`` steps of 20 ms."""
+    return [RANK, str(folder), str(steps), "0.02"]
 
 
 def said(folder: Path) -> str:
@@ -74,7 +80,7 @@ def agents(hosts: Hosts, host: str) -> list[int]:
 def test_the_ranks_of_a_lost_host_are_dead_within_a_second_and_a_half(tmp_path: Path) -> None:
     if (reason := why_not()) is not None:
         pytest.skip(reason)
-    with open_hosts(2, rate=None) as hosts, job(hosts, tmp_path, 250) as process:
+    with open_hosts(2, rate=None) as hosts, job(hosts, tmp_path, counting(tmp_path, 250)) as process:
         wait_for(lambda: len(list(tmp_path.glob("*.log"))) == 4)
         hosts.cut(hosts.names[1])
         cut = time.monotonic()
@@ -92,7 +98,7 @@ def test_the_ranks_of_a_lost_host_are_dead_within_a_second_and_a_half(tmp_path: 
 def test_an_agent_that_is_killed_takes_its_ranks_along_and_is_started_again(tmp_path: Path) -> None:
     if (reason := why_not()) is not None:
         pytest.skip(reason)
-    with open_hosts(2, rate=None) as hosts, job(hosts, tmp_path, 400, "--respawn") as process:
+    with open_hosts(2, rate=None) as hosts, job(hosts, tmp_path, counting(tmp_path, 400), "--respawn") as process:
         wait_for(lambda: len(list(tmp_path.glob("*.log"))) == 4)
         (agent,) = agents(hosts, hosts.names[1])
         os.kill(agent, signal.SIGKILL)
@@ -102,6 +108,21 @@ def test_an_agent_that_is_killed_takes_its_ranks_along_and_is_started_again(tmp_
     assert "of them new" in said(tmp_path)
     numbers = {path.stem for path in tmp_path.glob("*.json")}
     assert numbers == {"0", "1", "4", "5"}, said(tmp_path)
+
+
+@pytest.mark.netns
+def test_collectives_across_hosts_go_on_when_a_rank_dies(tmp_path: Path) -> None:
+    """Nested in each host and across, then flat over the three that are left."""
+    if (reason := why_not()) is not None:
+        pytest.skip(reason)
+    script = [SUMMING, str(tmp_path), "auto", "20", "3:5:2"]
+    with open_hosts(2, rate=None) as hosts, job(hosts, tmp_path, script) as process:
+        assert process.wait(timeout=90) == 0, said(tmp_path)
+    results = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
+    assert set(results) == {"0", "1", "2"}
+    for result in results.values():
+        assert result["communicators"] == ["HierarchicalCommunicator", "GlooCommunicator"]
+        assert result["default"] == [6.0, 3.0]
 
 
 @pytest.mark.ranks

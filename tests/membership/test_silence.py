@@ -20,7 +20,7 @@ from lightning_ring.membership.silence import Silence, SilenceLimits
 from lightning_ring.membership.steward import Steward
 from tests.membership.serving import WAIT, first_view, serving
 
-LIMITS = SilenceLimits(answer=10.0, report=100.0)
+LIMITS = SilenceLimits(answer=10.0, start=50.0, report=100.0)
 
 
 class Clock:
@@ -38,11 +38,11 @@ class Clock:
         return found
 
 
-def two_members() -> Membership:
+def members(count: int) -> Membership:
     membership = Membership()
-    for member in range(2):
+    for member in range(count):
         membership.expect(member)
-    for member in range(2):
+    for member in range(count):
         membership.report(member, -1, Report())
     assert membership.next_view() is not None
     return membership
@@ -50,7 +50,7 @@ def two_members() -> Membership:
 
 def test_whoever_neither_answers_nor_computes_is_found() -> None:
     idle = {0: 0.0, 1: 0.0}
-    clock = Clock(Silence(LIMITS, idle.__getitem__), two_members())
+    clock = Clock(Silence(LIMITS, idle.__getitem__), members(2))
     clock.silence.heard(0)
     clock.silence.heard(1)
     idle[0] = 60.0  # it sleeps, and its thread answers
@@ -64,7 +64,7 @@ def test_whoever_neither_answers_nor_computes_is_found() -> None:
 
 
 def test_the_absence_of_the_steward_is_nobodys_silence() -> None:
-    clock = Clock(Silence(LIMITS, lambda member: 1e9), two_members())
+    clock = Clock(Silence(LIMITS, lambda member: 1e9), members(2))
     clock.silence.heard(1)
     clock.pass_seconds(1)
     clock.now += 3600.0  # it was stopped
@@ -73,9 +73,12 @@ def test_the_absence_of_the_steward_is_nobodys_silence() -> None:
 
 
 def test_whoever_is_busy_may_keep_the_others_waiting_for_so_long_only() -> None:
-    membership = two_members()
+    membership = members(3)
     clock = Clock(Silence(LIMITS, lambda member: 0.0), membership)
-    assert clock.pass_seconds(500) == {}  # nobody waits
+    assert clock.pass_seconds(500) == {}
+    membership.fenced(2)  # the view is over, and both compute: nobody waits
+    assert membership.stopping
+    assert clock.pass_seconds(500) == {}
     membership.report(0, 0, Report(3))
     assert clock.pass_seconds(99) == {}
     (why,) = clock.pass_seconds(1.5).values()
@@ -83,13 +86,16 @@ def test_whoever_is_busy_may_keep_the_others_waiting_for_so_long_only() -> None:
 
 
 def test_a_process_that_hangs_before_it_connects_is_found_once_another_one_is_ready() -> None:
-    membership = Membership()
+    membership, idle = Membership(), {0: 0.0, 1: 1e9}
     for member in range(2):
         membership.expect(member)
-    clock = Clock(Silence(LIMITS, lambda member: 0.0), membership)
+    clock = Clock(Silence(LIMITS, idle.__getitem__), membership)
     assert clock.pass_seconds(500) == {}
     membership.report(0, -1, Report())
-    assert list(clock.pass_seconds(101)) == [1]
+    assert clock.pass_seconds(49) == {}
+    assert list(clock.pass_seconds(2)) == [1]
+    idle[1] = 20.0  # it reads data
+    assert clock.pass_seconds(500) == {}
 
 
 def test_a_silent_member_is_removed_and_the_others_go_on() -> None:
