@@ -187,4 +187,5 @@ def join(device: int = -1) -> int:
     request = Request(JOIN, Meta(JOIN))
     global_process_set.negotiation.submit([request])
     result: int = synchronize(_keep([request], grouped=False))
+    _unnamed.clear()  # ranks that joined early have made fewer calls without a name
     return result

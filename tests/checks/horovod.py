@@ -91,6 +91,8 @@ def check_join_adds_zeros_until_all_have_joined() -> None:
     for step in range(3 if last == RANK else 1):
         found = hvd.allreduce(torch.ones(2), name=f"step {step}", op=hvd.Sum)
         assert found.tolist() == [SIZE if step == 0 else 1] * 2
+    if last == RANK:
+        assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 1  # a call without a name, on this rank alone
     assert hvd.join() == last
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == SIZE
 
@@ -145,9 +147,12 @@ def check_accumulation_sums_and_sum_and_compression() -> None:
             for net, one, loaders in ((model, optimizer, [mine]), (expected, plain, everyones)):
                 one.zero_grad()
                 for loader in loaders:
-                    for inputs in loader[2 * step : 2 * step + 2]:
+                    for number, inputs in enumerate(loader[2 * step : 2 * step + 2]):
                         scale = factor / SIZE if net is expected else 1.0
                         (loss_of(net(inputs)) * scale).backward()
+                        if net is model:  # after the first one of two, gradients are this rank's own
+                            grads: list[Any] = MPI.COMM_WORLD.allgather(net[0].weight.grad.flatten().tolist())
+                            assert len({tuple(grad) for grad in grads}) == (SIZE if number == 0 else 1)
                 one.step()
         assert_same(model, expected, tolerance=1e-6)
     model = network()
