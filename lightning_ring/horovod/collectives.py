@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_ring.horovod.context import ProcessSet, global_process_set
 from lightning_ring.horovod.errors import HorovodInternalError
-from lightning_ring.horovod.negotiation import JOIN
+from lightning_ring.horovod.negotiation import JOIN, Negotiation
 from lightning_ring.horovod.requests import Meta, Request
 
 Average, Sum, Min, Max, Product, Adasum = "Average", "Sum", "Min", "Max", "Product", "Adasum"
@@ -23,7 +23,8 @@ _REDUCTIONS = (Average, Sum, Min, Max, Product)
 @dataclass(slots=True)
 class _Call:
     requests: list[Request]
-    grouped: bool
+    negotiation: Negotiation
+    grouped: bool = False
 
 
 _calls: dict[int, _Call] = {}
@@ -46,6 +47,8 @@ def synchronize(handle: int) -> Any:
     if handle not in _calls:
         raise ValueError(f"handle {handle!r} was not created here, or was synchronized before.")
     call = _calls.pop(handle)
+    if not all(request.done.is_set() for request in call.requests):
+        call.negotiation.hurry()
     for request in call.requests:
         while not request.done.wait(1.0):
             pass  # in pieces, so that Ctrl-C gets through
@@ -104,13 +107,13 @@ def start(
         )
         output = outputs[index] if outputs is not None else None
         requests.append(Request(own, described, tensor, output))
-    process_set.negotiation.submit(requests)
-    return _keep(requests, grouped=grouped)
+    return _submit(process_set.negotiation, requests, grouped=grouped)
 
 
-def _keep(requests: list[Request], *, grouped: bool) -> int:
+def _submit(negotiation: Negotiation, requests: list[Request], *, grouped: bool = False) -> int:
+    negotiation.submit(requests)
     handle = next(_handles)
-    _calls[handle] = _Call(requests, grouped)
+    _calls[handle] = _Call(requests, negotiation, grouped)
     return handle
 
 
@@ -175,8 +178,7 @@ def checked_splits(tensor: Tensor, splits: Tensor | Sequence[int] | None, size: 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Return when every rank of the process set is here."""
     request = Request(f"barrier.{next(_unnamed[f'barrier of {process_set.ranks}'])}", Meta("barrier"))
-    process_set.negotiation.submit([request])
-    synchronize(_keep([request], grouped=False))
+    synchronize(_submit(process_set.negotiation, [request]))
 
 
 def join(device: int = -1) -> int:
@@ -185,7 +187,6 @@ def join(device: int = -1) -> int:
     Returns the rank that joined last. ``device`` is not needed here.
     """
     request = Request(JOIN, Meta(JOIN))
-    global_process_set.negotiation.submit([request])
-    result: int = synchronize(_keep([request], grouped=False))
+    result: int = synchronize(_submit(global_process_set.negotiation, [request]))
     _unnamed.clear()  # ranks that joined early have made fewer calls without a name
     return result

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -37,12 +38,16 @@ class Agreed:
 def run(agreed: Sequence[Agreed], comm: Communicator, finished: Callable[[Agreed], None]) -> None:
     """Run all of ``agreed`` over ``comm``. All-reduces of one dtype and operation that follow each other are one."""
     batch: list[Agreed] = []
+    num_bytes = 0
     for one in agreed:
-        if batch and not _fits(batch, one):
+        meta = one.meta
+        alike = bool(batch) and _alike(meta) == _alike(batch[0].meta)
+        if batch and not (alike and num_bytes + _num_bytes(meta) <= FUSION_BYTES):
             _allreduce(batch, comm, finished)
-            batch = []
-        if one.meta.kind == "allreduce":
+            batch, num_bytes = [], 0
+        if meta.kind == "allreduce":
             batch.append(one)
+            num_bytes += _num_bytes(meta)
             continue
         assert one.own is not None or one.meta.kind == "barrier"
         if one.own is not None:
@@ -52,15 +57,12 @@ def run(agreed: Sequence[Agreed], comm: Communicator, finished: Callable[[Agreed
         _allreduce(batch, comm, finished)
 
 
-def _fits(batch: Sequence[Agreed], one: Agreed) -> bool:
-    first = batch[0].meta
-    if one.meta.kind != "allreduce" or (one.meta.dtype, one.meta.op) != (first.dtype, first.op):
-        return False
-    return sum(map(_num_bytes, batch)) + _num_bytes(one) <= FUSION_BYTES
+def _alike(meta: Meta) -> tuple[str, str, str]:
+    return meta.kind, meta.dtype, meta.op
 
 
-def _num_bytes(one: Agreed) -> int:
-    return torch.Size(one.meta.shape).numel() * _dtype(one.meta).itemsize
+def _num_bytes(meta: Meta) -> int:
+    return math.prod(meta.shape) * _dtype(meta).itemsize
 
 
 def _dtype(meta: Meta) -> torch.dtype:
@@ -77,7 +79,7 @@ def _allreduce(batch: Sequence[Agreed], comm: Communicator, finished: Callable[[
     parts = []
     for one in batch:
         if one.own is None:
-            parts.append(torch.zeros(torch.Size(one.meta.shape).numel(), dtype=_dtype(one.meta)))
+            parts.append(torch.zeros(math.prod(one.meta.shape), dtype=_dtype(one.meta)))
         else:
             assert one.own.tensor is not None
             parts.append(scaled(_on_host(one.own.tensor), one.meta.prescale).reshape(-1))

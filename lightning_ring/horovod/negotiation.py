@@ -42,6 +42,7 @@ class Negotiation:
         self._known: list[tuple[str, Meta]] = []
         self._joined: dict[int, None] = {}  # in the order of joining
         self._leaving = False
+        self._awaited = False  # the caller waits for what it has submitted
         self._ended: str | None = None
         self._cause: BaseException | None = None
         self.timeline: Timeline | None = None  # set by `start_timeline`
@@ -68,6 +69,12 @@ class Negotiation:
             self._new += requests
             self._changed.notify_all()
 
+    def hurry(self) -> None:
+        """The caller waits: exchange what was submitted at once."""
+        with self._changed:
+            self._awaited = True
+            self._changed.notify_all()
+
     def close(self) -> None:
         """End on all ranks. Collective: a rank that has more to do gets an error there."""
         with self._changed:
@@ -88,6 +95,9 @@ class Negotiation:
     def _cycle(self) -> bool:
         with self._changed:
             self._changed.wait_for(lambda: self._new or self._open or self._leaving)
+            if self._new:  # more may follow, and one exchange for all is cheaper
+                self._changed.wait_for(lambda: self._awaited or self._leaving, CYCLE_SECONDS)
+            self._awaited = False
             new, self._new = self._new, []
             leaving = self._leaving and not self._open
         mine = [self._numbers.get((one.name, one.meta), (one.name, one.meta)) for one in new]
