@@ -19,7 +19,7 @@ ALLOWED = {  # room: the rooms that it may import
     "host": {"errors"},
     "comm": {"errors", "host"},
     "job": {"comm", "errors", "host"},
-    "gradients": {"comm", "errors"},
+    "gradients": {"comm", "errors", "host"},
     "algorithms": {"comm", "errors", "gradients", "optim"},
     "options": {"algorithms", "comm", "errors", "gradients", "timeline"},
     "membership": {"errors", "job"},
@@ -40,7 +40,7 @@ ALLOWED = {  # room: the rooms that it may import
     "loops": {
         *("algorithms", "comm", "errors", "gradients", "host", "job", "launch", "options", "timeline"),
     },
-    "horovod": {"comm", "errors", "gradients", "job"},
+    "horovod": {"comm", "errors", "gradients", "host", "job"},
     "__init__": {"errors", "integrations", "loops"},
 }
 

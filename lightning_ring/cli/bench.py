@@ -51,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--backends", nargs="+", choices=BACKENDS, help="default: all that work here")
     parser.add_argument("--collectives", nargs="+", choices=COLLECTIVES, default=COLLECTIVES, help="default: all")
     parser.add_argument("--compare", choices=BACKENDS, metavar="BACKEND", help="show times as ratios to this one's")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda", "xpu"), default="auto")
     parser.add_argument("--seconds", type=float, default=0.2, help="for each backend, collective, size (default: 0.2)")
     parser.add_argument("--json", metavar="FILE", help="write all numbers, in bytes and seconds (rank 0's host)")
     return parser
@@ -124,6 +124,6 @@ def _default_ranks(device: str) -> int:
     if device != "cpu":
         import torch
 
-        if torch.cuda.device_count() > 1:
-            return torch.cuda.device_count()
+        if torch.accelerator.device_count() > 1:
+            return torch.accelerator.device_count()
     return max(2, available_cores())

@@ -9,7 +9,6 @@ import signal
 import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 
 from lightning_ring.cli.arguments import add_hosts, chosen_hosts
 from lightning_ring.errors import ConfigurationError, RankDiscoveryError
@@ -26,7 +25,7 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigurationError(f"--timeout {options.timeout:g}: must be more than 0 seconds, such as 60.")
     if options.ranks is not None and options.ranks < 1:
         raise ConfigurationError(f"-n {options.ranks}: the number of ranks must be 1 or more.")
-    before = signal.signal(signal.SIGTERM, _stop)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         return _run(options)
     except KeyboardInterrupt:
@@ -101,7 +100,3 @@ def _is_another_rank(environ: Mapping[str, str]) -> bool:
     except RankDiscoveryError:
         return False
     return found is not None and found.rank > 0
-
-
-def _stop(signum: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt

@@ -96,13 +96,9 @@ def _in_words(size_and_dtype: Tensor) -> str:
     return f"{num_bytes} bytes" + (f" of {str(dtype).removeprefix('torch.')}" if num_bytes else "")
 
 
-def check_device(tensor: Tensor, method: str) -> None:
+def contiguous_flat(tensor: Tensor, method: str) -> Tensor:
     if tensor.device.type != "cpu":
         raise ConfigurationError(f"{method}: this backend moves CPU tensors, not {tensor.device}. Use NCCL for CUDA.")
-
-
-def contiguous_flat(tensor: Tensor, method: str) -> Tensor:
-    check_device(tensor, method)
     if not tensor.is_contiguous():
         raise ConfigurationError(f"{method} works in place and needs a contiguous tensor; this one is a strided view.")
     if tensor.is_conj() or tensor.is_neg():  # its memory holds other numbers than it shows

@@ -65,10 +65,6 @@ class ChannelSelector:
     def first(self) -> Channel:
         return self._channels[0]
 
-    @property
-    def threads(self) -> list[CollectiveThread]:
-        return [channel.thread for channel in self._channels]
-
     def of_this_thread(self) -> Channel:
         """The channel whose thread calls; the first, if it is another thread."""
         current = threading.current_thread()

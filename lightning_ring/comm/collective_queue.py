@@ -240,20 +240,17 @@ class CollectiveQueue:
     def _may_wait_on(self, work: QueuedWork) -> bool:
         """Every 20 ms of a wait; False once everything has ended with an error."""
         try:
-            self._while_waiting(work)
+            self.policy.raise_if_broken()
+            self.policy.check_peers()
+            seconds = time.monotonic() - work.started
+            missing = self._missing(work.awaits)
+            work.num_warnings += self.policy.warn_of_stall(work.description, seconds, missing, work.num_warnings)
+            if seconds > self.policy.seconds:
+                raise self.policy.timeout_error(work.description, missing)
         except RingError as error:
             self._end_all(self.policy.fail(error))
             return False
         return True
-
-    def _while_waiting(self, work: QueuedWork) -> None:
-        self.policy.raise_if_broken()
-        self.policy.check_peers()
-        seconds = time.monotonic() - work.started
-        missing = self._missing(work.awaits)
-        work.num_warnings += self.policy.warn_of_stall(work.description, seconds, missing, work.num_warnings)
-        if seconds > self.policy.seconds:
-            raise self.policy.timeout_error(work.description, missing)
 
     def _look(self) -> None:
         """What a thread does every 20 ms while another one moves the queue for it."""

@@ -15,7 +15,7 @@ from queue import SimpleQueue
 
 import torch
 
-from lightning_ring.comm.waiting import CHECK_SECONDS, WaitPolicy, transport_error
+from lightning_ring.comm.waiting import CHECK_SECONDS, WaitPolicy, nothing, transport_error
 from lightning_ring.errors import CollectiveError, RingError
 
 BROKEN_SECONDS = 0.5
@@ -165,10 +165,6 @@ class ThreadWork:
 
     def finish(self, error: RingError | None) -> None:
         self.error = error
-        self.run = _nothing  # lets go of the tensors
+        self.run = nothing  # lets go of the tensors
         self.ended = time.perf_counter()
         self.finished.set()
-
-
-def _nothing() -> None:
-    return None

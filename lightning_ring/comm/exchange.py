@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_ring.comm.communicator import ReduceOp, shard
 from lightning_ring.comm.ring import COMBINE, PIECE_BYTES, PointToPoint, Request, cut, finish_, num_pieces, prepare_
-from lightning_ring.comm.wide_sum import sum_rows, wants_wide_sum
+from lightning_ring.comm.wide_sum import sum_into_, wants_wide_sum
 
 
 def exchange_rows(rows: Tensor | Sequence[Tensor], p2p: PointToPoint) -> None:
@@ -44,7 +44,8 @@ def all_reduce_directly_(flat: Tensor, p2p: PointToPoint, op: ReduceOp = ReduceO
     rows[p2p.rank] = flat
     exchange_rows(rows, p2p)
     if wants_wide_sum(flat.dtype, op):
-        return flat.copy_(sum_rows(rows, op))
+        sum_into_(flat, list(rows), op)
+        return flat
     flat.copy_(rows[0])
     for row in rows[1:]:
         COMBINE[op](flat, row, out=flat)

@@ -24,13 +24,9 @@ from lightning_ring.comm.communicator import Communicator, CompletedWork, Reduce
 from lightning_ring.comm.cost import LEAST_PIECE_BYTES, num_nested_pieces
 from lightning_ring.comm.padded_rows import PaddedRows
 from lightning_ring.comm.ring_communicator import DIRECT_BYTES, RingCommunicator, Transport
-from lightning_ring.comm.waiting import CHECK_SECONDS, WaitPolicy
+from lightning_ring.comm.waiting import CHECK_SECONDS, WaitPolicy, nothing
 
 Stage = Callable[[], Work]
-
-
-def _nothing() -> None:
-    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +38,7 @@ class _PieceStages:
 
     intra_first: Stage = CompletedWork
     across: Stage = CompletedWork
-    after_across: Callable[[], object] = _nothing
+    after_across: Callable[[], object] = nothing
     intra_last: Stage = CompletedWork
 
 
@@ -75,7 +71,7 @@ class _PipelinedWork:
         self._last.wait()
         with self._finishing:
             self._finish()
-            self._finish = _nothing
+            self._finish = nothing
 
     def done(self) -> bool:
         return self._policy.error is not None or (self._last_started.is_set() and self._last.done())
@@ -222,7 +218,7 @@ class HierarchicalCommunicator(RingCommunicator):
                 level.close()
 
     def _send(
-        self, what: str, pieces: Callable[[], list[_PieceStages]], finish: Callable[[], object] = _nothing
+        self, what: str, pieces: Callable[[], list[_PieceStages]], finish: Callable[[], object] = nothing
     ) -> Work:
         work = _PipelinedWork(self._policy, finish)
 

@@ -9,11 +9,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
 from lightning_ring.comm.communicator import Communicator, ReduceOp, Work
+from lightning_ring.comm.timing import now
 from lightning_ring.errors import RingError
+from lightning_ring.host.accelerator import gpu_module, is_gpu, timed_event
 
 _log = logging.getLogger("lightning_ring")
 
@@ -31,7 +32,7 @@ class CollectiveRecord:
     up takes of each what comes after the end of those before it (`monitor.step_window` does), so that no moment counts
     twice; when an overlapping one began on the wire is not known.
 
-    On CUDA ``ended`` is `None`. ``events`` tell when the stream that called it came to it, and when it was over;
+    On a GPU ``ended`` is `None`. ``events`` tell when the stream that called it came to it, and when it was over;
     ``wait_event`` when the stream that waited for it came to that.
     """
 
@@ -43,19 +44,24 @@ class CollectiveRecord:
     waited_from: float = 0.0
     waited_until: float = 0.0
     ended: float | None = None  # when it was over, if the work has such an attribute; else when its caller had waited
-    events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
-    wait_event: torch.cuda.Event | None = None
+    events: tuple[Any, Any] | None = None
+    wait_event: Any = None
 
 
 Listener = Callable[[CollectiveRecord], None]
 
 
+def passed_on(inside: str, name: str) -> Any:
+    """The attribute or method ``name`` of the object that ``self`` has ``inside``."""
+    return property(lambda self: getattr(getattr(self, inside), name))
+
+
 class RecordedCommunicator(Communicator):
     """``comm``, whose collectives are told to ``listeners`` once they were waited for, in the thread that waited.
 
-    Costs four clock reads a collective, on CUDA three events; without listeners nothing. Collectives that block are not
-    recorded. The list may change while training goes on; a listener that raises is taken off it. ``label`` begins the
-    names of all collectives that are recorded: ranks that confuse two of such communicators get an error.
+    Costs four clock reads a collective, on a GPU three events; without listeners nothing. Collectives that block are
+    not recorded. The list may change while training goes on; a listener that raises is taken off it. ``label`` begins
+    the names of all collectives that are recorded: ranks that confuse two of such communicators get an error.
     """
 
     def __init__(self, comm: Communicator, listeners: list[Listener], label: str = "") -> None:
@@ -63,14 +69,17 @@ class RecordedCommunicator(Communicator):
         self._label = label
         self.rank, self.world_size = comm.rank, comm.world_size
         self._listeners = listeners
-        self._side: torch.cuda.Stream | None = None
+        self._side: Any = None  # a stream
 
-    @property
-    def shard_indices(self) -> Sequence[int]:
-        return self._comm.shard_indices
-
-    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return self._comm.empty(numel, dtype, device)
+    shard_indices = passed_on("_comm", "shard_indices")
+    empty = passed_on("_comm", "empty")
+    all_gather = passed_on("_comm", "all_gather")
+    broadcast_object = passed_on("_comm", "broadcast_object")
+    all_gather_object = passed_on("_comm", "all_gather_object")
+    barrier = passed_on("_comm", "barrier")
+    wait_until = passed_on("_comm", "wait_until")
+    abandon = passed_on("_comm", "abandon")
+    close = passed_on("_comm", "close")
 
     def all_reduce_(self, tensor: Tensor, *, op: ReduceOp = ReduceOp.SUM, name: str = "") -> Work:
         record = self._called("all_reduce", tensor, name)
@@ -84,9 +93,6 @@ class RecordedCommunicator(Communicator):
         record = self._called("all_gather", flat, name)
         return self._returned(record, self._comm.all_gather_(flat, name=self._label + name))
 
-    def all_gather(self, tensor: Tensor, *, name: str = "") -> list[Tensor]:
-        return self._comm.all_gather(tensor, name=name)
-
     def all_to_all(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], *, name: str = "") -> Work:
         record = self._called("all_to_all", outputs[0], name) if outputs else None
         if record is not None:
@@ -97,32 +103,13 @@ class RecordedCommunicator(Communicator):
         record = self._called("broadcast", tensor, name)
         return self._returned(record, self._comm.broadcast_(tensor, src=src, name=self._label + name))
 
-    def broadcast_object(self, obj: T, *, src: int = 0) -> T:
-        return self._comm.broadcast_object(obj, src=src)
-
-    def all_gather_object(self, obj: Any) -> list[Any]:
-        return self._comm.all_gather_object(obj)
-
-    def barrier(self) -> None:
-        self._comm.barrier()
-
-    def wait_until(self, reached: Callable[[], bool]) -> None:
-        self._comm.wait_until(reached)
-
-    def abandon(self) -> None:
-        self._comm.abandon()
-
-    def close(self) -> None:
-        self._comm.close()
-
     def _called(self, kind: str, tensor: Tensor, name: str) -> CollectiveRecord | None:
         if not self._listeners:
             return None
         record = CollectiveRecord(self._label + _NUMBERS.sub("", name), kind, tensor.nbytes, time.perf_counter())
-        if tensor.is_cuda:
-            self._side = self._side or torch.cuda.Stream(tensor.device)
-            record.events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            record.events[0].record()
+        if is_gpu(tensor.device):
+            self._side = self._side or gpu_module(tensor.device).Stream(tensor.device)
+            record.events = now(tensor.device), timed_event(tensor.device)
         return record
 
     def _returned(self, record: CollectiveRecord | None, work: Work) -> Work:
@@ -130,10 +117,12 @@ class RecordedCommunicator(Communicator):
             return work
         record.returned = time.perf_counter()
         if record.events is not None and self._side is not None:
-            with torch.cuda.stream(self._side):  # ordered after the collective, and after nothing else
-                _wait_on_stream(work)
+            # ordered after the collective, and after nothing else
+            with gpu_module(self._side.device).stream(self._side):
+                if (order := getattr(work, "order_current_stream", None)) is not None:
+                    order()  # unlike `Work.wait` it queues nothing behind it
                 record.events[1].record()
-        return _RecordedWork(work, record, self._listeners)
+        return _RecordedWork(work, record, self._listeners, self._side)
 
 
 def unrecorded(comm: Communicator) -> Communicator:
@@ -146,6 +135,7 @@ class _RecordedWork:
     _work: Work
     _record: CollectiveRecord | None
     _listeners: list[Listener]
+    _side: Any
 
     def wait(self) -> None:
         record, self._record = self._record, None
@@ -154,8 +144,7 @@ class _RecordedWork:
             return
         record.waited_from = time.perf_counter()
         if record.events is not None:
-            record.wait_event = torch.cuda.Event(enable_timing=True)
-            record.wait_event.record()
+            record.wait_event = now(self._side.device)
         self._work.wait()
         record.waited_until = time.perf_counter()
         if record.events is None:
@@ -164,13 +153,6 @@ class _RecordedWork:
 
     def done(self) -> bool:
         return self._work.done()
-
-
-def _wait_on_stream(work: Work) -> None:
-    """Order the current stream after ``work`` without what `Work.wait` queues behind it once."""
-    order = getattr(work, "order_current_stream", None)
-    if order is not None:
-        order()
 
 
 def tell(listeners: list[Callable[[T], None]], argument: T) -> None:

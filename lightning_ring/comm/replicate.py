@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from lightning_ring.comm.calls import by_rank
 from lightning_ring.comm.communicator import Communicator
@@ -135,7 +136,7 @@ def broadcast_optimizer_state(optimizer: Optimizer, comm: Communicator, src: int
     outline = comm.broadcast_object(_outline((state, groups), tensors) if comm.rank == src else None, src=src)
     if comm.rank != src:
         device = params[0].device if params else torch.device("cpu")
-        tensors = [spec.empty(device) for spec in _specs(outline)]
+        tensors = [spec.empty(device) for spec in tree_leaves(outline) if isinstance(spec, _TensorSpec)]
     broadcast_tensors(tensors, comm, src)
     if comm.rank != src:
         state, groups = _filled(outline, tensors)
@@ -158,13 +159,6 @@ def _outline(value: Any, tensors: list[Tensor]) -> Any:
     if type(value) in (list, tuple):
         return type(value)(_outline(item, tensors) for item in value)
     return value
-
-
-def _specs(outline: Any) -> list[_TensorSpec]:
-    if isinstance(outline, _TensorSpec):
-        return [outline]
-    items = outline.values() if isinstance(outline, dict) else outline if type(outline) in (list, tuple) else ()
-    return [spec for item in items for spec in _specs(item)]
 
 
 def _filled(outline: Any, tensors: list[Tensor]) -> Any:

@@ -86,7 +86,8 @@ def reduce_scatter_(
         return flat
     prepare_(flat, op, world_size)
     pieces = _cut(flat, world_size, piece_bytes)
-    landing = _landing_places(flat, pieces, scratch)
+    # the first shard's first piece is never shorter than another
+    landing = [place for (place,) in landing_places(pieces[0][0], WINDOW, 1, scratch)]
     _pass_around(p2p, pieces, (rank - 1) % world_size, landing, COMBINE[op])
     finish_(shard(flat, world_size, rank), op, world_size)
     return flat
@@ -161,12 +162,14 @@ def _cut(flat: Tensor, world_size: int, piece_bytes: int) -> list[list[Tensor]]:
     return [cut(shard(flat, world_size, rank), count) for rank in range(world_size)]
 
 
-def _landing_places(flat: Tensor, pieces: list[list[Tensor]], scratch: Tensor | None) -> list[Tensor]:
-    longest = pieces[0][0].numel()  # the first shard's first piece is never shorter than another
-    num_bytes = longest * flat.element_size()
-    if scratch is None or scratch.numel() < WINDOW * num_bytes:
-        return [torch.empty_like(pieces[0][0]) for _ in range(WINDOW)]
-    return [scratch[slot * num_bytes : (slot + 1) * num_bytes].view(flat.dtype) for slot in range(WINDOW)]
+def landing_places(longest: Tensor, window: int, num_peers: int, scratch: Tensor | None) -> list[list[Tensor]]:
+    """For each piece under way, memory as long as ``longest`` for every peer: of ``scratch``, where that is enough."""
+    num_bytes = longest.numel() * longest.element_size()
+    if scratch is None or scratch.numel() < window * num_peers * num_bytes:
+        scratch = torch.empty(window * num_peers * num_bytes, dtype=torch.uint8)
+    flat = scratch[: window * num_peers * num_bytes].view(longest.dtype)
+    places = list(flat.view(window * num_peers, -1)) if num_bytes else [flat] * (window * num_peers)
+    return [places[slot * num_peers : (slot + 1) * num_peers] for slot in range(window)]
 
 
 def _pass_around(

@@ -25,7 +25,7 @@ from lightning_ring.comm.calls import (
 )
 from lightning_ring.comm.channel import Channel, ChannelSelector
 from lightning_ring.comm.communicator import Communicator, CompletedWork, ReduceOp, Work, as_bytes
-from lightning_ring.comm.waiting import WaitPolicy
+from lightning_ring.comm.waiting import WaitPolicy, nothing
 from lightning_ring.errors import CollectiveError
 
 DIRECT_BYTES = 16 * 1024  # per rank; up to this an all-reduce is one message to everybody
@@ -70,8 +70,9 @@ class RingCommunicator(Communicator):
         self.transport = transport
         self.rank, self.world_size = transport.rank, transport.world_size
         self._policy = policy
-        self._channels = ChannelSelector([Channel(transport, tag, policy) for tag in _CHANNEL_TAGS[:num_channels]])
-        self._threads = self._channels.threads  # in the order in which a collective passes through them
+        channels = [Channel(transport, tag, policy) for tag in _CHANNEL_TAGS[:num_channels]]
+        self._channels = ChannelSelector(channels)
+        self._threads = [channel.thread for channel in channels]  # in the order in which a collective passes
         self._checked = checked
         self._members = list(members) or list(range(transport.world_size))
         transport.while_waiting = self._while_waiting
@@ -126,7 +127,7 @@ class RingCommunicator(Communicator):
 
     def barrier(self) -> None:
         assert self._checked, "the exchange of headers is the barrier"
-        self._start(describe("barrier"), _nothing).wait()
+        self._start(describe("barrier"), nothing).wait()
 
     def abandon(self) -> None:
         if not all(thread.idle for thread in self._threads):
@@ -160,7 +161,7 @@ class RingCommunicator(Communicator):
         with self._starting:
             chosen = channel or self._channels.next(num_bytes)
             chosen.thread.check_open(what)
-            agree = self._announce(what) if self._checked else _nothing
+            agree = self._announce(what) if self._checked else nothing
 
             def agree_and_run() -> None:
                 agree()
@@ -209,7 +210,3 @@ def _stop_threads() -> None:
             comm._policy.fail(CollectiveError("this process ends."))
             comm._closed = False  # it may have been closed while its thread was inside a wait
             comm.close()
-
-
-def _nothing(*_: object) -> None:
-    return None

@@ -29,16 +29,12 @@ class StoreBootstrap:
         self._num_calls += 1
         self._store.set(f"{self._num_calls}/{self.rank}", json.dumps(obj))
         keys = [f"{self._num_calls}/{member}" for member in range(self.world_size)]
-        self._wait(keys)
-        return [json.loads(self._store.get(key)) for key in keys]
-
-    def _wait(self, keys: Sequence[str]) -> None:
         until = time.monotonic() + self._policy.seconds
-        while not self._store.check(list(keys)):
+        while not self._store.check(keys):
             self._policy.check_peers()
             if time.monotonic() > until:
-                missing = [
-                    member for member, key in zip(self._members, keys, strict=True) if not self._store.check([key])
-                ]
+                here = [self._store.check([key]) for key in keys]
+                missing = [member for member, is_here in zip(self._members, here, strict=True) if not is_here]
                 raise self._policy.timeout_error(describe("opening shared memory", f"{self.world_size} ranks"), missing)
             time.sleep(CHECK_SECONDS / 10)
+        return [json.loads(self._store.get(key)) for key in keys]

@@ -177,6 +177,10 @@ def transport_error(description: str, error: BaseException) -> TransportError:
     return wrapped
 
 
+def nothing(*_: object) -> None:
+    """For a callback that nobody needs."""
+
+
 def ranks_text(ranks: Sequence[int]) -> str:
     """``rank 3``, or ``ranks 0, 2, 5``; of many, the first ten."""
     distinct = sorted(set(ranks))

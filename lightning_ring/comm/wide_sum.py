@@ -17,7 +17,16 @@ import torch
 from torch import Tensor
 
 from lightning_ring.comm.communicator import ReduceOp, shard
-from lightning_ring.comm.ring import PIECE_BYTES, WINDOW, PointToPoint, Request, all_gather_, cut, num_pieces
+from lightning_ring.comm.ring import (
+    PIECE_BYTES,
+    WINDOW,
+    PointToPoint,
+    Request,
+    all_gather_,
+    cut,
+    landing_places,
+    num_pieces,
+)
 
 _CHUNK = 64 * 1024  # elements that are summed at once: two such float32 buffers stay in the second-level cache
 
@@ -42,7 +51,7 @@ def reduce_scatter_(
     piece_bytes = min(piece_bytes, WINDOW * piece_bytes // (window * len(peers)))
     count = num_pieces(-(-flat.numel() // world_size), flat.element_size(), piece_bytes)
     pieces = [cut(shard(flat, world_size, owner), count) for owner in range(world_size)]
-    landing = _landing_places(pieces[rank][0], window, len(peers), scratch)
+    landing = landing_places(pieces[rank][0], window, len(peers), scratch)
     wide = torch.empty(2, min(_CHUNK, pieces[rank][0].numel()), dtype=torch.float32)
     sends: list[Request] = []
     arriving: deque[tuple[list[Tensor], list[Request]]] = deque()
@@ -77,19 +86,12 @@ def all_reduce_(
     return all_gather_(flat, p2p, piece_bytes=piece_bytes)
 
 
-def sum_rows(rows: Tensor, op: ReduceOp) -> Tensor:
-    """SUM or AVG of 16-bit ``rows`` (one a rank), in the order of the ranks; 1-D of their dtype."""
-    target = torch.empty_like(rows[0])
-    sum_into_(target, list(rows), op)
-    return target
-
-
 def _exchange_and_add_(
     flat: Tensor, p2p: PointToPoint, op: ReduceOp, scratch: Tensor | None, piece_bytes: int
 ) -> Tensor:
     peer = 1 - p2p.rank
     pieces = cut(flat, num_pieces(flat.numel(), flat.element_size(), piece_bytes)) if flat.numel() else []
-    landing = [places[0] for places in _landing_places(pieces[0], WINDOW, 1, scratch)] if pieces else []
+    landing = [places[0] for places in landing_places(pieces[0], WINDOW, 1, scratch)] if pieces else []
     wide = torch.empty(2, min(_CHUNK, flat.numel()), dtype=torch.float32)
     under_way: deque[tuple[Tensor, list[Request]]] = deque()
     num_posted = 0
@@ -115,15 +117,6 @@ def halved_(flat: Tensor, op: ReduceOp, world_size: int) -> ReduceOp:
         return op
     flat.mul_(0.5)
     return ReduceOp.SUM
-
-
-def _landing_places(longest: Tensor, window: int, num_peers: int, scratch: Tensor | None) -> list[list[Tensor]]:
-    num_bytes = longest.numel() * longest.element_size()
-    if scratch is None or scratch.numel() < window * num_peers * num_bytes:
-        scratch = torch.empty(window * num_peers * num_bytes, dtype=torch.uint8)
-    flat = scratch[: window * num_peers * num_bytes].view(longest.dtype)
-    places = list(flat.view(window * num_peers, -1)) if num_bytes else [flat] * (window * num_peers)
-    return [places[slot * num_peers : (slot + 1) * num_peers] for slot in range(window)]
 
 
 def sum_into_(target: Tensor, parts: Sequence[Tensor], op: ReduceOp, wide: Tensor | None = None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ _SHARD_ELEMENTS = 32  # 64 bytes of a 16-bit type, in which a bucket may travel,
 _MIB = 2**20
 
 Empty = Callable[[int, torch.dtype, torch.device], Tensor]
+Named = Sequence[tuple[str, Parameter]]
 
 
 def torch_empty(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -56,6 +57,7 @@ class Bucket:
         flags: The flags, as the last elements of ``flat``.
         wire: What `fill` writes and what travels: ``flat`` itself, unless a compressor called `travel_as`.
         copies: Whether gradients are copies. It differs from rank to rank.
+        produced: For each parameter, whether this backward has produced its gradient.
         pending: Number of parameters whose gradient this backward has yet to produce.
         launched: Whether this backward has sent the buffer.
         contributed: For each parameter, whether this rank put a gradient into the buffer.
@@ -74,6 +76,7 @@ class Bucket:
         self.wire = self._layout
         self._lent: LentViews | None = LentViews(self.flat, self.views)
         self._kept: dict[int, Tensor] = {}  # gradients that averages are copied into
+        self.produced = [False] * len(self.params)
         self.pending = 0
         self.launched = False
         self.contributed = [False] * len(self.params)
@@ -112,6 +115,7 @@ class Bucket:
 
     def begin(self) -> bool:
         """Prepare for a backward. Returns False if every parameter is frozen."""
+        self.produced = [False] * len(self.params)
         self.pending = sum(param.requires_grad for param in self.params)
         self.launched = False
         return self.pending > 0
@@ -228,7 +232,7 @@ def same_memory(tensor: Tensor, view: Tensor) -> bool:
 
 
 def plan_buckets(
-    named_params: Sequence[tuple[str, Parameter]],
+    named_params: Named,
     bucket_cap_mb: float,
     empty: Empty = torch_empty,
     num_shards: int = 1,
@@ -239,18 +243,36 @@ def plan_buckets(
     bucket of each dtype and device is smaller, so that the wire starts early. ``empty`` allocates buffers, as
     `Communicator.empty`. ``num_shards``, the world size, divides each buffer's length.
     """
-    kinds = {(param.dtype, param.device) for _, param in named_params}
-    groups: list[tuple[int, tuple[str, ...], tuple[Parameter, ...]]] = []
-    for kind in kinds:
-        members = [(i, n, p) for i, (n, p) in enumerate(named_params) if (p.dtype, p.device) == kind]
-        numbered = number_by_size(
-            [p.numel() * p.element_size() for _, _, p in members], bucket_cap_mb * _MIB, FIRST_BUCKET_MB * _MIB
-        )
-        for _, group in groupby(zip(numbered, members, strict=True), key=lambda pair: pair[0]):
-            last, names, params = zip(*(member for _, member in group), strict=True)
-            groups.append((last[-1], names, params))
-    # a bucket is complete with its last gradient: the position of that gradient decides the order, alike on all ranks
-    return [Bucket(names, params, empty, num_shards) for _, names, params in sorted(groups, key=lambda group: group[0])]
+    kinds = by_kind(named_params)
+    ends = [ends_by_size([param for _, param in members], bucket_cap_mb) for members in kinds]
+    return cut_buckets(named_params, ends, empty, num_shards)
+
+
+def cut_buckets(named_params: Named, ends: Sequence[Sequence[int]], empty: Empty, num_shards: int) -> list[Bucket]:
+    """Buckets of ``named_params`` cut at ``ends``, kind by kind (`by_kind`).
+
+    A bucket is complete with its last gradient: the position of that gradient decides the order, alike on all ranks.
+    """
+    position = {param: index for index, (_, param) in enumerate(named_params)}
+    groups = []
+    for members, stops in zip(by_kind(named_params), ends, strict=True):
+        groups += [members[start:stop] for start, stop in pairwise([0, *stops])]
+    groups.sort(key=lambda group: position[group[-1][1]])
+    return [Bucket([name for name, _ in group], [param for _, param in group], empty, num_shards) for group in groups]
+
+
+def by_kind(named_params: Named) -> list[list[tuple[str, Parameter]]]:
+    """Parameters of one dtype and device together, in the order of first ones."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[tuple[str, Parameter]]] = {}
+    for name, param in named_params:
+        kinds.setdefault((param.dtype, param.device), []).append((name, param))
+    return list(kinds.values())
+
+
+def ends_by_size(params: Sequence[Parameter], cap_mb: float) -> list[int]:
+    """One past the last parameter of each bucket, as `number_by_size` numbers them."""
+    numbers = number_by_size([param.nbytes for param in params], cap_mb * _MIB, FIRST_BUCKET_MB * _MIB)
+    return [last + 1 for last in range(len(numbers)) if last + 1 == len(numbers) or numbers[last] < numbers[last + 1]]
 
 
 def _offsets(params: Sequence[Parameter]) -> tuple[list[int], int]:

@@ -43,7 +43,8 @@ class GradientHooks:
 
     def check_order(self, param: Parameter) -> None:
         """Note whether a user's hook on ``param`` comes after ours."""
-        if next(reversed(param._post_accumulate_grad_hooks)) != self._ids[param]:
+        hooks = param._post_accumulate_grad_hooks
+        if len(hooks) > 1 and next(reversed(hooks)) != self._ids[param]:
             self._not_last.append(param)
 
     def move_last(self) -> None:

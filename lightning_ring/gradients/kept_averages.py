@@ -57,9 +57,11 @@ class KeptAverages:
     def before_gradient(self, param: Parameter) -> None:
         """Backward, or `torch.autograd.grad`, has a gradient of ``param``; only backward adds it to ``param.grad``."""
         grad = param.grad
-        self._before_sum.pop(param, None)
+        if self._before_sum:
+            self._before_sum.pop(param, None)
         if grad is None:
-            self._sums.pop(param, None)
+            if self._sums:
+                self._sums.pop(param, None)
             self._began_as_none.add(param)
         elif self._is_average(param):
             average = self._shards.zero_other_parts(param)
@@ -75,6 +77,8 @@ class KeptAverages:
     def after_gradient(self, param: Parameter, *, reduced: bool) -> None:
         """Backward has added to ``param.grad``. ``reduced``: the sum will be averaged, so that its average must be
         known."""
+        if not (self._before_sum or self._sums):
+            return
         grad = param.grad
         if param in self._before_sum:
             self._published.pop(param, None)

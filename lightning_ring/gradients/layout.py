@@ -44,10 +44,6 @@ class BucketLayout:
         self._on_replace = on_replace
         self._order: list[str] | None = []  # of the first backward's gradients; None once it was used
 
-    @property
-    def settled(self) -> bool:
-        return self._order is None and self._auto is None
-
     def add(self, params: Sequence[tuple[str, Parameter]]) -> None:
         """Put ``params`` into new buckets, in their order."""
         self._use(self._plan(params))

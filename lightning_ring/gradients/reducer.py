@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -76,8 +77,10 @@ class Reducer:
         self._unreduced = UnreducedGradients()
         self._parts = GradientParts(self._warn_once)
         self._sparse = SparseGradients(comm, sparse_weights, enabled=self.gathers_sparse)
+        self._produced_sparse: set[Parameter] = set()  # by this backward, outside the buckets
         self._stop_flag = StopFlag(comm)
         self._names: dict[Parameter, str] = {}  # of all parameters whose gradients are averaged
+        self._ids: set[int] = set()  # of the same
         self._queue: list[Bucket] = []  # of this backward
         self._next = 0  # index in the queue of the next bucket to send
         self._works: list[tuple[Bucket, Work]] = []
@@ -99,6 +102,7 @@ class Reducer:
         for name, param in named_parameters:
             if param not in self._names and param.requires_grad:
                 self._names[param] = name
+                self._ids.add(id(param))
                 self._hooks.add(param)
                 new.append((name, param))
         if new:
@@ -106,7 +110,7 @@ class Reducer:
         return [param for _, param in new]
 
     def is_tracked(self, param: Parameter) -> bool:
-        return param in self._names
+        return id(param) in self._ids  # asked of all parameters at each backward: to hash a tensor takes longer
 
     # -- which backward passes are reduced
 
@@ -140,7 +144,7 @@ class Reducer:
         self._turns.finish_before(self)
         while self._next < len(self._queue):
             self._launch()
-        fresh = {param for param in self._sparse.params if param in self._unreduced}
+        fresh = {param for param in self._sparse.params if param in self._produced_sparse or param in self._unreduced}
         told_to_stop = self._sparse.average(fresh, self.active_ranks, stop=self.stop_requested, prefix=self._named(""))
         for _, work in self._works:
             work.wait()
@@ -230,7 +234,7 @@ class Reducer:
             self._compressor.begin_backward()
         self._layout.begin_backward()
         self._passes.active = True
-        self._unreduced.produced.clear()
+        self._produced_sparse.clear()
         self._parts.begin_backward()
         self._hooks.move_last()  # if the backward before raised
         self._next = 0
@@ -245,33 +249,37 @@ class Reducer:
         bucket.publish(self._comm.read)
 
     def _take_gradient(self, param: Parameter) -> None:
-        unreduced = self._unreduced
-        if self._passes.discards:
+        # the host's time here is paid once a parameter: a look-up by parameter alone costs as much as all the rest
+        passes, sparse = self._passes, self._sparse.params
+        if passes.discards:
             return
-        if not self._passes.reduces:
-            unreduced.local.add(param)
+        if not passes.reduces:
+            self._unreduced.local.add(param)
             return
-        if param.grad is not None and param.grad.is_sparse and param not in self._sparse.params:
+        grad = param.grad
+        if grad is not None and grad.is_sparse and param not in sparse:
             self._warn_of_sparse(param)
-        slot = self._layout.slots.get(param)
-        if slot is not None:
-            slot[0].fillers.note()
-        if not self._passes.enabled:
-            unreduced.accumulated.add(param)
+        del grad  # `Bucket.fill` counts references
+        is_sparse = bool(sparse) and param in sparse
+        if not passes.enabled:
+            if not is_sparse:
+                self._layout.slots[param][0].fillers.note()
+            self._unreduced.accumulated.add(param)
             return
-        if not self._passes.active:
+        if not passes.active:
             self._begin()
-        if not self._passes.explicit:
+        if not passes.explicit:
             Variable._execution_engine.queue_callback(self._finish_if_outermost)
-        if param in self._sparse.params:
-            unreduced.produced.add(param)
+        if is_sparse:
+            self._produced_sparse.add(param)
             return
-        bucket, _ = self._layout.slots[param]
-        if param in unreduced.produced or bucket.launched:
+        bucket, index = self._layout.slots[param]
+        bucket.fillers.note()
+        if bucket.produced[index] or bucket.launched:
             self._parts.add(param, sent=bucket.launched)
             return
-        unreduced.produced.add(param)
-        self._layout.note(self._names[param], param.device)
+        bucket.produced[index] = True
+        self._layout.note(bucket.names[index], param.device)
         bucket.pending -= 1
         self._hooks.check_order(param)
         while (
@@ -299,7 +307,9 @@ class Reducer:
 
     def _agree_on_sparse(self) -> None:
         """After the first backward: take parameters with a sparse gradient on some rank out of the buckets."""
-        fresh = self._unreduced.produced | self._unreduced.accumulated
+        fresh = self._produced_sparse | self._unreduced.accumulated
+        for bucket in self.buckets:
+            fresh.update(itertools.compress(bucket.params, bucket.produced))
         if found := self._sparse.agree(self._names, fresh, self.active_ranks, self._named("")):
             self._layout.remove(found)
 
@@ -312,7 +322,8 @@ class Reducer:
     def _launch(self) -> None:
         bucket = self._queue[self._next]
         copies = bucket.copies
-        bucket.fill([param in self._unreduced for param in bucket.params], stop=self.stop_requested)
+        fresh = [own or param in self._unreduced for own, param in zip(bucket.produced, bucket.params, strict=True)]
+        bucket.fill(fresh, stop=self.stop_requested)
         if bucket.copies and not copies:
             self._prepare_to_send(bucket)
         self._works.append((bucket, self._send(bucket, self._named(f"bucket {self._next} ({bucket.describe()})"))))

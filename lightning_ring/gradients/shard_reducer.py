@@ -70,8 +70,8 @@ class ShardReducer(Reducer):
 
     def _launch(self) -> None:
         bucket = self._queue[self._next]
-        for param in bucket.params:
-            if param not in self._unreduced.produced:
+        for param, produced in zip(bucket.params, bucket.produced, strict=True):
+            if not produced:
                 self._kept.before_sending(param, unreduced=param in self._unreduced)
         super()._launch()
         if self.settled and self._next == len(self._queue):

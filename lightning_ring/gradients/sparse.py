@@ -107,7 +107,8 @@ def average_gradients(
 
     Sparse if every rank's is sparse or absent, dense if some rank's is dense, unchanged if none is ``fresh``.
     """
-    local = [_coalesced(grads.get(param)) for param in params]
+    local = [grads.get(param) for param in params]
+    local = [grad.coalesce() if grad is not None and grad.is_sparse else grad for grad in local]
     sizes = [(_size(grad), grad.sparse_dim() if grad is not None else 0) for grad in local]
     mine = [[*size, int(param in fresh)] for size, param in zip(sizes, params, strict=True)] + [[0, 0, int(stop)]]
     table = torch.tensor(mine, device=next(iter(params)).device)
@@ -124,10 +125,6 @@ def average_gradients(
         counts = [max(size, 0) for size, _, _ in rows]
         param.grad = _SparseAverage(param, dims.pop(), comm, name, prefix)(local[index], counts, active_ranks)
     return any(rank[-1][2] for rank in by_rank)
-
-
-def _coalesced(grad: Tensor | None) -> Tensor | None:
-    return grad.coalesce() if grad is not None and grad.is_sparse else grad
 
 
 def _size(grad: Tensor | None) -> int:

@@ -26,15 +26,16 @@ def keep_for(stream: Any, tensor: Tensor) -> None:
 class Fillers:
     """The streams that have computed gradients of a bucket since it was last sent."""
 
-    __slots__ = ("_device", "_streams")
+    __slots__ = ("_device", "_has_streams", "_streams")
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._has_streams = device.type != "cpu"
         self._streams: list[Any] = []
 
     def note(self) -> None:
         """A gradient has just been computed, on the current stream."""
-        if self._device.type == "cpu":
+        if not self._has_streams:
             return
         stream = current_stream(self._device)
         if stream not in self._streams:

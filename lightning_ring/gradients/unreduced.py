@@ -10,15 +10,14 @@ from lightning_ring.errors import RingError
 
 
 class UnreducedGradients:
-    """Parameters whose ``.grad`` holds values of this rank alone."""
+    """Parameters whose ``.grad`` holds values of this rank alone since before the current backward."""
 
     def __init__(self) -> None:
-        self.produced: set[Parameter] = set()  # by the current backward
         self.accumulated: set[Parameter] = set()  # inside `no_sync`: the next reduced backward sends the gradient
         self.local: set[Parameter] = set()  # by a backward outside the training; ranks may differ
 
     def __contains__(self, param: Parameter) -> bool:
-        return param in self.produced or param in self.accumulated or (param in self.local and param.requires_grad)
+        return param in self.accumulated or (param in self.local and param.requires_grad)
 
     def drop_local(self, sent: Callable[[Parameter], bool]) -> None:
         """A backward has averaged the gradients of the trainable parameters for which ``sent`` is true."""

@@ -15,6 +15,7 @@ from lightning_ring.horovod.context import ProcessSet, global_process_set
 from lightning_ring.horovod.errors import HorovodInternalError
 from lightning_ring.horovod.negotiation import JOIN, Negotiation
 from lightning_ring.horovod.requests import Meta, Request
+from lightning_ring.host.accelerator import gpu_module, is_gpu
 
 Average, Sum, Min, Max, Product, Adasum = "Average", "Sum", "Min", "Max", "Product", "Adasum"
 _REDUCTIONS = (Average, Sum, Min, Max, Product)
@@ -94,8 +95,8 @@ def start(
     for index, tensor in enumerate(tensors):
         if tensor.is_sparse:
             raise ValueError(f"{base}: a sparse tensor was given. Use sparse_allreduce_async, or tensor.to_dense().")
-        if tensor.is_cuda:
-            torch.cuda.current_stream(tensor.device).synchronize()  # another thread reads it
+        if is_gpu(tensor.device):
+            gpu_module(tensor.device).current_stream(tensor.device).synchronize()  # another thread reads it
         own = f"{base}.{index + 1}of{len(tensors)}" if grouped else base
         described = Meta(
             kind=kind,

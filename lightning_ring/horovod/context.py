@@ -17,6 +17,7 @@ from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.waiting import WaitPolicy
 from lightning_ring.horovod.negotiation import Negotiation
 from lightning_ring.horovod.timeline import Timeline
+from lightning_ring.host.accelerator import gpu_module
 from lightning_ring.job.communicators import open_communicator
 from lightning_ring.job.job import Job, connect
 from lightning_ring.job.ranks import RankInfo, discover_ranks
@@ -119,7 +120,7 @@ def gradient_communicator(process_set: ProcessSet, device: torch.device) -> Comm
         raise ValueError("DistributedOptimizer got a process_set and parameters on a GPU; that works on CPUs only.")
     if found.on_gpu is None:
         found.job.communicator = None  # the new one would close it; `shutdown` does
-        torch.cuda.set_device(device)
+        gpu_module(device).set_device(device)
         found.on_gpu = open_communicator(found.job, "auto", device, TIMEOUT, stall_warning=STALL_WARNING)
     return found.on_gpu
 

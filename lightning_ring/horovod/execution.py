@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_ring.comm.communicator import Communicator, ReduceOp
 from lightning_ring.horovod.requests import Meta, Request, scaled
+from lightning_ring.host.accelerator import gpu_module, is_gpu
 
 FUSION_BYTES = 64 * 2**20
 _OPS = {
@@ -93,7 +94,7 @@ def _allreduce(batch: Sequence[Agreed], comm: Communicator, finished: Callable[[
 
 
 def _finish(request: Request, result: Tensor) -> None:
-    """Put ``result`` where the caller wants it, in memory of its own. CUDA tensors travel through the host."""
+    """Put ``result`` where the caller wants it, in memory of its own. Tensors of GPUs travel through the host."""
     assert request.tensor is not None
     if request.output is not None:
         with torch.no_grad():
@@ -101,8 +102,10 @@ def _finish(request: Request, result: Tensor) -> None:
         request.result = request.output
     else:
         request.result = result.to(request.tensor.device, copy=True)
-    if request.tensor.is_cuda:
-        torch.cuda.current_stream(request.tensor.device).synchronize()  # the caller has another stream
+    if is_gpu(request.tensor.device):
+        gpu_module(request.tensor.device).current_stream(
+            request.tensor.device
+        ).synchronize()  # the caller has another stream
 
 
 def _allgather(request: Request, agreed: Agreed, comm: Communicator) -> None:

@@ -9,12 +9,14 @@ import torch
 import torch.distributed as dist
 
 from lightning_ring.comm.backends.gloo import open_torch_communicator
+from lightning_ring.comm.backends.mpi import MPICommunicator
 from lightning_ring.comm.backends.mpi_library import import_mpi
 from lightning_ring.comm.backends.shared_memory.communicator import open_shared_memory
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.store_bootstrap import StoreBootstrap
 from lightning_ring.comm.waiting import WaitPolicy
 from lightning_ring.errors import ConfigurationError
+from lightning_ring.host.accelerator import COLLECTIVES
 from lightning_ring.job.job import Job
 from lightning_ring.job.members import nodes_of
 from lightning_ring.job.ranks import RankInfo
@@ -26,9 +28,9 @@ def open_communicator(
 ) -> Communicator:
     """Give ``job`` a new communicator, and close the one before. Collective.
 
-    The arguments are those of `RingStrategy`; ``device`` is where gradients live. ``backend="auto"`` is NCCL on CUDA;
-    on CPU shared memory in a node, else MPI where it started the ranks, else Gloo, and between nodes Gloo, unless MPI
-    may have a better network than TCP (`backend_between_nodes`).
+    The arguments are those of `RingStrategy`; ``device`` is where gradients live. ``backend="auto"`` is NCCL on CUDA,
+    XCCL on Intel's GPUs; on CPU shared memory in a node, else MPI where it started the ranks, else Gloo, and between
+    nodes Gloo, unless MPI may have a better network than TCP (`backend_between_nodes`).
 
     Raises:
         ConfigurationError: The backend cannot serve ``device``, MPI did not start the ranks, or the topology cannot be.
@@ -59,7 +61,7 @@ def open_communicator(
 def _chosen(backend: str, info: RankInfo, device: torch.device) -> str:
     if backend == "auto":
         one_node = 1 < info.world_size == info.local_size
-        backend = "nccl" if device.type == "cuda" else "shared memory" if one_node else _by_messages(info)
+        backend = COLLECTIVES.get(device.type) or ("shared memory" if one_node else _by_messages(info))
     if backend == "nccl" and device.type != "cuda":
         raise ConfigurationError(f"backend='nccl' moves CUDA tensors, the model is on {device}. Use backend='auto'.")
     if backend == "mpi":
@@ -89,8 +91,6 @@ def _open_flat(job: Job, backend: str, policy: WaitPolicy) -> Communicator:
             return shared
         backend = _by_messages(job.info)
     if backend == "mpi":
-        from lightning_ring.comm.backends.mpi import MPICommunicator  # deferred: only ranks of MPI need it
-
         return MPICommunicator(_mpi_comm(job), policy)
     return open_torch_communicator(backend, policy)
 

@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-_OPEN_MPI_LAUNCHERS = ("mpirun", "mpiexec", "prterun", "prted", "orted")
-_LAUNCHERS = (*_OPEN_MPI_LAUNCHERS, "hydra_pmi_proxy", "slurmstepd")
+OPEN_MPI_LAUNCHERS = ("mpirun", "mpiexec", "prterun", "prted", "orted")
+MPI_LAUNCHERS = (*OPEN_MPI_LAUNCHERS, "hydra_pmi_proxy", "slurmstepd")
 # How the names of shared-memory files begin: of Open MPI, MPICH and Intel MPI
 _SEGMENTS = ("sm_segment.", "vader_segment.", "osc_sm", "osc_rdma", "mpich_shm_", "Intel_MPI_")
 
@@ -66,7 +66,7 @@ class LauncherProbe:
         mpirun gives up at the third SIGTERM, with exit code 1 and its files removed. Should it end by itself, as it
         does when the link comes back, nothing happens.
         """
-        if self._ancestors and self._ancestors[-1][2] in _OPEN_MPI_LAUNCHERS:
+        if self._ancestors and self._ancestors[-1][2] in OPEN_MPI_LAUNCHERS:
             launcher = self._ancestors[-1][0]
             script = f"sleep 2; for i in 1 2 3; do kill -TERM {launcher} || exit; sleep 1; done"
             quiet = subprocess.DEVNULL
@@ -92,7 +92,7 @@ def _ancestors_up_to_launcher(pid: int) -> list[tuple[int, str, str]]:
             return []
         name, parent, started = fields
         chain.append((pid, started, name))
-        if name in _LAUNCHERS or str(pid) == own_launcher:
+        if name in MPI_LAUNCHERS or str(pid) == own_launcher:
             return chain
         pid = parent
     return []  # no launcher that we know: the parent alone is watched

@@ -19,8 +19,9 @@ def shares_gpus(environ: Mapping[str, str] | None = None) -> bool:
 
 
 def nccl_version() -> tuple[int, ...]:
-    """Of the NCCL in this torch; empty without one."""
-    return tuple(torch.cuda.nccl.version()) if torch.distributed.is_nccl_available() else ()
+    """Of NVIDIA's NCCL in this torch; empty without it."""
+    has_nccl = torch.distributed.is_nccl_available() and torch.version.hip is None  # RCCL numbers its own versions
+    return tuple(torch.cuda.nccl.version()) if has_nccl else ()
 
 
 def pick_gpu(

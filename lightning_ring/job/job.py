@@ -17,6 +17,7 @@ from lightning_ring.comm.backends.shared_memory.kept import KeptMemory
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.waiting import WaitPolicy
 from lightning_ring.errors import ConfigurationError
+from lightning_ring.host.accelerator import COLLECTIVES, is_gpu
 from lightning_ring.job.excepthook import end_job_on_error, stop_ending_job
 from lightning_ring.job.gpus import check_gpu_assignment, nccl_version
 from lightning_ring.job.members import Member, exchange_members, info_of, own_member
@@ -98,25 +99,25 @@ class Job:
             self.communicator = None
 
     def open_default_group(self) -> None:
-        """Start torch.distributed, for torchmetrics and SyncBatchNorm: NCCL for CUDA tensors, Gloo for CPU tensors.
+        """Start torch.distributed, for torchmetrics and SyncBatchNorm: NCCL for a GPU's tensors, Gloo for CPU tensors.
 
         A group that is there, of the script or of another strategy, is left as it is.
         """
         if dist.is_initialized():
             return
-        cuda = self._device.type == "cuda"
-        if cuda:
+        library = COLLECTIVES.get(self._device.type, "")
+        if library == "nccl":
             # gradients have a communicator of their own beside this one, which SyncBatchNorm and
             # `all_gather(sync_grads=True)` use in the same backward. NCCL 2.26 and newer then runs kernels of several
             # communicators in the order in which the host called them, the same on all ranks; else they could deadlock
             os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if cuda and dist.is_nccl_available() else "gloo",
+            f"cpu:gloo,{self._device.type}:{library}" if library and dist.is_backend_available(library) else "gloo",
             store=dist.PrefixStore(f"default/{self._num_groups}", self.store),
             rank=self.info.rank,
             world_size=self.info.world_size,
             timeout=self._timeout if self.lasting is None else self.lasting.opening,
-            device_id=self._device if cuda else None,
+            device_id=self._device if library else None,
         )
         self._num_groups += 1
         self._default_group = dist.group.WORLD
@@ -238,7 +239,7 @@ def open_job(
         watch = JobWatch(info, store)
         members = exchange_members(own, info, store)
         fit_threads(info, members)
-        if device.type == "cuda":  # before NCCL starts and says it in its own words
+        if is_gpu(device):  # before NCCL starts and says it in its own words
             check_gpu_assignment([(member.host, member.gpu) for member in members], nccl_version())
     job = Job(info, members, store or dist.HashStore(), watch, device, timeout)
     job.open_default_group()

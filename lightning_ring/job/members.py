@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch.distributed import PrefixStore, Store
 
+from lightning_ring.host.accelerator import gpu_module, is_gpu
 from lightning_ring.host.cores import bound_cores, cgroup_quota
 from lightning_ring.job.ranks import RankInfo
 
@@ -33,14 +34,14 @@ class Member:
 
 def own_member(info: RankInfo, launch_rank: int, device: torch.device) -> Member:
     """This process as a member."""
-    gpu = gpu_uuid(device) if device.type == "cuda" else ""
+    gpu = gpu_uuid(device) if is_gpu(device) else ""
     return Member(
         launch_rank, info.node_rank, socket.gethostname(), tuple(bound_cores()), cgroup_quota(), has_rdma(), gpu
     )
 
 
 def gpu_uuid(device: torch.device, visible: str | None = None) -> str:
-    """The UUID of a CUDA ``device``. ``visible`` is ``CUDA_VISIBLE_DEVICES``, by default this process's.
+    """The UUID of a GPU. ``visible`` is ``CUDA_VISIBLE_DEVICES``, by default this process's.
 
     A partition is named by that variable alone: the device that it shows may have the whole card's UUID.
     """
@@ -48,7 +49,8 @@ def gpu_uuid(device: torch.device, visible: str | None = None) -> str:
     index = device.index or 0
     if index < len(entries) and entries[index].strip().startswith("MIG-"):
         return entries[index].strip()
-    return str(torch.cuda.get_device_properties(device).uuid)
+    properties = gpu_module(device).get_device_properties(device)
+    return str(getattr(properties, "uuid", f"{device} of {socket.gethostname()}"))
 
 
 def exchange_members(own: Member, info: RankInfo, store: Store) -> list[Member]:

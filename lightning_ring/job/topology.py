@@ -9,6 +9,7 @@ from typing import Any
 from torch.distributed import PrefixStore, Store
 
 from lightning_ring.comm.backends.gloo import open_gloo_subgroup, open_gloo_transport
+from lightning_ring.comm.backends.mpi import open_mpi_subgroup, open_mpi_transport
 from lightning_ring.comm.backends.shared_memory.communicator import SharedMemoryCommunicator, open_shared_memory
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.hierarchical import HierarchicalCommunicator
@@ -73,20 +74,10 @@ def open_hierarchical(
     not. ``mpi_comm`` is mpi4py's communicator of all ranks.
     """
     peers = [sorted(ranks) for ranks in zip(*nodes, strict=True)]
-    transport: Transport
-    if backend == "mpi":
-        from lightning_ring.comm.backends.mpi import open_mpi_transport  # deferred: only ranks of MPI need it
-
-        transport = open_mpi_transport(mpi_comm, policy)
-    else:
-        transport = open_gloo_transport(policy)
+    transport: Transport = open_mpi_transport(mpi_comm, policy) if backend == "mpi" else open_gloo_transport(policy)
 
     def over(backend: str, parts: Sequence[Sequence[int]]) -> Communicator:
-        if backend == "gloo":
-            return open_gloo_subgroup(parts, policy)
-        from lightning_ring.comm.backends.mpi import open_mpi_subgroup
-
-        return open_mpi_subgroup(mpi_comm, parts, policy)
+        return open_gloo_subgroup(parts, policy) if backend == "gloo" else open_mpi_subgroup(mpi_comm, parts, policy)
 
     in_node: Sequence[Communicator] = _through_memory(nodes, rank, policy, store) if store is not None else []
     inward, outward = in_node or [over(backend, nodes), over(backend, nodes)]

@@ -21,6 +21,7 @@ from lightning_ring.comm.communicator import Communicator, ReduceOp
 from lightning_ring.comm.recording import Listener
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.gradients.compression import Compressor
+from lightning_ring.host.accelerator import gpu_module, is_gpu
 from lightning_ring.job.job import Job
 from lightning_ring.job.ranks import RankInfo
 from lightning_ring.loops.ranks import connect_ranks, device_of, find_ranks
@@ -274,8 +275,8 @@ def _check(module: nn.Module, optimizers: Iterable[Any], broadcast_buffers: Any)
 def _move(module: nn.Module, optimizers: Iterable[Optimizer], device: torch.device) -> None:
     if all(param.device == device for param in module.parameters()):
         return
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    if is_gpu(device):
+        gpu_module(device).set_device(device)
     module.to(device)
     for optimizer in optimizers:
         if optimizer.state:

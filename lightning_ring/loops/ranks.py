@@ -9,6 +9,7 @@ from torch import nn
 
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.errors import ConfigurationError, RankDiscoveryError
+from lightning_ring.host.accelerator import gpu_module, is_gpu
 from lightning_ring.job.communicators import open_communicator
 from lightning_ring.job.gpus import pick_gpu
 from lightning_ring.job.job import Job, connect
@@ -51,9 +52,10 @@ def device_of(module: nn.Module, asked: torch.device | str | None, info: RankInf
     if asked is None:
         return next((param.device for param in module.parameters()), torch.device("cpu"))
     device = torch.device(asked)
-    if device.type == "cuda" and device.index is None:
+    if is_gpu(device) and device.index is None:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        device = torch.device("cuda", pick_gpu(info.local_rank, info.local_size, torch.cuda.device_count(), visible))
+        count = gpu_module(device).device_count()
+        device = torch.device(device.type, pick_gpu(info.local_rank, info.local_size, count, visible))
     return device
 
 

@@ -11,6 +11,8 @@ import torch
 
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.recording import Listener
+from lightning_ring.comm.timing import now
+from lightning_ring.host.accelerator import gpu_module, is_gpu
 from lightning_ring.timeline.clocks import DeviceClock
 from lightning_ring.timeline.session import Session, start_session
 from lightning_ring.timeline.settings import TimelineSettings
@@ -42,7 +44,7 @@ class LoopTimeline:
             settings = comm.broadcast_object(settings)
         if settings.path is None:
             return
-        clock = DeviceClock(device) if device.type == "cuda" else None
+        clock = DeviceClock(device) if is_gpu(device) else None
         max_bytes = int(settings.max_mb * 2**20)
         self._session = start_session(settings.path, comm, max_bytes=max_bytes, about=about, seconds_of=clock)
         self._listeners.append(self._session.recorder.collective)
@@ -55,12 +57,8 @@ class LoopTimeline:
         return self._session is not None
 
     def now(self) -> Any:
-        """A point in time: seconds, or on CUDA an event."""
-        if self._device.type != "cuda" or (self._session is None and not self.observers):
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        """A point in time: seconds, or on a GPU an event."""
+        return now(self._device) if self.recording or self.observers else time.perf_counter()
 
     def forward(self, began: Any, ended: Any) -> None:
         self._tell("forward", began, ended)
@@ -80,8 +78,8 @@ class LoopTimeline:
         """End the recording; rank 0 merges."""
         session = self._detach()
         if session is not None:
-            if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)  # what it has not come to would be left out
+            if is_gpu(self._device):
+                gpu_module(self._device).synchronize(self._device)  # what it has not come to would be left out
             session.finish()
 
     def abandon(self) -> None:

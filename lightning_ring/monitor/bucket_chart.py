@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from lightning_ring.comm.recording import CollectiveRecord
+from lightning_ring.comm.timing import elapsed
 from lightning_ring.monitor.step_record import StepRecord
 from lightning_ring.monitor.step_window import collective_times
 
@@ -33,11 +34,11 @@ def bars(record: StepRecord, collectives: Sequence[CollectiveRecord]) -> list[Ba
     on_device = [span for span in spans if not isinstance(span[1], float)]
     origin: Any = record.began
     if on_device:  # what the host timed itself, fetching and copying, is on another clock
-        spans, origin = on_device, min((start for _, start, _ in on_device), key=partial(_since, on_device[0][1]))
-    found = _computed([Bar(part, part, _since(origin, start), _since(origin, stop)) for part, start, stop in spans])
+        spans, origin = on_device, min((start for _, start, _ in on_device), key=partial(elapsed, on_device[0][1]))
+    found = _computed([Bar(part, part, elapsed(origin, start), elapsed(origin, stop)) for part, start, stop in spans])
     collectives = collectives[:_MOST_COLLECTIVES]
     events = next((one.events for one in collectives if one.events is not None), None)
-    shift = _since(origin, events[0]) if events is not None else -record.began
+    shift = elapsed(origin, events[0]) if events is not None else -record.began
     for one, when in zip(collectives, collective_times(collectives), strict=True):
         lane = one.name or one.kind
         found.append(Bar(lane, READY, when.called + shift, when.began + shift))
@@ -91,8 +92,3 @@ def draw(found: Sequence[Bar], title: str) -> Any:
     import numpy as np  # matplotlib brings it
 
     return np.asarray(canvas.buffer_rgba()).copy()
-
-
-def _since(origin: Any, moment: Any) -> float:
-    seconds: float = moment - origin if isinstance(moment, float) else origin.elapsed_time(moment) / 1e3
-    return seconds

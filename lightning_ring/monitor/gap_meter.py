@@ -6,6 +6,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
 
 from lightning_ring.errors import ConfigurationError
+from lightning_ring.host.accelerator import gpu_module, is_gpu
 from lightning_ring.monitor.batch_size import first_dimension
 from lightning_ring.monitor.failures import LeftOut
 from lightning_ring.monitor.gap_report import (
@@ -103,7 +105,7 @@ class _Measurement:
         batch_size: Callable[[Any], int],
     ) -> None:
         self.trainer, self.module, self.steps, self.loader = trainer, module, steps, loader
-        self.real = self._endlessly()
+        self.real = (batch for _ in repeat(None) for batch, _, _ in iter(loader))
         self.replayed = [next(self.real) for _ in range(4)]
         self.batch_size = batch_size(self.replayed[0])
         self.host = tree_map(_noise, self.replayed[0])
@@ -120,19 +122,16 @@ class _Measurement:
             for source in SOURCES:
                 self._block(source)
             self._block_alone()
+        loader, fetching = self.loader.flattened[0], median(self.fetches)
+        unknown = LoaderCost(0.0, 0.0, fetching)  # as of a loader that cannot be asked
         return RankTimes(
             step={source: median(times) for source, times in self.times.items()},
             waits=self.waits,
             own=median(self.own),
             batch_size=self.batch_size,
-            loader=self._loader_cost(median(self.fetches)),
+            loader=LeftOut().run("loader's cost", unknown, loader_cost, loader, self.batch_size, fetching),
             copies=self.module.device.type != "cpu",
         )
-
-    def _loader_cost(self, seconds: float) -> LoaderCost:
-        unknown = LoaderCost(0.0, 0.0, seconds)  # as of a loader that cannot be asked
-        loader = self.loader.flattened[0]
-        return LeftOut().run("loader's cost", unknown, loader_cost, loader, self.batch_size, seconds)
 
     def _block(self, source: str) -> None:
         """Steps of the optimizer on one source; the second half of them counts."""
@@ -198,19 +197,14 @@ class _Measurement:
         assert isinstance(loss, Tensor)
         return loss
 
-    def _endlessly(self) -> Iterator[Any]:
-        while True:
-            for batch, _, _ in iter(self.loader):
-                yield batch
-
     def _to_device(self, batch: Any) -> Any:
         batch = self.trainer.precision_plugin.convert_input(batch)
         batch = self.module._on_before_batch_transfer(batch, dataloader_idx=0)
         return call._call_strategy_hook(self.trainer, "batch_to_device", batch, dataloader_idx=0)
 
     def _wait_for_device(self) -> None:
-        if self.module.device.type == "cuda":
-            torch.cuda.synchronize(self.module.device)
+        if is_gpu(self.module.device):
+            gpu_module(self.module.device).synchronize(self.module.device)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_ring.comm.recording import CollectiveRecord
 from lightning_ring.errors import ConfigurationError
+from lightning_ring.host.accelerator import is_gpu
 from lightning_ring.monitor.failures import LeftOut
 from lightning_ring.monitor.optimizer_numbers import learning_rates, trust_ratios
 from lightning_ring.monitor.rank_rows import Memory, RankRow, RowExchange
@@ -115,7 +116,7 @@ class LoopMonitor:
         times = run("step times", StepTimes.unknown(), self._times, strategy.world_size)
         memory = run("memory", Memory.unknown(), Memory.now, device)
         optimizers = [self._first] if self._first is not None else []
-        place = device if device.type == "cuda" else torch.device("cpu")
+        place = device if is_gpu(device) else torch.device("cpu")
         self._pending = LoggedStep(
             step=self._step,
             learning_rates=run("learning rates", {}, learning_rates, optimizers),

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_ring.host.accelerator import is_gpu
+
 
 def gradient_squares(strategy: Any, optimizer: Optimizer) -> Tensor:
     """What this rank adds to the squared norm of the optimizer's gradients (0-d, float64).
@@ -49,7 +51,7 @@ def trust_ratios(optimizers: Sequence[Optimizer]) -> Tensor:
         adapts = [group.get("adapt", True) for group in optimizer.param_groups for _ in group["params"]]
         places = torch.tensor([place for place, adapt in enumerate(adapts) if adapt], dtype=torch.int64)
         chosen = ratios[places.to(ratios.device, non_blocking=True)]
-        if chosen.is_cuda:  # the copy of all ranks' rows, which comes behind this one, is waited for
+        if is_gpu(chosen.device):  # the copy of all ranks' rows, which comes behind this one, is waited for
             host = torch.empty(chosen.numel(), dtype=chosen.dtype, pin_memory=True)
             chosen = host.copy_(chosen, non_blocking=True)
         found.append(chosen)
@@ -65,17 +67,13 @@ class SkippedSteps:
     def __init__(self, optimizers: Sequence[Optimizer], scaler: Any) -> None:
         self._optimizers = optimizers
         self._scales = scaler is not None
-        self._announced = self._made = 0
+        self.announced = self._made = 0  # steps: gradients are unscaled; and the optimizer has stepped
         self._found: Tensor | None = None  # where the optimizer itself looks at what the scaler found
         self._hooks = [one.register_step_post_hook(self._step_made) for one in optimizers] if self._scales else []
 
-    def step_announced(self) -> None:
-        """Gradients are unscaled, and the optimizer's step comes next."""
-        self._announced += 1
-
     def count(self) -> tuple[float, Tensor]:
         """What the host knows, and what has to be added (0-d, float64, on the device perhaps)."""
-        known = float(self._announced - self._made) if self._scales else 0.0
+        known = float(self.announced - self._made) if self._scales else 0.0
         known += sum(getattr(one, "skipped_steps", 0) for one in self._optimizers)
         return known, torch.zeros((), dtype=torch.float64) if self._found is None else self._found
 

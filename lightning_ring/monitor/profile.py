@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
@@ -18,17 +18,16 @@ from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 from lightning_ring.comm.recording import CollectiveRecord
+from lightning_ring.comm.timing import Mark, now, seconds_between
 from lightning_ring.errors import ConfigurationError
+from lightning_ring.host.accelerator import gpu_module, is_gpu
 from lightning_ring.monitor.batch_size import first_dimension
 from lightning_ring.monitor.profiled_run import (
-    Mark,
     check_can_record,
     communicator,
     describe,
     is_sharded,
     measure_link,
-    now,
-    seconds_between,
 )
 from lightning_ring.monitor.step_record import StepRecord
 from lightning_ring.monitor.step_timer import StepTimer
@@ -182,7 +181,7 @@ class RingProfile(Callback):
 
     def _gradients(self, module: LightningModule) -> list[Gradient]:
         """A parameter that got none still travels, and holds its bucket back until backward ends."""
-        ready = {name: median(seconds_between(*pair) for pair in pairs) for name, pairs in self._ready.items()}
+        ready = {name: median(seconds_between(*pair, None) for pair in pairs) for name, pairs in self._ready.items()}
         if not ready:
             raise ConfigurationError("RingProfile saw no gradient in the steps it recorded: there is nothing to plan.")
         last = max(ready.values())
@@ -196,23 +195,17 @@ class RingProfile(Callback):
 
     def _phases(self, backward: float, trainer: Trainer) -> Phases:
         """Medians over the steps; waits for communication are taken out of forward and backward."""
-        if trainer.strategy.root_device.type == "cuda":
-            torch.cuda.synchronize(trainer.strategy.root_device)
+        if is_gpu(device := trainer.strategy.root_device):
+            gpu_module(device).synchronize(device)
         steps = [record.times() for record in self._times]
-
-        def middle(name: str) -> float:
-            return median(getattr(step, name) for step in steps)
-
+        middle = {part.name: median(getattr(step, part.name) for step in steps) for part in fields(Phases)}
         delay = median(self._waits)
         exposed = median(max(0.0, step.backward - backward) for step in steps)
         shards = trainer.world_size if is_sharded(trainer) else 1
-        return Phases(
-            data=middle("data"),
-            copy=middle("copy"),
-            forward=max(0.0, middle("forward") - delay),
+        return replace(
+            Phases(**middle),
+            forward=max(0.0, middle["forward"] - delay),
             backward=backward,
-            optimizer=middle("optimizer") * shards,
-            other=middle("other"),
+            optimizer=middle["optimizer"] * shards,
             exposed=exposed + delay if trainer.world_size > 1 else 0.0,
-            total=middle("total"),
         )

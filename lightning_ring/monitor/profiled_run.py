@@ -1,41 +1,21 @@
-"""Properties of a Trainer that `RingProfile` records, and the clock by which it records."""
+"""Properties of a Trainer that `RingProfile` records."""
 
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 from statistics import median
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from torch import Tensor
 
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.cost import Collective, CostModel, fit
 from lightning_ring.comm.hierarchical import HierarchicalCommunicator
+from lightning_ring.comm.timing import time_collective
 from lightning_ring.errors import ConfigurationError
+from lightning_ring.host.accelerator import is_gpu
 from lightning_ring.tools.plan.profile import Run
-
-Mark = float | torch.cuda.Event
-
-
-def now(device: torch.device) -> Mark:
-    """On CUDA when the current stream comes to it; nothing waits."""
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def seconds_between(began: Mark, ended: Mark) -> float:
-    """Waits for ``ended`` where that is a mark on a device."""
-    if isinstance(began, float) or isinstance(ended, float):
-        return ended - began  # type: ignore[operator]
-    ended.synchronize()
-    return began.elapsed_time(ended) / 1e3
-
 
 PROBE_BYTES = (2**16, 2**18, 2**19, 2**20, 2**22, 2**24)
 PROBE_REPEATS = 5
@@ -64,9 +44,9 @@ def check_can_record(path: Path, trainer: Trainer, module: LightningModule) -> N
             f"{name} records {type(trainer.strategy).__name__} on one rank only, and there are {trainer.world_size}. "
             "Use strategy='ring', or devices=1."
         )
-    if is_sharded(trainer) and trainer.strategy.root_device.type == "cuda":
+    if is_sharded(trainer) and is_gpu(trainer.strategy.root_device):
         raise ConfigurationError(
-            f"{name} cannot tell, on CUDA, a forward that waits for sharded parameters from one that computes. Record "
+            f"{name} cannot tell, on a GPU, a forward that waits for sharded parameters from one that computes. Record "
             "with strategy='ring', or on one rank; `lightning-ring plan` predicts the sharded run from that."
         )
 
@@ -108,17 +88,7 @@ def measure_link(comm: Communicator | None, trainer: Trainer) -> tuple[str | Non
     flats = [comm.empty(size // 4, torch.float32, trainer.strategy.root_device).zero_() for size in PROBE_BYTES]
     costs: dict[str, CostModel] = {}
     for collective in _COLLECTIVES:
-        own = [median(_probe(comm, collective, flat)[1:]) for flat in flats]  # the first call opens what others use
+        own = [median(time_collective(comm, collective, flat, PROBE_REPEATS, "probe of the profile")) for flat in flats]
         slowest = [max(times) for times in zip(*comm.all_gather_object(own), strict=True)]
         costs[collective] = fit([flat.nbytes for flat in flats], slowest, comm.world_size, collective=collective)
     return "node" if num_nodes(trainer) == 1 else "network", costs
-
-
-def _probe(comm: Communicator, collective: Collective, flat: Tensor) -> list[float]:
-    seconds = []
-    for _ in range(1 + PROBE_REPEATS):
-        comm.barrier()
-        began = now(flat.device)
-        getattr(comm, f"{collective}_")(flat, name="probe of the profile").wait()
-        seconds.append(seconds_between(began, now(flat.device)))
-    return seconds

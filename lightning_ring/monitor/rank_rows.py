@@ -15,12 +15,13 @@ from torch import Tensor
 
 from lightning_ring.comm.communicator import Communicator, CompletedWork, Work, shard
 from lightning_ring.comm.host_copy import HostCopy, on_host
+from lightning_ring.host.accelerator import gpu_module, is_gpu
 from lightning_ring.monitor.step_record import StepTimes
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes that a rank holds. The CUDA allocator's are zero on other devices."""
+    """Bytes that a rank holds. The GPU allocator's are zero on a CPU."""
 
     resident: float = 0.0  # this process's, without its data-loading workers; its peak if the system tells no more
     allocated: float = 0.0  # tensors on the device
@@ -33,10 +34,10 @@ class Memory:
 
     @classmethod
     def now(cls, device: torch.device) -> Memory:
-        if device.type != "cuda":
+        if not is_gpu(device):
             return cls(_resident())
-        cuda = torch.cuda
-        sizes = cuda.memory_allocated(device), cuda.memory_reserved(device), cuda.max_memory_allocated(device)
+        gpu = gpu_module(device)
+        sizes = gpu.memory_allocated(device), gpu.memory_reserved(device), gpu.max_memory_allocated(device)
         return cls(_resident(), *sizes)
 
 
@@ -80,7 +81,7 @@ class RowExchange:
     def __init__(self, comm: Communicator | None, row: RankRow, on_device: Tensor, device: torch.device) -> None:
         self._world_size = comm.world_size if comm is not None else 1
         numbers = torch.tensor(row.as_list(), dtype=torch.float64)
-        if device.type == "cuda":
+        if is_gpu(device):
             numbers = numbers.pin_memory().to(device, non_blocking=True)
         numbers = torch.cat([numbers, on_device.to(numbers.device)])
         self._flat = numbers.new_zeros(self._world_size * numbers.numel())

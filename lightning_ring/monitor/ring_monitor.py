@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.errors import ConfigurationError
+from lightning_ring.host.accelerator import is_gpu
 from lightning_ring.monitor.batch_size import first_dimension
 from lightning_ring.monitor.dashboard import Dashboard
 from lightning_ring.monitor.failures import LeftOut
@@ -132,7 +133,7 @@ class RingMonitor(Callback):
         if self._fit is None:
             return
         if self._fit.skipped is not None:
-            self._fit.skipped.step_announced()
+            self._fit.skipped.announced += 1
         if self._logs_this_step(trainer, self._fit):
             unknown = torch.full((), UNKNOWN, dtype=torch.float64)
             squares = self._fit.left_out.run(_NORMS, unknown, gradient_squares, trainer.strategy, optimizer)
@@ -178,7 +179,7 @@ class RingMonitor(Callback):
         nothing = math.nan, torch.zeros((), dtype=torch.float64)
         skipped, uncounted = run(_SKIPPED, nothing, fit.skipped.count) if fit.skipped is not None else nothing
         memory = run(_MEMORY, Memory.unknown(), Memory.now, device)
-        place = device if device.type == "cuda" else torch.device("cpu")
+        place = device if is_gpu(device) else torch.device("cpu")
         on_device = run(
             _NORMS,
             torch.full((1 + len(trainer.optimizers),), UNKNOWN, dtype=torch.float64),

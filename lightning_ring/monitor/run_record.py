@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import platform
 import socket
 from collections.abc import Sequence
@@ -12,7 +11,9 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 
+from lightning_ring.host.accelerator import gpu_module, is_gpu
 from lightning_ring.host.cores import bound_cores
+from lightning_ring.tools.doctor.packages import version
 
 
 def record_start(trainer: Trainer) -> None:
@@ -42,7 +43,7 @@ def environment(trainer: Trainer) -> dict[str, str]:
         "precision": str(trainer.precision),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        **{name: _version(name) for name in ("lightning", "lightning-ring")},
+        **{name: version(name) or "not installed by pip" for name in ("lightning", "lightning-ring")},
         "system": platform.platform(),
     }
 
@@ -55,13 +56,6 @@ def _cell(text: str) -> str:
     return " ".join(text.replace("|", "\\|").split())
 
 
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed by pip"
-
-
 def _ranks_by_host(hosts: Sequence[str]) -> str:
     ranks: dict[str, list[str]] = {}
     for rank, host in enumerate(hosts):
@@ -70,8 +64,8 @@ def _ranks_by_host(hosts: Sequence[str]) -> str:
 
 
 def _device(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
+    if is_gpu(device):
+        return str(gpu_module(device).get_device_name(device))
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-import torch
+from lightning_ring.comm.timing import elapsed, is_reached
 
 MANUAL = "manual_optimizer"  # inside training_step, where automatic optimization has it around
 _MANUAL_BACKWARD = "manual_backward"  # inside training_step too
@@ -120,12 +120,11 @@ class StepRecord:
         return any(self.marks.get(name) for name, of in _INNERMOST_FIRST.items() if of == part)
 
     def spans(self) -> list[tuple[str, Any, Any]]:
-        """Part of `StepTimes`, begin and end of each mark: clock readings, or on CUDA events."""
+        """Part of `StepTimes`, begin and end of each mark: clock readings, or on a GPU events."""
         return [(part, *pair) for name, part in _INNERMOST_FIRST.items() for pair in self.marks.get(name, ())]
 
     def finished(self) -> bool:
-        ends = (end for pairs in self.marks.values() for _, end in pairs)
-        return all(end.query() for end in ends if isinstance(end, torch.cuda.Event))
+        return all(is_reached(end) for pairs in self.marks.values() for _, end in pairs)
 
     def times(self) -> StepTimes:
         spent = {name: self._spent(name) for name in _PHASES}
@@ -139,7 +138,4 @@ class StepRecord:
         return StepTimes(**spent, other=other, total=self.total)
 
     def _spent(self, phase: str) -> float:
-        pairs = self.marks.get(phase, ())
-        return sum(
-            begin.elapsed_time(end) / 1e3 if isinstance(end, torch.cuda.Event) else end - begin for begin, end in pairs
-        )
+        return sum(elapsed(*pair) for pair in self.marks.get(phase, ()))

@@ -6,12 +6,12 @@ import logging
 import time
 from pathlib import Path
 
-import torch
 from lightning.pytorch import Trainer
 
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.recording import Listener
 from lightning_ring.errors import ConfigurationError
+from lightning_ring.host.accelerator import gpu_module, is_gpu
 from lightning_ring.monitor.step_record import StepRecord
 from lightning_ring.monitor.step_timer import StepTimer
 from lightning_ring.timeline.clocks import DeviceClock
@@ -77,7 +77,7 @@ class StepTimeline:
         max_bytes = int((max_mb if max_mb is not None else self.settings.max_mb) * 2**20)
         about = {"strategy": type(trainer.strategy).__name__, "epoch": trainer.current_epoch}
         device = trainer.strategy.root_device
-        clock = DeviceClock(device) if device.type == "cuda" else None
+        clock = DeviceClock(device) if is_gpu(device) else None
         self._session = start_session(Path(chosen), self._comm, max_bytes=max_bytes, about=about, seconds_of=clock)
         self._session.recorder.begin_step(_batch_number(trainer), time.perf_counter())
         self._listeners.append(self._session.recorder.collective)
@@ -90,8 +90,8 @@ class StepTimeline:
         trainer, session = self._trainer, self._detach()
         if session is None or trainer is None:
             return
-        if trainer.strategy.root_device.type == "cuda":
-            torch.cuda.synchronize(trainer.strategy.root_device)  # what it has not come to would be left out
+        if is_gpu(device := trainer.strategy.root_device):
+            gpu_module(device).synchronize(device)  # what it has not come to would be left out
         session.finish()
 
     # -- what the strategy calls

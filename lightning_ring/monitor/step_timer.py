@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.profilers import Profiler
 
-from lightning_ring.comm.recording import tell
+from lightning_ring.comm.recording import passed_on, tell
+from lightning_ring.comm.timing import now
 from lightning_ring.errors import RingError
+from lightning_ring.host.accelerator import is_gpu
 from lightning_ring.monitor.step_record import MANUAL, StepRecord
 
 _PHASES = {  # last part of Lightning's own names for what it does
@@ -25,10 +28,19 @@ _INTERRUPTIONS = ("validation_step", "test_step", "save_checkpoint")
 _STEP = "run_training_batch"
 
 
+@cache
+def _phase_of(action_name: str) -> str | None:
+    """The phase that Lightning announces by ``action_name``; with manual optimization torch's step is one."""
+    if action_name == "optimizer_step":
+        return MANUAL
+    ours = action_name.startswith(("[Strategy]", "[_TrainingEpochLoop]", "[LightningModule]"))
+    return _PHASES.get(action_name.rsplit(".", 1)[-1]) if ours else None
+
+
 class StepTimer(Profiler):
     """Stands before a Trainer's profiler, which goes on as it was, and times steps by the actions it announces.
 
-    Costs clock reads, on CUDA also events; nothing waits for the device.
+    Costs clock reads, on a GPU also events; nothing waits for the device.
 
     Args:
         inner: The profiler that the Trainer had.
@@ -46,8 +58,7 @@ class StepTimer(Profiler):
         super().__init__()
         self.inner = inner
         self._clock = clock
-        self._on_cuda = device.type == "cuda"
-        self._phase_of: dict[str, str | None] = {}
+        self._device = device
         self._record = StepRecord()
         self._began: float | None = None
         self.listeners: list[Callable[[StepRecord], None]] = []
@@ -94,7 +105,7 @@ class StepTimer(Profiler):
             self.failure = error
 
     def _begin(self, action_name: str) -> None:
-        phase = self._phase(action_name)
+        phase = _phase_of(action_name)
         if phase is None:
             if self.interruption_listeners and action_name.rsplit(".", 1)[-1] in _INTERRUPTIONS:
                 self._interrupted[action_name] = self._clock()
@@ -104,14 +115,14 @@ class StepTimer(Profiler):
         self._record.begin(phase, self._mark(phase))
 
     def _end(self, action_name: str) -> None:
-        phase = self._phase(action_name)
+        phase = _phase_of(action_name)
         if phase is not None:
             self._record.end(phase, self._mark(phase))
         elif action_name == _STEP and self._began is not None:
-            now = self._clock()
+            ended = self._clock()
             record, began = self._record, self._began
-            record.began, record.total = began, now - began
-            self._record, self._began = StepRecord(), now
+            record.began, record.total = began, ended - began
+            self._record, self._began = StepRecord(), ended
             tell(self.listeners, record)
         elif action_name.endswith(_INTERRUPTIONS):
             self._record, self._began = StepRecord(), None
@@ -130,38 +141,16 @@ class StepTimer(Profiler):
         """The next step begins with its own first action: what happens until then is no part of training."""
         self._record, self._began = StepRecord(), None
 
-    def _phase(self, action_name: str) -> str | None:
-        try:
-            return self._phase_of[action_name]
-        except KeyError:
-            last = action_name.rsplit(".", 1)[-1]
-            ours = action_name.startswith(("[Strategy]", "[_TrainingEpochLoop]", "[LightningModule]"))
-            phase = _PHASES.get(last) if ours else None
-            if action_name == "optimizer_step":
-                phase = MANUAL
-            self._phase_of[action_name] = phase
-            return phase
-
     def _mark(self, phase: str) -> Any:
-        if not self._on_cuda or phase in ("data", "copy"):
-            return self._clock()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        on_host = not is_gpu(self._device) or phase in ("data", "copy")
+        return self._clock() if on_host else now(self._device)
 
     # -- what the Trainer asks of its profiler
 
-    def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
-        self.inner.setup(stage, local_rank, log_dir)
-
-    def teardown(self, stage: str | None) -> None:
-        self.inner.teardown(stage)
-
-    def describe(self) -> None:
-        self.inner.describe()
-
-    def summary(self) -> str:
-        return self.inner.summary()
+    setup = passed_on("inner", "setup")
+    teardown = passed_on("inner", "teardown")
+    describe = passed_on("inner", "describe")
+    summary = passed_on("inner", "summary")
 
     def __getattr__(self, name: str) -> Any:
         if name == "inner":  # being copied or unpickled: nothing to delegate to yet

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-import torch
 from lightning.pytorch import Trainer
 
 from lightning_ring.comm.recording import CollectiveRecord
+from lightning_ring.comm.timing import elapsed
 from lightning_ring.monitor.step_record import StepRecord, StepTimes, mean_times
 from lightning_ring.monitor.step_timer import StepTimer
 
@@ -64,8 +63,8 @@ def collective_times(collectives: Sequence[CollectiveRecord]) -> list[Collective
             called, ended = one.called, one.ended if one.ended is not None else one.waited_until
             losses: tuple[tuple[float, float], ...] = ((one.called, one.returned), (one.waited_from, one.waited_until))
         else:
-            called, ended = (_since(reference, event) for event in one.events)
-            waited = _since(reference, one.wait_event) if one.wait_event is not None else ended
+            called, ended = (elapsed(reference, event) for event in one.events)
+            waited = elapsed(reference, one.wait_event) if one.wait_event is not None else ended
             losses = ((waited, max(waited, ended)),)
         began = min(max(called, previous), ended)
         previous = max(previous, ended)
@@ -94,11 +93,6 @@ def _part_of(record: StepRecord, collective: CollectiveRecord, start: float) -> 
         return "other"
     # the device's clock knows no phases, but who waits for what is known: forward for parameters, backward for the rest
     return "forward" if collective.kind == "all_gather" or not record.has("backward") else "backward"
-
-
-def _since(reference: Any, event: torch.cuda.Event) -> float:
-    seconds: float = reference.elapsed_time(event) / 1e3
-    return seconds
 
 
 _MOST_STEPS = 200

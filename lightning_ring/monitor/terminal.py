@@ -93,13 +93,10 @@ class EpochLines(ProgressBar):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._enabled:
             numbers = short(self.get_metrics(trainer, pl_module))
-            shown = [f"{name} {_in_short(value)}" for name, value in numbers.items()]
+            texts = {name: f"{value:.4g}" if isinstance(value, float) else value for name, value in numbers.items()}
+            shown = [f"{name} {text}" for name, text in texts.items()]
             seconds = time.perf_counter() - self._began
             epoch = (
                 f"epoch {trainer.current_epoch}: {trainer.fit_loop.epoch_loop.batch_idx + 1} batches in {seconds:.1f} s"
             )
             self.print(", ".join([epoch, *shown]), flush=True)
-
-
-def _in_short(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)

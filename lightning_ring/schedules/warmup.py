@@ -33,7 +33,7 @@ def gradual_warmup(warmup: float, *, start_factor: float = 0.0, steps_per_epoch:
         >>> [factor(step) for step in range(6)]
         [0.0, 0.25, 0.5, 0.75, 1.0, 1.0]
     """
-    return _Schedule.of(warmup, start_factor, steps_per_epoch, _constant)
+    return _Schedule.of(warmup, start_factor, steps_per_epoch, partial(_staircase, (), 1.0))  # 1, without a step
 
 
 def warmup_multistep(
@@ -163,10 +163,6 @@ def _polynomial(power: float, progress: float) -> float:
 
 def _staircase(milestones: Sequence[float], gamma: float, step: float) -> float:
     return float(gamma ** sum(step >= milestone for milestone in milestones))
-
-
-def _constant(step: float) -> float:
-    return 1.0
 
 
 def _require(name: str, value: float, holds: bool, expected: str) -> None:

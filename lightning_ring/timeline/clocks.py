@@ -1,4 +1,4 @@
-"""Differences between the ranks' clocks, and CUDA events on the host's clock.
+"""Differences between the ranks' clocks, and a GPU's events on the host's clock.
 
 No rank leaves a barrier before all have arrived. If rank i arrives at ``T_i`` and rank j leaves at ``R_j``, each by its
 own clock, then ``T_j - R_i <= offset_j - offset_i <= R_j - T_i``: each barrier bounds every pair of clocks from both
@@ -17,14 +17,17 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+from lightning_ring.host.accelerator import gpu_module, timed_event
 
 if TYPE_CHECKING:
     from lightning_ring.comm.communicator import Communicator
 
 ROUNDS = 40
+Times = tuple[list[float], list[float]]  # of one rank, by its own clock: when it came to each barrier, and left
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,30 +64,20 @@ def read_clocks(
         came.append(clock())
         comm.barrier()
         left.append(clock())
-    times: list[tuple[list[float], list[float]]] = comm.all_gather_object((came, left))
+    times: list[Times] = comm.all_gather_object((came, left))
     readings = {names[0]: (0.0, 0.0)}
     for name in names:
         if name not in readings:
-            readings[name] = _bounded(
-                [times[rank] for rank in range(len(names)) if names[rank] == names[0]],
-                [times[rank] for rank in range(len(names)) if names[rank] == name],
-            )
+            zeros, others = ([times[r] for r in range(len(names)) if names[r] == one] for one in (names[0], name))
+            most, least = _largest_offset(zeros, others), -_largest_offset(others, zeros)
+            readings[name] = (most + least) / 2, abs(most - least) / 2
     return [
         ClockReading(*readings[name], at=times[rank][1][-1], shared=name == names[0]) for rank, name in enumerate(names)
     ]
 
 
-def _bounded(
-    zeros: list[tuple[list[float], list[float]]], others: list[tuple[list[float], list[float]]]
-) -> tuple[float, float]:
-    """Offset and error of the clock that ``others`` read, beside that of ``zeros`` (when each came, and left)."""
-    most, least = _largest_offset(zeros, others), -_largest_offset(others, zeros)
-    return (most + least) / 2, abs(most - least) / 2
-
-
-def _largest_offset(
-    arriving: list[tuple[list[float], list[float]]], leaving: list[tuple[list[float], list[float]]]
-) -> float:
+def _largest_offset(arriving: list[Times], leaving: list[Times]) -> float:
+    """By which the clock of ``leaving`` may be ahead of that of ``arriving``."""
     pairs = ((came, left) for came, _ in arriving for _, left in leaving)
     return min(left - came for all_came, all_left in pairs for came, left in zip(all_came, all_left, strict=True))
 
@@ -96,13 +89,13 @@ class DeviceClock:
     """From events on ``device`` to seconds of `time.perf_counter`; only the constructor waits for the device."""
 
     def __init__(self, device: torch.device) -> None:
-        self._reference = torch.cuda.Event(enable_timing=True)
-        torch.cuda.synchronize(device)
-        self._reference.record(torch.cuda.current_stream(device))
+        self._reference = timed_event(device)
+        gpu_module(device).synchronize(device)
+        self._reference.record(gpu_module(device).current_stream(device))
         self._reference.synchronize()
         self._seconds = time.perf_counter()
 
-    def __call__(self, event: torch.cuda.Event) -> float | None:
+    def __call__(self, event: Any) -> float | None:
         """`None` while the device has not come to ``event``."""
         if not event.query():
             return None

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.timeline.rank_file import read_events, read_other
 from lightning_ring.timeline.settings import rank_file, rank_files
+from lightning_ring.timeline.tracks import compact
 
 if TYPE_CHECKING:
     from lightning_ring.comm.communicator import Communicator
@@ -137,7 +138,7 @@ def _write(merged: Merged, others: dict[int, dict[str, Any]], files: dict[int, P
     part = merged.path.with_name(merged.path.name + ".part")
     try:
         with open(part, "wb") as out:
-            out.write(b'{"displayTimeUnit":"ms","otherData":%b,"traceEvents":[\n' % _json(about))
+            out.write(b'{"displayTimeUnit":"ms","otherData":%b,"traceEvents":[\n' % compact(about).encode())
             for rank, other in others.items():
                 for event in _in_step(read_events(files[rank]), other["rank"]):
                     out.write(b",\n%b" % event if merged.num_events else event)
@@ -171,8 +172,4 @@ def _in_step(events: Iterator[bytes], rank: dict[str, Any]) -> Iterator[bytes]:
         until = corrected(begin + round(event.get("dur", 0) * 1e3))
         event["ts"] = corrected(begin) / 1e3
         event["dur"] = (until - corrected(begin)) / 1e3
-        yield _json(event)
-
-
-def _json(value: dict[str, Any]) -> bytes:
-    return json.dumps(value, separators=(",", ":")).encode()
+        yield compact(event).encode()

@@ -93,11 +93,11 @@ class Tracks:
 
     def _complete(self, tid: int, name: str, begin: int, end: int, args: dict[str, Any]) -> str:
         times = {"ts": begin / 1e3, "dur": (end - begin) / 1e3}  # microseconds
-        return _json({"ph": "X", "pid": self._pid, "tid": tid, "name": name[:_LONGEST_NAME], **times, "args": args})
+        return compact({"ph": "X", "pid": self._pid, "tid": tid, "name": name[:_LONGEST_NAME], **times, "args": args})
 
     def _metadata(self, tid: int, name: str, args: dict[str, Any]) -> str:
-        return _json({"ph": "M", "pid": self._pid, "tid": tid, "name": name, "ts": 0, "args": args})
+        return compact({"ph": "M", "pid": self._pid, "tid": tid, "name": name, "ts": 0, "args": args})
 
 
-def _json(event: dict[str, Any]) -> str:
-    return json.dumps(event, separators=(",", ":"))
+def compact(value: dict[str, Any]) -> str:
+    return json.dumps(value, separators=(",", ":"))

@@ -194,3 +194,13 @@ def test_colours_change_as_in_torchvision(name: str) -> None:
         adjust = getattr(functional, f"adjust_{name}")
         expected = adjust(functional.to_dtype(images[i], torch.float32, scale=True), factor)
         torch.testing.assert_close(done[i], expected, atol=2e-3, rtol=0)
+
+
+def test_constants_are_made_once_for_each_width_and_follow_the_transform():
+    transform = DeviceTransform(contrast=0.4, saturation=0.4)
+    kept = transform._repeated(32)
+    assert all(a is b for a, b in zip(kept, transform._repeated(32), strict=True))
+    assert transform._repeated(8)[0].numel() == 24
+    moved = transform.to(torch.float64)
+    assert [tensor.dtype for tensor in (*moved._repeated(8), moved.gray)] == [torch.float64] * 3
+    assert moved.state_dict().keys() == {"scale", "shift"}

@@ -23,7 +23,7 @@ def choose(
 ) -> list[tuple[list[list[str]], str]]:
     """Buckets and words of two ranks; gradient ``p0`` is there after ``late`` seconds on the second one."""
     clock = threading.local()
-    monkeypatch.setattr(auto_buckets, "_now", lambda device: clock.now)
+    monkeypatch.setattr(auto_buckets, "now", lambda device: clock.now)
     monkeypatch.setattr(AutoBuckets, "_probe", lambda self, dtype, device: link)
 
     def rank(comm):

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
+from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from lightning_ring import RingStrategy
 from lightning_ring.comm.communicator import Communicator, ReduceOp, Work
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.gradients.compression import COMPRESSORS, Compressor, ErrorFeedback, PowerSGD
+from lightning_ring.gradients.reducer import Reducer
+from lightning_ring.gradients.shard_reducer import ShardReducer
 from lightning_ring.tools.plan.model import PREDICTABLE
 from tests.battery import Battery, check_names
 from tests.processes import clean_env
+from tests.thread_ranks import ThreadCommunicator, run_ranks
 
 MODULE = "tests.checks.compression"
 
@@ -45,7 +52,7 @@ def test_a_compressor_from_outside_is_given_as_an_instance() -> None:
         RingStrategy(compression=Sent(), shard_optimizer=True)
     with pytest.raises(ConfigurationError, match="bucket_cap_mb"):
         RingStrategy(compression=Sent(), bucket_cap_mb="auto")
-    with pytest.raises(ConfigurationError, match="'fp16', 'bf16', 'powersgd' or a Compressor"):
+    with pytest.raises(ConfigurationError, match="'fp16', 'bf16', 'fp32', 'powersgd' or a Compressor"):
         RingStrategy(compression=Sent)  # type: ignore[arg-type]
 
 
@@ -58,3 +65,40 @@ def test_predictions_know_the_compressors_without_torch() -> None:
 def test_powersgd_refuses_what_cannot_work(arguments: dict) -> None:
     with pytest.raises(ConfigurationError, match="PowerSGD got"):
         PowerSGD(**arguments)
+
+
+@pytest.mark.parametrize("kind", [Reducer, ShardReducer])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_gradients_travel_as_float32_and_are_rounded_once(kind: type[Reducer], dtype: torch.dtype) -> None:
+    gradients = torch.randn(3, 1000, generator=torch.Generator().manual_seed(1)).to(dtype)
+    sent: list[torch.dtype] = []
+
+    def average(comm: ThreadCommunicator) -> Tensor:
+        collectives = {name: getattr(comm, name) for name in ("all_reduce_", "reduce_scatter_")}
+        for name, collective in collectives.items():
+            monitored = partial(_noting, sent, collective) if comm.rank == 0 else collective
+            setattr(comm, name, monitored)
+        param = Parameter(torch.zeros(1000, dtype=dtype))
+        reducer = kind(comm, [("p", param)], compressor=COMPRESSORS["fp32"].build())
+        for _ in range(2):
+            param.grad = None
+            with reducer.backward():
+                (param * gradients[comm.rank]).sum().backward()
+        assert param.grad is not None
+        if kind is Reducer:
+            return param.grad.clone()
+        own = reducer.shards.of_gradient(param)  # type: ignore[attr-defined]
+        assert own is not None
+        return own.clone()
+
+    averages = run_ranks(3, average)
+    expected = gradients.float().mean(0).to(dtype)
+    for found in averages if kind is Reducer else [torch.cat(averages)]:
+        assert found.dtype is dtype
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert set(sent) == {torch.float32}
+
+
+def _noting(sent: list[torch.dtype], collective: Any, flat: Tensor, **arguments: Any) -> Work:
+    sent.append(flat.dtype)
+    return collective(flat, **arguments)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
@@ -15,24 +17,24 @@ from tests.thread_ranks import run_ranks
 
 NUM_LAYERS = 80
 WAYS = {
-    "ring": lambda: Averaging(bucket_cap_mb=0.002),
-    "ring, fp16": lambda: Averaging(bucket_cap_mb=0.002, compression="fp16"),
-    "ring, bf16": lambda: Averaging(bucket_cap_mb=0.002, compression="bf16"),
-    "ring, powersgd": lambda: Averaging(bucket_cap_mb=0.002, compression=PowerSGD(rank=1, start_iter=0)),
-    "ring_sharded": lambda: Sharded(bucket_cap_mb=0.002),
-    "ring_sharded, fp16": lambda: Sharded(bucket_cap_mb=0.002, compression="fp16"),
+    "ring": lambda cap=0.002: Averaging(bucket_cap_mb=cap),
+    "ring, fp16": lambda cap=0.002: Averaging(bucket_cap_mb=cap, compression="fp16"),
+    "ring, bf16": lambda cap=0.002: Averaging(bucket_cap_mb=cap, compression="bf16"),
+    "ring, powersgd": lambda cap=0.002: Averaging(bucket_cap_mb=cap, compression=PowerSGD(rank=1, start_iter=0)),
+    "ring_sharded": lambda cap=0.002: Sharded(bucket_cap_mb=cap),
+    "ring_sharded, fp16": lambda cap=0.002: Sharded(bucket_cap_mb=cap, compression="fp16"),
 }
 
 
 class Launches(TorchDispatchMode):
-    """Counts operations."""
+    """Counts operations, without views, which launch nothing."""
 
     def __init__(self):
         super().__init__()
         self.num_launches = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.num_launches += 1
+        self.num_launches += not func.is_view
         return func(*args, **(kwargs or {}))
 
 
@@ -106,3 +108,39 @@ def test_clipping_takes_as_many_operations_for_many_parameters_as_for_few():
         return run_ranks(1, rank)[0]
 
     assert count(NUM_LAYERS) == count(2) < 15
+
+
+@pytest.mark.parametrize("clips", [False, True], ids=["", "clipping"])
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "ring, powersgd"])  # a factorization a matrix
+def test_a_step_takes_as_many_further_operations_for_many_parameters_as_for_few(way, clips):
+    """Further than one process's step; many parameters lie in as many buckets as few do."""
+
+    def further(num_layers):
+        def rank(comm):
+            counts = []
+            for algorithm in (WAYS[way](1), None):
+                net = net_of(num_layers)
+                optimizer = torch.optim.SGD(net.parameters(), lr=0.1, foreach=True)
+                if algorithm is not None:
+                    algorithm.attach(net, [optimizer], comm)
+                for _ in range(4):
+                    optimizer.zero_grad()
+                    with Launches() as launches:
+                        with nullcontext() if algorithm is None else algorithm.forward():
+                            loss = net(torch.ones(2, 8)).sum()
+                        with nullcontext() if algorithm is None else algorithm.backward():
+                            loss.backward()
+                        if clips:
+                            clip = nn.utils.clip_grad_norm_ if algorithm is None else algorithm.clip_grad_norm_
+                            clip(net.parameters(), 0.1)
+                        optimizer.step()
+                        if algorithm is not None:
+                            algorithm.wait_parameters()
+                counts.append(launches.num_launches)
+                if algorithm is not None:
+                    algorithm.detach()
+            return counts[0] - counts[1]
+
+        return run_ranks(1, rank)[0]
+
+    assert further(NUM_LAYERS) <= further(20)

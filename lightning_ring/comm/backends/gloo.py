@@ -30,13 +30,14 @@ _NUM_CHANNELS = 3
 # nobody sends under these; more than one, since Gloo has connections for each network interface, chosen by the tag
 _INTERRUPTING_TAGS = range(4, 8)
 _NATIVE = (torch.float32, torch.float64)
+_GPU_NAMES = {"nccl": ("CUDA", torch.cuda), "xccl": ("Intel", torch.xpu)}
 _OPS = {op: getattr(dist.ReduceOp, op.name) for op in ReduceOp} | {ReduceOp.AVG: dist.ReduceOp.SUM}
 
 
 def open_torch_communicator(backend: str = "gloo", policy: WaitPolicy | None = None) -> Communicator:
-    """A communicator over all ranks with process groups of its own; ``backend`` is gloo or nccl.
+    """A communicator over all ranks with process groups of its own; ``backend`` is gloo, nccl or xccl (Intel's GPUs).
 
-    Collective over the whole default group, which must be up; NCCL uses the current CUDA device.
+    Collective over the whole default group, which must be up; NCCL and XCCL use the current device.
 
     Raises:
         ConfigurationError: The default group is not up, or this torch lacks ``backend``.
@@ -45,18 +46,22 @@ def open_torch_communicator(backend: str = "gloo", policy: WaitPolicy | None = N
         raise ConfigurationError(
             "torch.distributed is not initialised; call torch.distributed.init_process_group first."
         )
-    if backend not in ("gloo", "nccl"):
-        raise ConfigurationError(f"backend={backend!r}; torch.distributed is used with 'gloo' or 'nccl' here.")
-    if backend == "nccl" and not (dist.is_nccl_available() and torch.cuda.is_available()):
+    if backend not in ("gloo", *_GPU_NAMES):
+        raise ConfigurationError(f"backend={backend!r}; torch.distributed is used with 'gloo', 'nccl' or 'xccl' here.")
+    if backend in _GPU_NAMES and not (dist.is_backend_available(backend) and _GPU_NAMES[backend][1].is_available()):
         raise ConfigurationError(
-            "backend='nccl' needs CUDA GPUs and a torch built with NCCL; this process sees none. Use 'gloo' on CPU."
+            f"backend={backend!r} needs {_GPU_NAMES[backend][0]} GPUs and a torch built with {backend.upper()}; this "
+            "process sees none. Use 'gloo' on CPU."
         )
     policy = policy or WaitPolicy()
     host = GlooCommunicator(_own_group(policy), policy)
     if backend == "gloo":
         return host
-    nccl_group: Any = dist.new_group(timeout=policy.timeout, backend="nccl")
-    return NCCLCommunicator(nccl_group, host, policy, checked=os.environ.get(CHECK_VARIABLE, "0") not in ("", "0"))
+    # its kernels are short beside those of backward, and the step waits for them: they go first where both are ready
+    options = getattr(dist, f"ProcessGroup{backend.upper()}").Options(is_high_priority_stream=True)
+    options._timeout = policy.timeout
+    group: Any = dist.new_group(timeout=policy.timeout, backend=backend, pg_options=options)
+    return NCCLCommunicator(group, host, policy, checked=os.environ.get(CHECK_VARIABLE, "0") not in ("", "0"))
 
 
 def open_gloo_transport(policy: WaitPolicy) -> GlooTransport:

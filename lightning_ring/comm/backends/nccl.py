@@ -28,7 +28,9 @@ _OPS = {op: getattr(dist.ReduceOp, op.name) for op in ReduceOp}
 
 
 class NCCLCommunicator(Communicator):
-    """CUDA tensors over an NCCL ``group`` of its own; CPU tensors, objects and barriers go over ``host``.
+    """A GPU's tensors over a ``group`` of its own; CPU tensors, objects and barriers go over ``host``.
+
+    The group is NCCL's, or one that behaves alike: RCCL on AMD's GPUs, XCCL on Intel's.
 
     `Work.wait` orders the current stream after the collective. A collective that does not finish is ended by
     `abandon`, or by NCCL's watchdog in torch after the timeout the group was made with. Shards that NCCL cannot split
@@ -52,6 +54,16 @@ class NCCLCommunicator(Communicator):
         _abort_at_exit()
         self.rank = host.rank
         self.world_size = host.world_size
+
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory that NCCL has registered where the GPU reduces in NVLink's switches; a collective copies nothing then.
+
+        torch's DistributedDataParallel takes its buckets from there too.
+        """
+        backend = self._group._get_backend(device)
+        if getattr(backend, "supports_tensor_alloc", lambda device: False)(device):
+            return backend.allocate_tensor(numel, dtype=dtype, device=device)
+        return super().empty(numel, dtype, device)
 
     def all_reduce_(self, tensor: Tensor, *, op: ReduceOp = ReduceOp.SUM, name: str = "") -> Work:
         if not self._serves(tensor):
@@ -142,7 +154,7 @@ class NCCLCommunicator(Communicator):
             self._host.close()
 
     def _serves(self, tensor: Tensor) -> bool:
-        return tensor.is_cuda
+        return not tensor.is_cpu
 
     def _start(self, what: str, launch: Callable[[], Any], finish: Callable[[], None] = lambda: None) -> Work:
         self._policy.raise_if_broken()

@@ -12,32 +12,6 @@ from typing import Any, NamedTuple
 from lightning_ring.comm.waiting import WaitPolicy, poll_until, transport_error
 
 
-class _Patience:
-    """One wait of the host: what it does every 20 ms."""
-
-    def __init__(self, queue: StreamQueue, policy: WaitPolicy) -> None:
-        self._queue = queue
-        self._policy = policy
-        self._head: Launched | None = None
-        self._since = 0.0
-        self._num_warnings = 0
-
-    def check(self) -> None:
-        policy = self._policy
-        policy.raise_if_broken()
-        policy.check_peers()
-        head = self._queue.head()
-        if head is None:  # the GPU computes
-            self._head = None
-            return
-        if head is not self._head:
-            self._head, self._since, self._num_warnings = head, time.monotonic(), 0
-        seconds = time.monotonic() - self._since
-        self._num_warnings += policy.warn_of_stall(head.description, seconds, (), self._num_warnings)
-        if seconds > policy.seconds:
-            raise policy.fail(policy.timeout_error(head.description))
-
-
 class Launched(NamedTuple):
     """A collective on the streams."""
 
@@ -114,8 +88,23 @@ class StreamQueue:
             CollectiveError: A collective did not end within the timeout. Time is counted from when it was seen to be
                 the first one open: before that the GPU had other things to do.
         """
-        patience = _Patience(self, self._policy)
-        poll_until(reached, patience.check)
+        policy, known, since, num_warnings = self._policy, None, 0.0, 0
+
+        def check() -> None:
+            nonlocal known, since, num_warnings
+            policy.raise_if_broken()
+            policy.check_peers()
+            head = self.head()
+            if head is not known:
+                known, since, num_warnings = head, time.monotonic(), 0
+            if head is None:  # the GPU computes
+                return
+            seconds = time.monotonic() - since
+            num_warnings += policy.warn_of_stall(head.description, seconds, (), num_warnings)
+            if seconds > policy.seconds:
+                raise policy.fail(policy.timeout_error(head.description))
+
+        poll_until(reached, check)
 
     def ends_within(self, seconds: float) -> bool:
         """Wait until all collectives have ended, for ``seconds`` at most; whether they did."""

@@ -21,6 +21,7 @@ from lightning_ring.data.loading.transforms import Crop, DeviceTransform
 from lightning_ring.data.sampling.counters import Stream, uniforms
 from lightning_ring.data.sampling.sampler import OrderedSampler
 from lightning_ring.errors import SampleError
+from lightning_ring.host.accelerator import gpu_module, is_gpu
 
 _CHUNK = 8
 _SPARE = 8  # buffers: when many batches are let go at once, the others are freed
@@ -40,7 +41,7 @@ class ImageSource(Protocol):
 class _Memory:
     batch: Tensor  # batch size x 3 x size x size, uint8, channels last
     places: tuple[Tensor, ...]  # its images, each 1 x 3 x size x size
-    copied: torch.cuda.Event | None = None  # the device has read it
+    copied: Any = None  # an event: the device has read it
 
 
 @dataclass(slots=True)
@@ -61,7 +62,7 @@ class ImageBatches:
         source: The images.
         crop: Which part of each image, at which size; its random numbers depend on seed, epoch and position alone.
         transform: Run on the device on the whole batch; `None` leaves uint8 images.
-        device: Where batches go. On CUDA they are copied from pinned memory on a stream of their own.
+        device: Where batches go. On a GPU they are copied from pinned memory on a stream of their own.
         with_indices: Also give each sample's index in ``source``.
     """
 
@@ -80,8 +81,8 @@ class ImageBatches:
         self.device = torch.device(device)
         self.transform = transform.to(self.device) if transform is not None else None
         self.with_indices = with_indices
-        self.ahead = self.device.type == "cuda"
-        self._stream: torch.cuda.Stream | None = None
+        self.ahead = is_gpu(self.device)
+        self._stream: Any = None
         self._free: deque[_Memory] = deque(maxlen=_SPARE)
         self._floats: deque[Tensor] = deque(maxlen=_SPARE)  # batch size x size x size x 3, on a CPU
 
@@ -94,7 +95,7 @@ class ImageBatches:
         if memory is None or len(memory.places) < len(samples):  # of a smaller batch
             shape = (len(samples), self.crop.size, self.crop.size, 3)
             with torch.inference_mode(False):  # an evaluation's, in which the next training would not write
-                rows = torch.empty(shape, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+                rows = torch.empty(shape, dtype=torch.uint8, pin_memory=self.ahead)
                 batch = rows.permute(0, 3, 1, 2)
                 memory = _Memory(batch, batch.split(1))
         if memory.copied is not None:
@@ -126,7 +127,7 @@ class ImageBatches:
         samples = room.samples
         labels = torch.from_numpy(self.source.labels[samples.indices]).long()
         extra = (torch.from_numpy(samples.indices),) if self.with_indices else ()
-        if self.device.type != "cuda":
+        if not self.ahead:
             if self.transform is None and self.device.type == "cpu":
                 rows = lend(room.images.permute(0, 2, 3, 1), partial(self._free.append, room.memory))
                 return rows.permute(0, 3, 1, 2), labels, *extra
@@ -135,11 +136,12 @@ class ImageBatches:
                 images = self._transformed(images, samples)
             self._free.append(room.memory)
             return images, labels.to(self.device), *extra
+        gpu = gpu_module(self.device)
         if self._stream is None:
-            self._stream = torch.cuda.Stream(self.device)
-        with torch.cuda.stream(self._stream):
+            self._stream = gpu.Stream(self.device)
+        with gpu.stream(self._stream):
             images = room.images.to(self.device, non_blocking=True)
-            copied = room.memory.copied = torch.cuda.Event()
+            copied = room.memory.copied = gpu.Event()
             copied.record()
             if self.transform is not None:
                 images = self._transformed(images, samples)
@@ -149,7 +151,7 @@ class ImageBatches:
 
     def finish(self, started: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         if self._stream is not None:
-            current = torch.cuda.current_stream(self.device)
+            current = gpu_module(self.device).current_stream(self.device)
             current.wait_stream(self._stream)
             for tensor in started:
                 tensor.record_stream(current)
@@ -161,7 +163,9 @@ class ImageBatches:
         if self.transform.is_random:
             num = self.transform.num_uniforms
             drawn = uniforms(samples.seed, Stream.COLOR, samples.epoch, samples.positions, num)
-            numbers = torch.from_numpy(drawn).float().to(self.device)
+            numbers = torch.from_numpy(drawn).float()
+            if self.ahead:  # from pageable memory the host would wait for the copy
+                numbers = numbers.pin_memory().to(self.device, non_blocking=True)
         if self.device.type != "cpu":
             return self.transform(images, numbers)
         memory = self._floats.popleft() if self._floats else None

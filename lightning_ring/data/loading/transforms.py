@@ -130,8 +130,11 @@ class DeviceTransform(nn.Module):
         scale = 1 / (255 * torch.tensor(std, dtype=torch.float64))
         self.register_buffer("scale", scale.to(dtype))
         self.register_buffer("shift", (-255 * torch.tensor(mean, dtype=torch.float64) * scale).to(dtype))
+        self.register_buffer("gray", torch.tensor(_GRAY, dtype=dtype), persistent=False)
         self.scale: Tensor
         self.shift: Tensor
+        self.gray: Tensor
+        self._for_rows: tuple[Tensor, Tensor, Tensor] | None = None
 
     @property
     def is_random(self) -> bool:
@@ -161,8 +164,15 @@ class DeviceTransform(nn.Module):
             rows = self._jitter(rows, uniforms.to(self.dtype))
         # Whole rows at a time: along three channels a CPU would not use its vector units.
         width = rows.shape[2]
-        scale, shift = self.scale.repeat(width), self.shift.repeat(width)
+        scale, shift = self._repeated(width)
         torch.addcmul(shift, rows.reshape(-1, 3 * width), scale, out=done.view(-1, 3 * width))
+
+    def _repeated(self, width: int) -> tuple[Tensor, Tensor]:
+        """Scale and shift for rows of ``width`` pixels, kept for the next batch."""
+        kept = self._for_rows
+        if kept is None or kept[0] is not self.scale or kept[1].numel() != 3 * width:
+            self._for_rows = kept = self.scale, self.scale.repeat(width), self.shift.repeat(width)
+        return kept[1:]
 
     def _jitter(self, rows: Tensor, uniforms: Tensor) -> Tensor:
         """``rows``: batch x height x width x 3, 0 to 255."""
@@ -174,7 +184,7 @@ class DeviceTransform(nn.Module):
             if name == "brightness":
                 rows = (rows * factor).clamp_(0, 255)
                 continue
-            gray = (rows * rows.new_tensor(_GRAY)).sum(-1, keepdim=True)
+            gray = (rows * self.gray).sum(-1, keepdim=True)
             other = gray.mean((1, 2, 3), keepdim=True) if name == "contrast" else gray
             rows = torch.lerp(other.expand_as(rows), rows, factor).clamp_(0, 255)
         return rows

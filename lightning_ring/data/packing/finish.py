@@ -34,20 +34,18 @@ def write_manifest(
     empty = _write_report(target, sources, records)
     files.append(REPORT)
     counts = sum((Counter(record.counts) for record in records), Counter({"left out": sources.left_out}))
+    counted = ("copied", "shrunk", "turned", "converted", "left out")
     manifest = Manifest(
         classes=sources.classes,
         shards=[record.shard for record in records],
         files={name: file_sha256(target / name) for name in sorted(files)},
         source=str(source),
         settings=asdict(settings),
-        counts={**{name: counts[name] for name in _COUNTED}, "empty classes": empty},
+        counts={**{name: counts[name] for name in counted}, "empty classes": empty},
     )
     write_whole(target / MANIFEST, manifest.to_json().encode())
     shutil.rmtree(target / ".packing")
     return manifest
-
-
-_COUNTED = ("copied", "shrunk", "turned", "converted", "left out")
 
 
 def _save_column(target: Path, name: str, values: npt.NDArray[Any]) -> None:

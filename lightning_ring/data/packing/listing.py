@@ -127,11 +127,9 @@ def _rows(file: Path) -> Iterator[_Row]:
             for cells in reader:
                 if cells:
                     cells += [""] * len(columns)
-                    yield _Row(reader.line_num, _one_spelling(cells[path].strip()), cells[label].strip())
+                    name = cells[path].strip()
+                    if "./" in name or "//" in name:  # ``..`` stays: behind a link it leads elsewhere
+                        name = str(PurePath(name))
+                    yield _Row(reader.line_num, name, cells[label].strip())
         except csv.Error as error:
             raise ConfigurationError(f"{file}, line {reader.line_num}, is not CSV: {error}.") from None
-
-
-def _one_spelling(path: str) -> str:
-    """``path`` without ``.`` and doubled slashes. ``..`` stays: behind a link it leads elsewhere."""
-    return str(PurePath(path)) if "./" in path or "//" in path else path

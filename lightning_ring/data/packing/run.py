@@ -47,8 +47,6 @@ def pack(source: Path, target: Path, settings: PackSettings, workers: int, progr
         raise ConfigurationError(f"{source} is not there. Expected {expected}.")
     if target.resolve().is_relative_to(source.resolve()):
         raise ConfigurationError(f"{target} is inside {source}: its shards would be taken for images. Choose another.")
-    if workers < 1:
-        raise ConfigurationError(f"--workers {workers}: expected 1 or more.")
     try:
         if (target / MANIFEST).exists():
             return _finished(source, target, settings)

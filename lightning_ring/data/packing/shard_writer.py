@@ -105,7 +105,10 @@ def read_records(folder: Path, shards: Path) -> list[ShardRecord]:
     """
     records: list[ShardRecord] = []
     while _record_path(folder, len(records)).exists():
-        record = _read_record(_record_path(folder, len(records)))
+        with np.load(_record_path(folder, len(records))) as file:
+            head, report = json.loads(file["head"].tobytes()), file["report"].tobytes()
+            columns = {name: file[name] for name in file.files if name not in ("head", "report")}
+        record = ShardRecord(Shard(**head["shard"]), head["next_position"], head["counts"], report, columns)
         tar = shards / record.shard.name
         if not tar.exists() or tar.stat().st_size != record.shard.bytes:
             break
@@ -116,13 +119,6 @@ def read_records(folder: Path, shards: Path) -> list[ShardRecord]:
     for stale in reversed(range(len(records), number)):  # the last first: interrupted, this leaves no gap
         _record_path(folder, stale).unlink()
     return records
-
-
-def _read_record(path: Path) -> ShardRecord:
-    with np.load(path) as file:
-        head, report = json.loads(file["head"].tobytes()), file["report"].tobytes()
-        columns = {name: file[name] for name in file.files if name not in ("head", "report")}
-    return ShardRecord(Shard(**head["shard"]), head["next_position"], head["counts"], report, columns)
 
 
 def _record_path(folder: Path, number: int) -> Path:

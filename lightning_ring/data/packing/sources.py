@@ -39,9 +39,7 @@ def sorted_classes(names: Iterable[str], source: Path) -> list[str]:
                 "or rename one of them."
             )
         same[plain] = name
-    if numbers:
-        return sorted(names, key=int)
-    return sorted(names)
+    return sorted(names, key=int if numbers else None)
 
 
 _REPORT = "sources.csv"
@@ -92,10 +90,12 @@ def list_sources(source: Path, into: Path, group_by_class: bool) -> Sources:
     renumber = np.empty(len(classes), np.int32)
     renumber[[listed.numbers[name] for name in classes]] = np.arange(len(classes))
     labels = renumber[np.frombuffer(listed.labels, np.int32)]
+    mixing = np.random.Generator(np.random.Philox(_SEED))
     columns: dict[str, npt.NDArray[Any]] = {
         "labels": labels,
         "ends": np.frombuffer(listed.ends, np.int64),
-        "order": _order(labels, group_by_class),
+        # kept on disk with the list: numpy does not promise the same permutation in its next version
+        "order": np.argsort(labels, kind="stable") if group_by_class else mixing.permutation(len(labels)),
     }
     for name, values in columns.items():
         with whole_file(into / f"{name}.npy") as file:
@@ -128,13 +128,6 @@ def _write_list(found: Iterable[Found | LeftOut], report: BinaryIO, names: Binar
             ends.append(end)
             labels.append(number)
     return _Listed(numbers, labels, ends, left_out)
-
-
-def _order(labels: npt.NDArray[np.int32], group_by_class: bool) -> npt.NDArray[np.int64]:
-    if group_by_class:
-        return np.argsort(labels, kind="stable")
-    # Kept on disk with the list: numpy does not promise the same permutation in its next version.
-    return np.random.Generator(np.random.Philox(_SEED)).permutation(len(labels))
 
 
 def _first_lines(report: Path, most: int = 5) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,8 +26,11 @@ class ClassMembers:
             raise ConfigurationError(f"{found}, were given, expected an integer for each sample.")
         if given.min() < 0:
             raise ConfigurationError(f"label {given.min()} of sample {given.argmin()} is negative, expected ≥ 0.")
-        self._members = _grouped(given)
         counts = np.bincount(given)
+        # numpy sorts 16 bits by radix, which takes a fraction of the time; class numbers seldom need more
+        keys = given.astype(np.uint16) if len(counts) <= 1 << 16 else given
+        order = np.argsort(keys, kind="stable")
+        self._members = order.astype(np.int32 if len(given) < 2**31 else np.int64)  # sorted by class
         self.numbers: Ints = np.flatnonzero(counts)  # the classes that have samples, ascending
         self.counts: Ints = counts[self.numbers].astype(np.int64)  # how many samples each of them has
         self.starts: Ints = np.cumsum(self.counts) - self.counts
@@ -41,15 +43,3 @@ class ClassMembers:
         """Samples number ``ordinal`` of ``classes`` (places in `numbers`), shuffled anew in every ``cycle``."""
         key = subkey(seed, Stream.MEMBERS, self.numbers[classes], cycle)
         return self._members[self.starts[classes] + permute(ordinal, self.counts[classes], key)].astype(np.int64)
-
-
-def _grouped(labels: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Indices sorted by label, as by ``argsort(kind="stable")``, but by radix: 16 bits at a time."""
-    dtype = np.int32 if len(labels) < 2**31 else np.int64
-    order = np.argsort((labels & 0xFFFF).astype(np.uint16), kind="stable").astype(dtype)
-    high, shift = int(labels.max()) >> 16, 16
-    while high:
-        digit = ((labels >> shift) & 0xFFFF).astype(np.uint16)[order]
-        order = order[np.argsort(digit, kind="stable")]
-        high, shift = high >> 16, shift + 16
-    return order

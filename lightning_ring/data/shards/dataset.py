@@ -52,9 +52,9 @@ class ShardFiles:
         file = self._files.get(shard)
         if file is None:
             try:
-                file = _OpenFile(self._root / self._shards[shard].name)
+                file = _OpenFile(self.path(shard))
             except FileNotFoundError:
-                raise ShardError(f"{self._root / self._shards[shard].name} is gone since it was opened.") from None
+                raise ShardError(f"{self.path(shard)} is gone since it was opened.") from None
             # Not an OrderedDict behind a lock: a lock that a thread holds during a fork stays held in the child.
             for oldest in list(self._files)[: max(0, len(self._files) - self._max_open + 1)]:
                 self._files.pop(oldest, None)
@@ -77,7 +77,7 @@ class ShardFiles:
         if len(data) != place.size:
             shard = self._shards[place.shard]
             raise ShardError(
-                f"{self._root / shard.name} is cut short: at offset {place.offset} it has {len(data)} bytes, expected "
+                f"{self.path(place.shard)} is cut short: at offset {place.offset} it has {len(data)} bytes, expected "
                 f"{place.size}. Restore the file ({shard.bytes} bytes, SHA-256 {shard.sha256})."
             )
         return data

@@ -13,6 +13,8 @@ follows from its number and the manifest.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Callable
+from functools import partial
 from itertools import accumulate
 from operator import index as as_index
 from pathlib import Path
@@ -55,31 +57,28 @@ class ShardIndex:
         self._blocks = self.column("blocks")
         self._sizes = self.column("sizes")
         self._name_ends = self.column("name_ends")
-        self._names = self._map_names()
+        self._names = self._mapped(NAMES, partial(np.memmap, dtype=np.uint8, mode="r"))
 
     def column(self, name: str) -> npt.NDArray[Any]:
         """One column, mapped read-only.
 
         Raises `ShardError`: the file is missing, is no such column, or has not one value an image.
         """
-        path = self._root / FOLDER / f"{name}.npy"
-        try:
-            # A plain array over the same mapping: indexing a np.memmap costs several times as much.
-            values = np.load(path, mmap_mode="r").view(np.ndarray)
-        except (OSError, ValueError, EOFError) as error:
-            raise ShardError(f"{path} cannot be mapped: {error}. Restore it, or pack the images again.") from None
+        values = self._mapped(f"{name}.npy", partial(np.load, mmap_mode="r"))
         if values.shape != (self._samples,) or values.dtype != DTYPES[name]:
             raise ShardError(
-                f"{path} holds {values.dtype} of shape {values.shape}, expected {DTYPES[name]} of shape "
-                f"({self._samples},), one for each image of the manifest. Restore it, or pack the images again."
+                f"{self._root / FOLDER / name}.npy holds {values.dtype} of shape {values.shape}, expected "
+                f"{DTYPES[name]} of shape ({self._samples},), one for each image of the manifest. Restore it, or pack "
+                "the images again."
             )
         return values
 
-    def _map_names(self) -> npt.NDArray[np.uint8]:
-        path = self._root / FOLDER / NAMES
+    def _mapped(self, name: str, load: Callable[[Path], npt.NDArray[Any]]) -> npt.NDArray[Any]:
+        path = self._root / FOLDER / name
         try:
-            return np.memmap(path, np.uint8, mode="r").view(np.ndarray)
-        except (OSError, ValueError) as error:
+            # A plain array over the same mapping: indexing a np.memmap costs several times as much.
+            return load(path).view(np.ndarray)
+        except (OSError, ValueError, EOFError) as error:
             raise ShardError(f"{path} cannot be mapped: {error}. Restore it, or pack the images again.") from None
 
     def __len__(self) -> int:

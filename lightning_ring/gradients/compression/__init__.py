@@ -8,6 +8,7 @@ from lightning_ring.gradients.compression.registry import COMPRESSORS
 if TYPE_CHECKING:
     from lightning_ring.gradients.compression.compressor import Compressor, GradientLayout
     from lightning_ring.gradients.compression.error_feedback import ErrorFeedback
+    from lightning_ring.gradients.compression.float32 import FP32
     from lightning_ring.gradients.compression.powersgd import PowerSGD
     from lightning_ring.gradients.compression.sixteen_bit import BF16, FP16
 
@@ -16,11 +17,12 @@ _MODULES = {
     "Compressor": "compressor",
     "ErrorFeedback": "error_feedback",
     "FP16": "sixteen_bit",
+    "FP32": "float32",
     "GradientLayout": "compressor",
     "PowerSGD": "powersgd",
 }
 
-__all__ = ["BF16", "COMPRESSORS", "FP16", "Compressor", "ErrorFeedback", "GradientLayout", "PowerSGD"]
+__all__ = ["BF16", "COMPRESSORS", "FP16", "FP32", "Compressor", "ErrorFeedback", "GradientLayout", "PowerSGD"]
 
 
 def __getattr__(name: str) -> Any:

@@ -33,6 +33,7 @@ class Plan:
     names: list[str]
     matrices: list[Matrix]
     rest: list[Tensor]
+    sent: list[Tensor]  # the rest's places in the first message
     first: Tensor
     second: Tensor
 
@@ -64,9 +65,9 @@ def counterpart(other: Tensor, flat: Tensor, part: Tensor) -> Tensor:
     return other[start : start + part.numel()].view_as(part)
 
 
-def side_by_side(parts: Sequence[Tensor], room: int, like: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Copies of ``parts`` in one new vector with ``room`` elements behind them, and views of the copies."""
-    flat = like.new_zeros(sum(part.numel() for part in parts) + room)
+def side_by_side(parts: Sequence[Tensor], like: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Copies of ``parts`` in one new vector, and views of the copies."""
+    flat = like.new_zeros(sum(part.numel() for part in parts))
     views, start = [], 0
     for part in parts:
         views.append(flat[start : start + part.numel()].view_as(part).copy_(part))

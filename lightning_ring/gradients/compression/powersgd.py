@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -75,13 +74,14 @@ class LowRank(Compressor):
                 matrices.append(self._remember(name, gradient))
             else:
                 rest.append(in_memory_order(flat, view))
-        first, ps = side_by_side([m.p for m in matrices], sum(part.numel() for part in rest), like=flat)
-        second, qs = side_by_side([m.q for m in matrices], 0, like=flat)
+        first, views = side_by_side([*(m.p for m in matrices), *rest], like=flat)
+        second, qs = side_by_side([m.q for m in matrices], like=flat)
+        ps, sent = views[: len(matrices)], views[len(matrices) :]
         for matrix, p, q in zip(matrices, ps, qs, strict=True):
             matrix.p, matrix.q = p, q
         replaced = set(layout.names)
         self._plans = {other: plan for other, plan in self._plans.items() if replaced.isdisjoint(plan.names)}
-        self._plans[flat] = Plan(list(layout.names), matrices, rest, first, second)
+        self._plans[flat] = Plan(list(layout.names), matrices, rest, sent, first, second)
 
     def forget_tensors(self) -> None:
         self._plans.clear()
@@ -110,11 +110,11 @@ class LowRank(Compressor):
         for matrix in plan.matrices:
             torch.mm(matrix.gradient, orthonormal(matrix.q), out=matrix.p)
         if plan.rest:
-            torch.cat(plan.rest, out=plan.first[plan.first.numel() - sum(part.numel() for part in plan.rest) :])
+            torch._foreach_copy_(plan.sent, plan.rest)
         work = comm.all_reduce_(plan.first, op=ReduceOp.AVG, name=name)
         return ChainedWork(
             work,
-            lambda: _put_back(plan),
+            lambda: torch._foreach_copy_(plan.rest, plan.sent) if plan.rest else None,
             lambda: _send_second(plan, comm, name),
             lambda: self._decompress(plan, flat, lost),
         )
@@ -218,14 +218,6 @@ class PowerSGD(ErrorFeedback):
 
     def __init__(self, rank: int = 2, start_iter: int = 1000, min_compression: float = 2.0, seed: int = 0) -> None:
         super().__init__(LowRank(rank, start_iter, min_compression, seed))
-
-
-def _put_back(plan: Plan) -> None:
-    """Copy the gradients that travelled whole, behind the P in the first message, back to their places."""
-    parts: Sequence[Tensor] = plan.rest
-    sizes = [part.numel() for part in parts]
-    for part, arrived in zip(parts, plan.first[plan.first.numel() - sum(sizes) :].split(sizes), strict=True):
-        part.copy_(arrived)
 
 
 def _send_second(plan: Plan, comm: Communicator, name: str) -> None:

@@ -33,8 +33,13 @@ def two_bytes(numel: int, world_size: int) -> float:
     return 2 * numel
 
 
+def four_bytes(numel: int, world_size: int) -> float:
+    return 4 * numel
+
+
 COMPRESSORS: Mapping[str, RegisteredCompressor] = {
     "fp16": RegisteredCompressor("sixteen_bit", "FP16", two_bytes),
     "bf16": RegisteredCompressor("sixteen_bit", "BF16", two_bytes),
+    "fp32": RegisteredCompressor("float32", "FP32", four_bytes),
     "powersgd": RegisteredCompressor("powersgd", "PowerSGD"),
 }

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
 import torch
-from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_ring.comm.communicator import Communicator
-from lightning_ring.comm.cost import DEFAULT_CAP_MB, FIRST_BUCKET_MB, Collective, CostModel, fit, number_by_size
-from lightning_ring.gradients.bucket import Bucket
+from lightning_ring.comm.cost import DEFAULT_CAP_MB, Collective, CostModel, fit
+from lightning_ring.comm.timing import Mark, now, seconds_between, time_collective
+from lightning_ring.gradients.bucket import Bucket, Named, by_kind, cut_buckets, ends_by_size
 from lightning_ring.gradients.compression import Compressor
 from lightning_ring.gradients.sizing.merge import Seconds, last_arrival, merge
 
 PROBE_BYTES = (4 * 2**10, 64 * 2**10, 2**20, 4 * 2**20)
 PROBE_REPEATS = 5
 _MIB = 2**20
-
-Named = Sequence[tuple[str, Parameter]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,15 +61,15 @@ class AutoBuckets:
         self._default_cap_mb = default_cap_mb
         self._collective: Collective = "reduce_scatter" if halves else "all_reduce"
         self._compressor = compressor
-        self._began: float | torch.cuda.Event = 0.0
-        self._notes: dict[str, list[tuple[float | torch.cuda.Event, float | torch.cuda.Event]]] = defaultdict(list)
+        self._began: Mark = 0.0
+        self._notes: dict[str, list[tuple[Mark, Mark]]] = defaultdict(list)
 
     def begin_backward(self, device: torch.device) -> None:
-        self._began = _now(device)
+        self._began = now(device)
 
     def note(self, name: str, device: torch.device) -> None:
         """Now the gradient of ``name`` is there."""
-        self._notes[name].append((self._began, _now(device)))
+        self._notes[name].append((self._began, now(device)))
 
     def forget(self) -> None:
         """Drop what was noted, of a first backward that warmed up."""
@@ -82,13 +79,15 @@ class AutoBuckets:
         """Measure, choose, say so, and build the buckets. Collective."""
         choice = self._comm.broadcast_object(self._choose(params))
         by_name = dict(params)
-        buckets = build_buckets([(name, by_name[name]) for name in choice.order], choice.ends, self._comm)
+        params = [(name, by_name[name]) for name in choice.order]
+        buckets = cut_buckets(params, choice.ends, self._comm.empty, self._comm.world_size)
         self._say(self._in_words(choice, buckets))
         return buckets
 
     def _choose(self, params: Named) -> BucketChoice:
-        own = {name: median(self._seconds_between(*pair) for pair in pairs) for name, pairs in self._notes.items()}
-        everyones = self._comm.all_gather_object(own)
+        comm = self._comm
+        own = {name: median(seconds_between(*pair, comm) for pair in pairs) for name, pairs in self._notes.items()}
+        everyones = comm.all_gather_object(own)
         ready: dict[str, float] = defaultdict(float)
         for times in everyones:
             for name, seconds in times.items():
@@ -99,13 +98,13 @@ class AutoBuckets:
         position = {name: index for index, (name, _) in enumerate(params)}
         ordered = sorted(params, key=lambda pair: (ready.get(pair[0], last), position[pair[0]]))
         ends, exposed, fixed = [], 0.0, 0.0
-        for members in _by_kind(ordered):
+        for members in by_kind(ordered):
             sizes = [self._wire_bytes(param) for _, param in members]
             times = [ready.get(name, last) for name, _ in members]
             chosen = merge(sizes, times, self._seconds(cost))
             ends.append(chosen)
             exposed = max(exposed, last_arrival(chosen, sizes, times, self._seconds(cost)) - last)
-            usual = _fixed_ends([param for _, param in members], self._default_cap_mb)
+            usual = ends_by_size([param for _, param in members], self._default_cap_mb)
             fixed = max(fixed, last_arrival(usual, sizes, times, self._seconds(cost)) - last)
         return BucketChoice([name for name, _ in ordered], ends, cost, exposed, fixed)
 
@@ -113,27 +112,12 @@ class AutoBuckets:
         """Time what travels during backward, in several sizes. On one rank nothing travels, and costs nothing."""
         if self._comm.world_size == 1:
             return CostModel(0.0, float("inf"))
-        sizes, times = [], []
+        sizes, times = list[float](), list[float]()
         for num_bytes in PROBE_BYTES:
             flat = self._comm.empty(num_bytes // dtype.itemsize, dtype, device).zero_()
-            self._time(flat)  # opens what the first message of a size opens
-            for _ in range(PROBE_REPEATS):
-                sizes.append(flat.nbytes)
-                times.append(self._time(flat))
+            sizes += [flat.nbytes] * PROBE_REPEATS
+            times += time_collective(self._comm, self._collective, flat, PROBE_REPEATS, "probe of the bucket size")
         return fit(sizes, times, self._comm.world_size, collective=self._collective)
-
-    def _time(self, flat: Tensor) -> float:
-        self._comm.barrier()
-        began = _now(flat.device)
-        collective = self._comm.all_reduce_ if self._collective == "all_reduce" else self._comm.reduce_scatter_
-        collective(flat, name="probe of the bucket size").wait()
-        return self._seconds_between(began, _now(flat.device))
-
-    def _seconds_between(self, began: float | torch.cuda.Event, ended: float | torch.cuda.Event) -> float:
-        if isinstance(began, float) or isinstance(ended, float):
-            return ended - began  # type: ignore[operator]
-        self._comm.wait_until(ended.query)
-        return began.elapsed_time(ended) / 1e3
 
     def _seconds(self, cost: CostModel) -> Seconds:
         return lambda num_bytes: cost.seconds(num_bytes, self._comm.world_size, self._collective)
@@ -152,38 +136,3 @@ class AutoBuckets:
             f"the last gradients arrive {choice.seconds_exposed * 1e3:.1f} ms after backward, "
             f"{choice.seconds_exposed_fixed * 1e3:.1f} ms with buckets of {self._default_cap_mb:g} MiB."
         )
-
-
-def build_buckets(params: Named, ends: Sequence[Sequence[int]], comm: Communicator) -> list[Bucket]:
-    """Buckets of ``params`` cut at ``ends``, kind by kind, in the order in which their last gradients come."""
-    position = {name: index for index, (name, _) in enumerate(params)}
-    groups = []
-    for members, stops in zip(_by_kind(params), ends, strict=True):
-        starts = [0, *stops[:-1]]
-        groups += [members[start:stop] for start, stop in zip(starts, stops, strict=True)]
-    groups.sort(key=lambda group: position[group[-1][0]])
-    return [
-        Bucket([name for name, _ in group], [param for _, param in group], comm.empty, comm.world_size)
-        for group in groups
-    ]
-
-
-def _by_kind(params: Named) -> list[list[tuple[str, Parameter]]]:
-    kinds: dict[tuple[torch.dtype, torch.device], list[tuple[str, Parameter]]] = {}
-    for name, param in params:
-        kinds.setdefault((param.dtype, param.device), []).append((name, param))
-    return list(kinds.values())
-
-
-def _fixed_ends(params: Sequence[Parameter], cap_mb: float) -> list[int]:
-    numbers = number_by_size([param.nbytes for param in params], cap_mb * _MIB, FIRST_BUCKET_MB * _MIB)
-    return [last + 1 for last in range(len(numbers)) if last + 1 == len(numbers) or numbers[last] < numbers[last + 1]]
-
-
-def _now(device: torch.device) -> float | torch.cuda.Event:
-    """On CUDA a mark in the stream: the host is far ahead of it."""
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event

@@ -17,16 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_ring.algorithms import ALGORITHMS
 from lightning_ring.errors import ConfigurationError
-from lightning_ring.integrations.fabric.registration import register_with_fabric
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins.environments import ClusterEnvironment
 
 
 def register_strategies() -> None:
-    """Register "ring" and "ring_sharded" with the Trainer and with Fabric, now or as soon as each is imported."""
+    """Register "ring" and "ring_sharded", now or as soon as ``lightning.pytorch`` is imported."""
     _after_import("lightning.pytorch", _register)
-    _after_import("lightning.fabric", register_with_fabric)
     _after_import("pytorch_lightning", _register_with_the_other_package)
 
 

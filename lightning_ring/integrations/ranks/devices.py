@@ -68,7 +68,7 @@ def _count(devices: Any) -> int:
     if isinstance(devices, str) and "," in devices:
         return len([part for part in devices.split(",") if part.strip()])
     count = int(devices)
-    return torch.cuda.device_count() if count == -1 else count
+    return torch.accelerator.device_count() if count == -1 else count
 
 
 def devices_for(

@@ -1,7 +1,8 @@
 """Rank and sizes of this process, read from its launcher's environment variables.
 
 Each launcher is one file with one function that returns `LaunchVariables`, or ``None`` if another launcher started the
-process, and one line in ``_READERS``. These are pure functions: nothing is imported or opened.
+process, and one line in ``_READERS``; the mpirun of an MPI library is one line of a table in ``mpi.py``. These are pure
+functions: nothing is imported or opened.
 
 The nearest launcher counts. torchrun and ringrun are often started inside an MPI or a Slurm job, and mpirun inside a
 Slurm job, never the other way round: that is the order of ``_READERS``. (Lightning asks Slurm before MPI, and inside a
@@ -11,9 +12,7 @@ batch job takes every rank of mpirun for rank 0.)
 from __future__ import annotations
 
 from lightning_ring.job.launchers.exported import exported_variables
-from lightning_ring.job.launchers.hydra import hydra_variables
-from lightning_ring.job.launchers.mvapich import mvapich_variables
-from lightning_ring.job.launchers.open_mpi import open_mpi_variables
+from lightning_ring.job.launchers.mpi import mpi_variables
 from lightning_ring.job.launchers.ringrun import ringrun_variables
 from lightning_ring.job.launchers.slurm import slurm_variables
 from lightning_ring.job.launchers.slurm_pmix import slurm_pmix_variables
@@ -22,9 +21,7 @@ from lightning_ring.job.launchers.variables import Environ, LaunchVariables, che
 
 _READERS = (  # the nearest launcher first
     torchrun_variables,
-    open_mpi_variables,
-    mvapich_variables,
-    hydra_variables,
+    mpi_variables,
     slurm_pmix_variables,
     ringrun_variables,
     exported_variables,

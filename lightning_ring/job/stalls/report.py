@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from queue import Empty, SimpleQueue
 
 from lightning_ring.comm.waiting import WaitPolicy, ranks_text
@@ -93,12 +93,8 @@ class StallReporter:
 
     def _hear(self, message: Message) -> None:
         kind = message["kind"]
-        if kind in (_LATE, _STATUS):
-            if self._rank == 0:
-                self._events.put(message)
-        elif kind == _ASK:
-            if self._rank != 0:
-                self._events.put(message)
+        if kind in ((_LATE, _STATUS) if self._rank == 0 else (_ASK,)):
+            self._events.put(message)
         elif kind == _VERDICT and message.get("number") == self._number:
             # here and not in the other thread: it comes before the news that a rank failed of it
             self._patience.end(CollectiveError(str(message.get("text"))))
@@ -130,7 +126,10 @@ class StallReporter:
         if "late" not in event and not self._warning() <= status.seconds < self._patience.seconds:
             return  # it began another one, or ends with a verdict
         if not self._watch.tell(event | {"kind": _LATE, "to": 0, "number": self._number}, RELAY_SECONDS):
-            self._do_without_rank_0(event)
+            if "late" in event:
+                self._decided.set()  # without a verdict: `verdict` gives the same text on every rank
+            else:
+                self._report(event, self._report_alone)
 
     def _answer_late(self, late: Message) -> None:
         """In rank 0, when a rank says that a collective is late."""
@@ -141,13 +140,8 @@ class StallReporter:
             lines, _, meanwhile = self._ask_all(late)
             text = "\n  ".join([f"{late['late']}.", *lines]) + f"\n{late['advice']}"
             self._watch.tell({"kind": _VERDICT, "number": number, "text": text})
-            self._handle_all(meanwhile)
-
-    def _do_without_rank_0(self, event: Message) -> None:
-        if "late" in event:
-            self._decided.set()  # without a verdict: `verdict` gives the same text on every rank
-        else:
-            self._report(event, self._report_alone)
+            for event in meanwhile:
+                self._handle(event)
 
     def _report(self, late: Message, find: Callable[[Message], Found]) -> None:
         now = time.monotonic()
@@ -161,7 +155,8 @@ class StallReporter:
             self._num_reports += 1
             head = f"{late['collective']} has waited {waited:.0f} s; it fails after {self._patience.seconds:g} s."
             _log.warning("%s", "\n  ".join([head, *lines]))
-        self._handle_all(meanwhile)
+        for event in meanwhile:
+            self._handle(event)
 
     def _ask_all(self, late: Message) -> Found:
         """In rank 0."""
@@ -189,10 +184,6 @@ class StallReporter:
         while not enough() and (left := until - time.monotonic()) > 0:
             with contextlib.suppress(Empty):
                 yield self._events.get(timeout=left)
-
-    def _handle_all(self, events: Sequence[Message]) -> None:
-        for event in events:
-            self._handle(event)
 
     def _own_status(self) -> RankStatus:
         return own_status(self._patience, self._progress() or (lambda: ""))

@@ -135,7 +135,7 @@ class JobWatch:
         relay. If another rank fails meanwhile, this process ends with exit code 1; not if the script caught what this
         rank raised itself and went on to its normal end, as it may have done on all ranks.
         """
-        self._say_goodbye()
+        self.tell({"kind": "left"}, wait=1.0)
         stay = self.info.source == "mpi" or self.info.rank == 0
         while stay and not self._closed:
             with self._news:
@@ -153,7 +153,7 @@ class JobWatch:
 
     def leave_early(self) -> None:
         """Say goodbye before the end of the script. Rank 0 waits up to `CLOSE_SECONDS` for the others to do so too."""
-        self._say_goodbye()
+        self.tell({"kind": "left"}, wait=1.0)
         if self.info.rank == 0 and not self._closed:
             with self._news:
                 self._news.wait_for(self._all_left, timeout=CLOSE_SECONDS)
@@ -179,9 +179,6 @@ class JobWatch:
             self._thread.join(timeout=2)
         if self._relay is not None:
             self._relay.close()
-
-    def _say_goodbye(self) -> None:
-        self.tell({"kind": "left"}, wait=1.0)
 
     def _all_left(self) -> bool:
         return len(self._peers.left.keys() | self._peers.gone) >= self.info.world_size - 1
@@ -256,8 +253,7 @@ class JobWatch:
             say(f"{me} ends: {gone}")
             remove_files_of_mpirun()
             end_process(1)
-        with self._news:
-            failure = self._peers.failure(self._fit)
+        failure = self.failure()
         if failure is not None and not self._reported:
             grace = LOST_GRACE if failure.lost else DEAD_GRACE if failure.kind == "dead" else FAILED_GRACE
             if now - failure.time > grace:

@@ -85,7 +85,10 @@ extern "C" void %(name)s(int64_t num_chunks, const int64_t* chunks, const int64_
 
 
 def source(rule: type[Rule], kind: TensorKind) -> str:
-    """C++ with the functions ``measure`` and ``move``; ``pointers`` has a row of `element_types` for each tensor."""
+    """C++ with the functions ``measure`` and ``move``.
+
+    ``pointers`` has a row for each parameter: the addresses of its `element_types`, and whether they are aligned.
+    """
     types, compute = element_types(rule, kind, C_TYPES)
     measure = _function("measure", measure_body(rule), types, compute)
     return PRELUDE + measure + _function("move", move_body(rule), types, compute)
@@ -132,7 +135,7 @@ def _function(name: str, body: Body, types: dict[str, str], compute: str) -> str
         "name": name,
         # Backwards, the move begins with what the measuring left in the cache.
         "chunk": "num_chunks - 1 - turn" if name == "move" else "turn",
-        "num_pointers": len(types),
+        "num_pointers": len(types) + 1,
         "num_scalars": max(len(body.scalars), 1),
         "setup": "\n".join(f"    {line}" for line in setup),
         "loop": "\n".join(f"    {line}" for line in lines),

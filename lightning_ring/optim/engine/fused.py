@@ -30,21 +30,30 @@ class FusedRunner(PlainRunner):
     def __init__(self, rule: type[Rule]) -> None:
         super().__init__(rule)
         self._chunks: dict[Any, tuple[Tensor, Tensor]] = {}
-        self._addresses: dict[TensorKind, tuple[list[list[int]], Tensor, bool]] = {}
+        self._addresses: dict[TensorKind, tuple[list[list[int]], Tensor]] = {}
         self._captured: list[Tensor] = []
 
     def grad_square_sum(self, part: ParameterBatch) -> Tensor:
         return torch.stack(torch._foreach_norm(part.grads, 2, torch.float64)).square().sum()
 
-    def _pointers_of(self, part: ParameterBatch) -> tuple[Tensor, bool]:
-        """Addresses, shape [parameters, weight + gradient + states (+ mirror)]; whether all are multiples of 16."""
+    def _tables_of(self, part: ParameterBatch) -> tuple[Tensor, Tensor, Tensor]:
+        """The tables of `_chunks_of` and of `_pointers_of`."""
+        if part.tables is None:
+            part.tables = (*self._chunks_of(part), self._pointers_of(part))
+        return part.tables
+
+    def _pointers_of(self, part: ParameterBatch) -> Tensor:
+        """Addresses of weight, gradient, states (and mirror), and 1 where all of them are multiples of 16.
+
+        Shape [parameters, tensors + 1].
+        """
         addresses = [[tensor.data_ptr() for tensor in column] for column in part.columns()]
         known = self._addresses.get(part.kind)
         if known is None or known[0] != addresses:
-            aligned = all(address % 16 == 0 for column in addresses for address in column)
-            table = self._to_device(torch.tensor(addresses).T.contiguous(), part.kind.device)
-            known = self._addresses[part.kind] = (addresses, table, aligned)
-        return known[1], known[2]
+            aligned = [int(all(address % 16 == 0 for address in row)) for row in zip(*addresses, strict=True)]
+            table = torch.tensor([*addresses, aligned]).T.contiguous()
+            known = self._addresses[part.kind] = (addresses, self._to_device(table, part.kind.device))
+        return known[1]
 
     def _chunks_of(self, part: ParameterBatch) -> tuple[Tensor, Tensor]:
         """Row, start and size of each chunk, shape [chunks, 3]; first chunk of each row, shape [parameters + 1]."""
@@ -73,7 +82,7 @@ class FusedCpuRunner(FusedRunner):
     chunk = cpp_kernel.CHUNK
 
     def measure(self, part: ParameterBatch, numbers: StepNumbers) -> Tensor:
-        chunks, _ = self._chunks_of(part)
+        chunks, *_ = self._tables_of(part)
         sums = torch.empty(len(chunks), 2, dtype=torch.float64)
         self._call("measure", part, _table(measure_body(self._rule).scalars, part, numbers), sums)
         by_row = torch.zeros(len(part.positions), 2, dtype=torch.float64)
@@ -84,9 +93,9 @@ class FusedCpuRunner(FusedRunner):
         torch.autograd.graph.increment_version([*part.weights, *part.mirrors])
 
     def _call(self, name: str, part: ParameterBatch, scalars: Tensor, sums: Tensor | None) -> None:
-        chunks, _ = self._chunks_of(part)
+        chunks, _, pointers = self._tables_of(part)
         library = compiler.load(_source(self._rule, part.kind))
-        addresses = (chunks, self._pointers_of(part)[0], scalars, sums)
+        addresses = (chunks, pointers, scalars, sums)
         getattr(library, name)(
             ctypes.c_int64(len(chunks)),
             *(ctypes.c_void_p(None if tensor is None else tensor.data_ptr()) for tensor in addresses),
@@ -102,28 +111,26 @@ class FusedCudaRunner(FusedRunner):
 
     def measure(self, part: ParameterBatch, numbers: StepNumbers) -> Tensor:
         device, rows = part.kind.device, len(part.positions)
-        chunks, first_chunk = self._chunks_of(part)
+        chunks, first_chunk, pointers = self._tables_of(part)
         by_row = torch.zeros(2, rows, dtype=torch.float64, device=device)
         if not len(chunks):
             return by_row
         sums = torch.zeros(len(chunks), 2, dtype=torch.float64, device=device)
-        pointers, aligned = self._pointers_of(part)
         scalars = _table(measure_body(self._rule).scalars, part, numbers)
         module, sizes = _module(self._rule, part.kind), {"CHUNK": self.chunk, "BLOCK": triton_kernel.BLOCK}
         with _on(device):
-            module["measure"][(len(chunks),)](chunks, pointers, scalars, sums, ALIGNED=aligned, num_warps=8, **sizes)
+            module["measure"][(len(chunks),)](chunks, pointers, scalars, sums, num_warps=8, **sizes)
             module["add_up"][(rows,)](first_chunk, sums, by_row, rows, BLOCK=128, num_warps=4)
         return by_row
 
     def move(self, part: ParameterBatch, numbers: StepNumbers) -> None:
-        chunks, _ = self._chunks_of(part)
+        chunks, _, pointers = self._tables_of(part)
         if len(chunks):
-            pointers, aligned = self._pointers_of(part)
             scalars = _table(move_body(self._rule).scalars, part, numbers)
             sizes = {"CHUNK": self.chunk, "BLOCK": triton_kernel.BLOCK}
             launch = _module(self._rule, part.kind)["move"][(len(chunks),)]
             with _on(part.kind.device):
-                launch(chunks, pointers, scalars, ALIGNED=aligned, num_warps=8, **sizes)
+                launch(chunks, pointers, scalars, num_warps=8, **sizes)
         torch.autograd.graph.increment_version([*part.weights, *part.mirrors])
 
 

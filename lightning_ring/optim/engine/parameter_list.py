@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+GPUS = ("cuda", "xpu")  # NVIDIA's and AMD's, and Intel's
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
@@ -51,6 +52,7 @@ class ParameterBatch:
     states: list[tuple[Tensor, ...]] = field(default_factory=list)
     mirrors: list[Tensor] = field(default_factory=list)
     room: int = 0  # of how many elements a runner may keep the directions from measuring to moving
+    tables: Any = None  # what a runner makes of these tensors, once a step
 
     def columns(self) -> list[list[Tensor]]:
         """Weights, gradients, each of the states, and mirrors if there are any."""
@@ -65,7 +67,7 @@ class ParameterBatch:
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
     """``tensor`` (on the CPU, or there already) on ``device``, without waiting for the device."""
-    if device.type == "cuda" and tensor.device.type == "cpu":
+    if device.type in GPUS and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_ring.optim.engine.parameter_list import send
 from lightning_ring.optim.engine.tensor_list import Tensors
 
 Operand = Any  # a Tensor, a TensorList or a Symbol: each has + - * / and .sqrt()
@@ -146,9 +147,5 @@ def known_on_host(h: Scalars, device: torch.device) -> StepNumbers:
     if device.type == "cpu":
         return StepNumbers(host, host)
     packed = torch.stack(list(host.values()))
-    if device.type == "mps":
-        packed = packed.float()
-    elif device.type == "cuda":
-        packed = packed.pin_memory()
-    moved = packed.to(device, non_blocking=True)
+    moved = send(packed.float() if device.type == "mps" else packed, device)
     return StepNumbers(dict(zip(host, moved.unbind(), strict=True)), host)

@@ -39,18 +39,21 @@ def add_up(first_chunk, sums, by_row, num_rows, BLOCK: tl.constexpr):
         tl.store(by_row + column * num_rows + row, tl.sum(total))
 """
 
-# Chunks are whole but for the last of each tensor: those need no mask, so that their loads can be 16 bytes wide. The
-# size is an int32, as the other branch's CHUNK is: Triton wants both loops' variable to be of one type.
+# Chunks are whole but for the last of each tensor: those need no mask, so that their loads can be 16 bytes wide if the
+# tensors of this parameter begin at such addresses. The size is an int32, as the other branch's CHUNK is: Triton wants
+# both loops' variable to be of one type.
 FUNCTION = """
 
 @triton.jit
-def {name}(chunks, pointers, scalars, {sums}ALIGNED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+def {name}(chunks, pointers, scalars, {sums}CHUNK: tl.constexpr, BLOCK: tl.constexpr):
     chunk = tl.program_id(0)
     row = tl.load(chunks + 3 * chunk)
     start = tl.load(chunks + 3 * chunk + 1)
     size = tl.load(chunks + 3 * chunk + 2).to(tl.int32)
 {setup}
-    if size == CHUNK:
+    aligned = tl.load(pointers + row * {width} + {width} - 1)
+    if (size == CHUNK) & (aligned == 1):
+{hints}
         for i in range(0, CHUNK, BLOCK):
             offsets = i + tl.arange(0, BLOCK)
 {whole}
@@ -64,7 +67,10 @@ def {name}(chunks, pointers, scalars, {sums}ALIGNED: tl.constexpr, CHUNK: tl.con
 
 
 def compile_module(rule: type[Rule], kind: TensorKind) -> dict[str, Any]:
-    """The Triton functions ``measure``, ``add_up`` and ``move``; ``pointers`` has a row of `element_types` a tensor."""
+    """The Triton functions ``measure``, ``add_up`` and ``move``.
+
+    ``pointers`` has a row for each parameter: the addresses of its `element_types`, and whether they are aligned.
+    """
     types, compute = element_types(rule, kind, TRITON_TYPES)
     measure = _function("measure", measure_body(rule), types, compute)
     text = PRELUDE + measure + _function("move", move_body(rule), types, compute)
@@ -79,12 +85,12 @@ def _function(name: str, body: Body, types: dict[str, str], compute: str) -> str
     stored = dict(body.stores)
     if name == "move" and "mirror" in types:
         stored["mirror"] = stored["w"]
-    setup = []
+    setup, hints = [], []
     for column, (element, kind) in enumerate(types.items()):
         if element in body.loads or element in stored:
-            address = f"tl.load(pointers + row * {len(types)} + {column})"
+            address = f"tl.load(pointers + row * {len(types) + 1} + {column})"
             setup.append(f"p_{element} = {address}.to(tl.pointer_type({kind})) + start")
-            setup.append(f"if ALIGNED:\n        p_{element} = tl.multiple_of(p_{element}, 16)")
+            hints.append(f"a_{element} = tl.multiple_of(p_{element}, 16)")
     width = max(len(body.scalars), 1)
     loads = [f"tl.load(scalars + row * {width} + {i}).to({compute})" for i in range(len(body.scalars))]
     setup += [f"h_{scalar} = {load}" for scalar, load in zip(body.scalars, loads, strict=True)]
@@ -94,7 +100,9 @@ def _function(name: str, body: Body, types: dict[str, str], compute: str) -> str
     return FUNCTION.format(
         name=name,
         sums="sums, " if sums else "",
+        width=len(types) + 1,
         setup=_indent(setup, 4),
+        hints=_indent(hints, 8),
         whole=_indent(_loop(body, stored, types, compute, sums, masked=False), 12),
         masked=_indent(_loop(body, stored, types, compute, sums, masked=True), 12),
         after=_indent(after, 4),
@@ -104,8 +112,8 @@ def _function(name: str, body: Body, types: dict[str, str], compute: str) -> str
 def _loop(
     body: Body, stored: dict[str, str], types: dict[str, str], compute: str, sums: tuple[str, ...], masked: bool
 ) -> list[str]:
-    mask = ", mask=mask, other=0.0" if masked else ""
-    lines = [f"{element} = tl.load(p_{element} + offsets{mask}).to({compute})" for element in body.loads]
+    mask, p = (", mask=mask, other=0.0", "p") if masked else ("", "a")
+    lines = [f"{element} = tl.load({p}_{element} + offsets{mask}).to({compute})" for element in body.loads]
     lines += [f"{name} = {expression.replace('sqrt(', 'tl.sqrt(')}" for name, expression in body.statements]
     terms = {"w_squares": "w", "x_squares": body.result}
     for sum_ in sums:
@@ -114,7 +122,7 @@ def _loop(
         lines.append(f"{sum_} += {wide} * {wide}")
     for element, value in stored.items():
         condition = ", mask=mask" if masked else ""
-        lines.append(f"tl.store(p_{element} + offsets, {value}.to({types[element]}){condition})")
+        lines.append(f"tl.store({p}_{element} + offsets, {value}.to({types[element]}){condition})")
     return lines
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
+from lightning_ring.optim.engine.collected import CollectedParameters
 from lightning_ring.optim.engine.parameter_list import (
     LOW_PRECISION,
     ParameterBatch,
@@ -57,6 +58,7 @@ class TrustRatioOptimizer(Optimizer, Rule):
     """
 
     _parameter_list: ParameterList | None
+    _collected: CollectedParameters | None
     _runners: dict[tuple[str, str], PlainRunner]
 
     def __init__(
@@ -147,13 +149,26 @@ class TrustRatioOptimizer(Optimizer, Rule):
     @torch.compiler.disable  # lists and dicts only; what follows is traced with the tensors as plain inputs
     def _prepare(self, compiling: bool) -> tuple[ParameterList, list[Run], list[dict[str, Any]]]:
         listed = self._current_list()
-        runs = [(self._runner(part.kind, compiling), part) for part in self._collect(listed)]
+        runs: list[Run] = []
+        for part in self._batches(listed):
+            key = ("plain" if compiling else way_to_run(self.options, part.kind), part.kind.device.type)
+            if key not in self._runners:
+                self._runners[key] = make_runner(*key, rule=type(self))
+            runs.append((self._runners[key], part))
         return listed, runs, [self.hyperparameters(group) for group in self.param_groups]
 
     def _current_list(self) -> ParameterList:
         if self._parameter_list is None or not self._parameter_list.fits(self.param_groups):
             self._parameter_list = ParameterList(self.param_groups, self.counts_steps, self.options.capturable)
         return self._parameter_list
+
+    def _batches(self, listed: ParameterList) -> list[ParameterBatch]:
+        parts = self._collected.at_next_step(listed, self.state) if self._collected is not None else None
+        if parts is None:
+            parts = self._collect(listed)
+            is_flat = all(part.kind.flat for part in parts)
+            self._collected = CollectedParameters(listed, parts, self.state) if is_flat else None
+        return parts
 
     def _collect(self, listed: ParameterList) -> list[ParameterBatch]:
         """The parameters that have a gradient, grouped so that one launch can update each group."""
@@ -206,13 +221,6 @@ class TrustRatioOptimizer(Optimizer, Rule):
         advice = "pass real parameters" if grad.is_complex() else "make it dense: sparse=False in nn.Embedding"
         raise RuntimeError(f"{type(self).__name__}: the gradient of {name} is {found}, expected dense floats; {advice}")
 
-    def _runner(self, kind: TensorKind, compiling: bool) -> PlainRunner:
-        way = "plain" if compiling else way_to_run(self.options, kind)
-        key = (way, kind.device.type)
-        if key not in self._runners:
-            self._runners[key] = make_runner(*key, rule=type(self))
-        return self._runners[key]
-
     # -- saving and loading
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -230,5 +238,5 @@ class TrustRatioOptimizer(Optimizer, Rule):
                 group.setdefault(name, default)
 
     def _forget_caches(self) -> None:
-        self._parameter_list = None
+        self._parameter_list = self._collected = None
         self._runners = {}

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_ring.comm.communicator import Communicator, shard
 from lightning_ring.errors import CollectiveError
+from lightning_ring.host.accelerator import gpu_module, is_gpu
 from lightning_ring.tools.bench import COPY
 from lightning_ring.tools.bench.contenders import Collectives
 
@@ -69,30 +70,21 @@ def measure(
             _Entry(name, contender, collective, contender.empty(numel, torch.float32, device), total)
             for name, contender in contenders.items()
         ]
-        yield _take_turns(entries, functools.partial(target.copy_, total), control, collective, total, seconds)
-
-
-def _take_turns(
-    entries: Sequence[_Entry],
-    copy: Callable[[], object],
-    control: Communicator,
-    collective: str,
-    total: Tensor,
-    seconds: float,
-) -> list[Timing]:
-    calls: dict[str, Callable[[], object]] = {COPY: copy} | {r.name: r.call for r in entries}
-    for each in entries:
-        each.verify(control)
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    batches = {name: _calls_a_turn(call, control, total.device, seconds) for name, call in calls.items()}
-    order = list(calls)
-    for turn in range(TURNS):
-        for name in order[turn % len(order) :] + order[: turn % len(order)]:
-            control.barrier()
-            times[name] += timed(calls[name], batches[name], total.device)
-    for each in entries:
-        each.verify(control)
-    return [summary(collective, name, total.nbytes, slowest) for name, slowest in slowest_rank(times, control).items()]
+        calls: dict[str, Callable[[], object]] = {COPY: functools.partial(target.copy_, total)}
+        calls |= {each.name: each.call for each in entries}
+        for each in entries:
+            each.verify(control)
+        times: dict[str, list[float]] = {name: [] for name in calls}
+        batches = {name: _calls_a_turn(call, control, device, seconds) for name, call in calls.items()}
+        order = list(calls)
+        for turn in range(TURNS):
+            for name in order[turn % len(order) :] + order[: turn % len(order)]:
+                control.barrier()
+                times[name] += timed(calls[name], batches[name], device)
+        for each in entries:
+            each.verify(control)
+        slowest = slowest_rank(times, control)
+        yield [summary(collective, name, total.nbytes, longest) for name, longest in slowest.items()]
 
 
 class _Entry:
@@ -154,12 +146,13 @@ def timed(call: Callable[[], object], num_calls: int, device: torch.device) -> l
     """Seconds of each of ``num_calls`` calls in a row, after one that is not timed where there are several."""
     if num_calls > 1:
         call()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if is_gpu(device):
+        synchronize = gpu_module(device).synchronize
+        synchronize(device)
         began = time.perf_counter()
         for _ in range(num_calls):
             call()
-        torch.cuda.synchronize(device)
+        synchronize(device)
         return [(time.perf_counter() - began) / num_calls]
     seconds = []
     for _ in range(num_calls):

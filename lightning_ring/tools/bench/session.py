@@ -15,15 +15,15 @@ import torch
 
 import lightning_ring
 from lightning_ring.comm.backends.gloo import open_torch_communicator
-from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.cost import fit
 from lightning_ring.comm.waiting import WaitPolicy
 from lightning_ring.errors import ConfigurationError
+from lightning_ring.host.accelerator import COLLECTIVES, gpu_kind, gpu_module, is_gpu
 from lightning_ring.job.gpus import pick_gpu
 from lightning_ring.job.job import connect
 from lightning_ring.job.ranks import RankInfo, discover_ranks
 from lightning_ring.tools.bench import COPY
-from lightning_ring.tools.bench.contenders import Collectives, open_contenders
+from lightning_ring.tools.bench.contenders import open_contenders
 from lightning_ring.tools.bench.measure import Timing, measure
 from lightning_ring.tools.plan.profile import json_text
 
@@ -126,7 +126,7 @@ def run(options: argparse.Namespace, sizes: Sequence[int]) -> int:
         raise ConfigurationError(f"--compare {options.compare}: {missing[options.compare]}.")
     check_memory(max(sizes) * (len(contenders) + 2) * info.local_size, device)
     control = open_torch_communicator("gloo", WaitPolicy(TIMEOUT, job.check))
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    name = gpu_module(device).get_device_name(device) if is_gpu(device) else "cpu"
     world = {"world_size": info.world_size, "num_nodes": info.num_nodes, "device": name}
     if info.rank == 0:
         print(f"{info.world_size} ranks on {info.num_nodes} node(s), {world['device']}, float32, sum", flush=True)
@@ -134,7 +134,14 @@ def run(options: argparse.Namespace, sizes: Sequence[int]) -> int:
             print(f"auto, what strategy='ring' takes here: {type(contenders['auto']).__name__}", flush=True)
         for name, reason in missing.items():
             print(f"not measured: {name} ({reason})", flush=True)
-    timings = measure_and_print(contenders, control, device, options, sizes)
+    timings: list[Timing] = []
+    for collective in options.collectives:
+        if info.rank == 0:
+            print(heading(collective, options.compare), flush=True)
+        for found in measure(contenders, control, device, collective, sizes, options.seconds):
+            timings += found
+            if info.rank == 0:
+                print(*timing_lines(found, info.world_size, options.compare), sep="\n", flush=True)
     models = fitted_models(timings, info.world_size)
     if info.rank == 0:
         print(*model_lines(models), sep="\n", flush=True)
@@ -147,35 +154,19 @@ def run(options: argparse.Namespace, sizes: Sequence[int]) -> int:
     return 0
 
 
-def measure_and_print(
-    contenders: dict[str, Collectives],
-    control: Communicator,
-    device: torch.device,
-    options: argparse.Namespace,
-    sizes: Sequence[int],
-) -> list[Timing]:
-    found: list[Timing] = []
-    for collective in options.collectives:
-        if control.rank == 0:
-            print(heading(collective, options.compare), flush=True)
-        for timings in measure(contenders, control, device, collective, sizes, options.seconds):
-            found += timings
-            if control.rank == 0:
-                print(*timing_lines(timings, control.world_size, options.compare), sep="\n", flush=True)
-    return found
-
-
 def choose_device(asked: str, info: RankInfo) -> torch.device:
     """A GPU for each rank where there are as many, else the CPU.
 
-    Raises `RankDiscoveryError`: ``"cuda"`` was asked for, and there are fewer GPUs than ranks on this node.
+    Raises `RankDiscoveryError`: ``"cuda"`` or ``"xpu"`` was asked for, and there are fewer GPUs than ranks on this
+    node.
     """
-    there = torch.cuda.device_count()
+    kind = asked if asked in COLLECTIVES else gpu_kind()
+    there = gpu_module(torch.device(kind)).device_count() if kind else 0
     if asked == "cpu" or (asked == "auto" and there < info.local_size):
         return torch.device("cpu")
     index = pick_gpu(info.local_rank, info.local_size, there, os.environ.get("CUDA_VISIBLE_DEVICES"))
-    torch.cuda.set_device(index)
-    return torch.device("cuda", index)
+    gpu_module(torch.device(kind)).set_device(index)
+    return torch.device(kind, index)
 
 
 def check_memory(num_bytes: int, device: torch.device) -> None:

@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from lightning_ring.job.exit import remove_segments
+from lightning_ring.job.exit import OPEN_MPI_LAUNCHERS, remove_segments
 from lightning_ring.launch.processes import processes_of_sessions
 
 # A launcher's variables for its ranks. The ranks that the doctor starts get variables of their own.
@@ -21,7 +21,6 @@ _NAMES = (
     *("RING_LAUNCHER_PID", "RING_STOP_SIGNAL"),
 )
 _SETTINGS = ("OMPI_MCA_", "PRTE_MCA_", "PMIX_MCA_")  # the user's own, unless one of these started this process
-_OPEN_MPI = ("mpirun", "mpiexec", "prterun", "prted", "orted")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +42,7 @@ class Request:
 
     def _is_launchers(self, name: str) -> bool:
         if name.startswith(_SETTINGS):
-            return self.launcher in _OPEN_MPI
+            return self.launcher in OPEN_MPI_LAUNCHERS
         return name in _NAMES or name.startswith(_PREFIXES)
 
 
@@ -84,7 +83,9 @@ def ask(command: Sequence[str], seconds: float, environ: Mapping[str, str] | Non
         stdout, stderr = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
         _end(process)
-        stdout, stderr = _what_it_wrote(process)
+        stdout = stderr = ""
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a grandchild in another session may hold the pipe
+            stdout, stderr = process.communicate(timeout=2)
         return Answer(stdout, stderr, f"did not end within {seconds:g} s")
     finally:
         _running.discard(process)
@@ -105,12 +106,6 @@ def _end(process: subprocess.Popen[str]) -> None:
         remove_segments(pid)
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-
-
-def _what_it_wrote(process: subprocess.Popen[str]) -> tuple[str, str]:
-    with contextlib.suppress(subprocess.TimeoutExpired):  # a grandchild in another session may hold the pipe
-        return process.communicate(timeout=2)
-    return "", ""
 
 
 def end_all() -> None:

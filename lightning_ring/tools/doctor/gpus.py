@@ -65,7 +65,7 @@ def _none(facts: Mapping[str, Any], listed: int, environ: Mapping[str, str]) -> 
     hidden = [f"{name}={environ[name]!r}" for name in _HIDING if name in environ]
     if hidden:
         return warning("GPUs", f"{listed} there, none visible: {', '.join(hidden)}", "Unset it, or list GPUs: 0,1.")
-    if not (facts.get("cuda") or facts.get("rocm")):
+    if not (facts.get("cuda") or facts.get("rocm") or facts.get("xpu")):
         advice = "This torch is built for the CPU. Install CUDA's: pip install --force-reinstall torch torchvision"
         return broken("GPUs", f"{listed} there, torch uses none", advice)
     why = facts.get("gpus error") or "it gives no reason"
@@ -75,7 +75,8 @@ def _none(facts: Mapping[str, Any], listed: int, environ: Mapping[str, str]) -> 
 
 def _gpu(number: int, gpu: Mapping[str, Any]) -> Finding:
     name = f"GPU {number}"
-    found = f"{gpu['name']}, {gpu['memory'] / 2**30:.0f} GiB, compute capability {gpu['capability']}"
+    capability = f", compute capability {gpu['capability']}" if gpu["capability"] else ""
+    found = f"{gpu['vendor']} {gpu['name']}, {gpu['memory'] / 2**30:.0f} GiB{capability}"
     if gpu["error"]:
         advice = "Other programs may fill it (nvidia-smi), or this torch has no code for it: install a newer torch."
         return broken(name, f"{found}: {gpu['error']}", advice)

@@ -11,16 +11,14 @@ from pathlib import Path
 
 from lightning_ring.errors import RankDiscoveryError
 from lightning_ring.host.cores import available_cores
+from lightning_ring.job.exit import MPI_LAUNCHERS
 from lightning_ring.job.launchers import launcher_variables
 from lightning_ring.launch.hosts import in_allocation
 from lightning_ring.launch.mpirun import Mpirun, locate_mpirun, recognise, version_environment
 from lightning_ring.tools.doctor.asking import Answer, Request, ask
 from lightning_ring.tools.doctor.findings import Finding, broken, ok, warning
 
-_LAUNCHERS = (
-    *("mpirun", "mpiexec", "prterun", "prted", "orted", "hydra_pmi_proxy", "slurmstepd"),
-    *("torchrun", "torch.distributed.run", "ringrun", "lightning_ring.cli.ringrun"),
-)
+_LAUNCHERS = (*MPI_LAUNCHERS, "torchrun", "torch.distributed.run", "ringrun", "lightning_ring.cli.ringrun")
 
 
 def check_launcher(request: Request) -> list[Finding]:

@@ -123,7 +123,9 @@ def check_imports(request: Request) -> list[Finding]:
     if not facts:
         advice = "pip install --force-reinstall torch torchvision (in one command)."
         return [broken("import torch", _why(answer), advice)]
-    builds = [f"{name} {facts[key]}" for name, key in (("CUDA", "cuda"), ("ROCm", "rocm")) if facts.get(key)]
+    builds = [
+        f"{name} {facts[key]}" for name, key in (("CUDA", "cuda"), ("ROCm", "rocm"), ("XPU", "xpu")) if facts.get(key)
+    ]
     build = builds[0] if builds else "the CPU"
     return [ok("import torch", f"{facts['version']}, built for {build}"), *_backends(facts), *_rest(request)]
 
@@ -142,15 +144,15 @@ def torch_facts(request: Request) -> tuple[dict[str, Any], Answer]:
 
 
 def _backends(facts: dict[str, Any]) -> list[Finding]:
-    gloo, nccl = facts.get("gloo"), facts.get("nccl")
+    gloo, library = facts.get("gloo"), facts.get("collectives")
     findings = [ok("gloo", "built")]
     if not gloo:
         findings = [broken("gloo", "not built into this torch", "Ranks meet over it: install torch's own wheel.")]
-    if nccl:
-        findings.append(ok("nccl", nccl))
+    if library:
+        findings.append(ok("nccl", library))
     elif facts.get("gpus"):
-        advice = "GPUs exchange gradients over it: install torch's CUDA wheel (or ROCm's)."
-        findings.append(broken("nccl", facts.get("nccl error") or "not built into this torch", advice))
+        advice = "GPUs exchange gradients over NCCL, RCCL (AMD) or XCCL (Intel): install torch's wheel for your GPU."
+        findings.append(broken("nccl", facts.get("collectives error") or "not built into this torch", advice))
     else:
         findings.append(ok("nccl", "not built; needed on GPUs only"))
     return findings

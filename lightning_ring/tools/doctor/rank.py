@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import socket
 import sys
 from datetime import timedelta
+from logging.handlers import BufferingHandler
 from typing import Any
 
 import torch
@@ -21,9 +21,9 @@ from lightning_ring.comm.backends.gloo import open_torch_communicator
 from lightning_ring.comm.waiting import WaitPolicy
 from lightning_ring.host.cores import bound_cores
 from lightning_ring.job.communicators import open_communicator
-from lightning_ring.job.gpus import pick_gpu
 from lightning_ring.job.job import Job, connect
 from lightning_ring.job.ranks import discover_ranks
+from lightning_ring.tools.bench.session import choose_device
 
 PREFIX = "lightning_ring.tools.doctor "
 _TIMEOUT = timedelta(seconds=20)
@@ -36,15 +36,11 @@ def main(arguments: list[str]) -> None:
         RingError: A backend is not there, or ranks cannot reach each other.
         RuntimeError: A sum is wrong.
     """
-    notes = _Notes()
+    notes = BufferingHandler(sys.maxsize)  # of warnings: where shared memory was not to be had, one says why
+    notes.setLevel(logging.WARNING)
     logging.getLogger("lightning_ring").addHandler(notes)
     info = discover_ranks()
-    device = torch.device("cpu")
-    if arguments[0] == "cuda":
-        count, visible = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
-        index = pick_gpu(info.local_rank, info.local_size, count, visible)
-        device = torch.device("cuda", index)
-        torch.cuda.set_device(device)
+    device = choose_device(arguments[0], info)
     job = connect(info, device, _TIMEOUT)
     control = open_torch_communicator("gloo", WaitPolicy(_TIMEOUT, job.check))
     ranks = control.all_gather_object({"host": socket.gethostname(), "cores": bound_cores()})
@@ -52,24 +48,11 @@ def main(arguments: list[str]) -> None:
     for backend in arguments[1:]:
         _say(job, {"backend": backend, "ended": False})
         kind = _all_reduce(job, backend, device)
-        _say(job, {"backend": backend, "ended": True, "kind": kind, "notes": notes.take()})
+        said = [record.getMessage() for record in notes.buffer]
+        _say(job, {"backend": backend, "ended": True, "kind": kind, "notes": said})
+        notes.flush()  # forgets them
     control.barrier()  # a rank that ended now would be taken for one that failed
     control.close()
-
-
-class _Notes(logging.Handler):
-    """Keeps warnings: where shared memory was not to be had, one says why."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self._kept: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._kept.append(record.getMessage())
-
-    def take(self) -> list[str]:
-        kept, self._kept = self._kept, []
-        return kept
 
 
 def _all_reduce(job: Job, backend: str, device: torch.device) -> str:

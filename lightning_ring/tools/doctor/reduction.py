@@ -47,7 +47,7 @@ def check(request: Request) -> list[Finding]:
         findings += [*_findings(trial), *([] if findings else _cores(trial))]
         works = not trial.answer.problem
     if works and len(torch_facts(request)[0].get("gpus") or []) > 1:
-        findings += _findings(_try(request, ["-n", "2"], "cuda", ("nccl",), "2 GPUs"))
+        findings += _findings(_try(request, ["-n", "2"], "gpu", ("auto",), "2 GPUs"))
     return findings
 
 
@@ -73,18 +73,12 @@ def _findings(trial: Trial) -> list[Finding]:
         report = trial.ended(backend)
         if report is None:
             return [*findings, _failure(trial, backend)]
-        findings.append(_success(trial, backend, report))
+        name, found = f"all-reduce, {backend}", f"{trial.how}: every sum right ({report['kind']})"
+        said = " ".join(report["notes"])
+        findings.append(warning(name, found, f"It works, but ranks warn: {said}") if said else ok(name, found))
     if trial.answer.problem:
         findings.append(_failure(trial, "afterwards"))
     return findings
-
-
-def _success(trial: Trial, backend: str, report: dict[str, Any]) -> Finding:
-    found = f"{trial.how}: every sum right ({report['kind']})"
-    if report["notes"]:
-        advice = f"It works, but ranks warn: {' '.join(report['notes'])}"
-        return warning(f"all-reduce, {backend}", found, advice)
-    return ok(f"all-reduce, {backend}", found)
 
 
 def _failure(trial: Trial, backend: str) -> Finding:

@@ -12,15 +12,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_ring.host.accelerator import COLLECTIVES, gpu_kind, gpu_module, vendor
+
 
 def facts() -> dict[str, Any]:
     questions: dict[str, Callable[[], Any]] = {
         "version": lambda: torch.__version__,
         "cuda": lambda: torch.version.cuda,
         "rocm": lambda: torch.version.hip,
+        "xpu": lambda: getattr(torch.version, "xpu", None),
         "threads": torch.get_num_threads,
         "gloo": lambda: dist.is_available() and dist.is_gloo_available(),
-        "nccl": _nccl_version,
+        "collectives": _collectives,
         "gpus": _gpus,
     }
     answers: dict[str, Any] = {}
@@ -33,39 +36,43 @@ def facts() -> dict[str, Any]:
     return answers
 
 
-def _nccl_version() -> str | None:
-    if not (dist.is_available() and dist.is_nccl_available()):
-        return None
-    return ".".join(map(str, torch.cuda.nccl.version()))
-
-
 def _gpus() -> list[dict[str, Any]]:
-    """Each GPU, after it really computed something and, over NCCL, reduced it with itself."""
-    if not (torch.version.cuda or torch.version.hip):
+    """Each GPU, after it really computed something and, over its vendor's library, reduced it with itself."""
+    kind = gpu_kind() or ("cuda" if torch.version.cuda or torch.version.hip else "")
+    if not kind:
         return []
-    torch.cuda.init()  # says why there is no CUDA, where device_count() says 0
+    module = gpu_module(torch.device(kind))
+    module.init()  # says why there is none, where device_count() says 0
+    count = module.device_count()
     found = []
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        gpu = {"name": properties.name, "memory": properties.total_memory, "error": ""}
-        gpu["capability"] = f"{properties.major}.{properties.minor}"
-        gpu["peers"] = [
-            other
-            for other in range(torch.cuda.device_count())
-            if other != index and torch.cuda.can_device_access_peer(index, other)
-        ]
+    for index in range(count):
+        properties = module.get_device_properties(index)
+        gpu = {"vendor": vendor(kind), "name": properties.name, "memory": properties.total_memory, "error": ""}
+        gpu["capability"] = f"{properties.major}.{properties.minor}" if hasattr(properties, "major") else ""
+        reaches = getattr(module, "can_device_access_peer", lambda index, other: True)  # torch.xpu cannot tell
+        gpu["peers"] = [other for other in range(count) if other != index and reaches(index, other)]
         try:
-            _compute(index)
+            _compute(torch.device(kind, index))
         except Exception as error:
             gpu["error"] = _first_line(error)
         found.append(gpu)
     return found
 
 
-def _compute(index: int) -> None:
-    ones = torch.ones(1024, device=torch.device("cuda", index))
-    if index == 0 and dist.is_available() and dist.is_nccl_available():
-        dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+def _collectives() -> str:
+    """The library that GPUs exchange tensors over, and its version; empty without one."""
+    if dist.is_xccl_available():
+        return "XCCL"
+    if not dist.is_nccl_available():
+        return ""
+    return f"{'RCCL' if torch.version.hip else 'NCCL'} {'.'.join(map(str, torch.cuda.nccl.version()))}"
+
+
+def _compute(device: torch.device) -> None:
+    ones = torch.ones(1024, device=device)
+    library = COLLECTIVES[device.type]
+    if device.index == 0 and dist.is_available() and dist.is_backend_available(library):
+        dist.init_process_group(library, store=dist.HashStore(), rank=0, world_size=1)
         dist.all_reduce(ones)
         dist.destroy_process_group()
     if ones.sum().item() != 1024:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from lightning_ring.comm.cost import FIRST_BUCKET_MB, CostModel, default_cap_mb, num_nested_pieces, number_by_size
 from lightning_ring.gradients.compression.registry import COMPRESSORS
@@ -200,17 +201,10 @@ class _Wire:
 def _nested_stages(collective: str, cluster: Cluster) -> Sequence[Seconds]:
     """`comm.hierarchical`: a rank sends 1/local size of the tensor across, over a link that it shares with as many."""
     local, nodes = cluster.local_size, cluster.num_nodes
-
-    def inward(num_bytes: float) -> float:
-        return cluster.node.seconds("reduce_scatter", num_bytes, local)
-
-    def across(num_bytes: float) -> float:
-        return cluster.network.seconds(collective, num_bytes, nodes)
-
-    def outward(num_bytes: float) -> float:
-        return cluster.node.seconds("all_gather", num_bytes, local)
-
-    stages: dict[str, Sequence[Seconds]] = {
+    inward = partial(cluster.node.seconds, "reduce_scatter", num_ranks=local)
+    across = partial(cluster.network.seconds, collective, num_ranks=nodes)
+    outward = partial(cluster.node.seconds, "all_gather", num_ranks=local)
+    stages = {
         "all_reduce": [inward, across, outward],
         "reduce_scatter": [inward, across],
         "all_gather": [across, outward],

@@ -65,8 +65,6 @@ def parse_link(text: str, option: str) -> Link:
     if name in NETWORKS and (not times or (times.isdecimal() and int(times) > 0)):
         link = Link.of(text, NETWORKS[name])
         return link.faster(int(times)) if times else link
-    if text in NETWORKS:
-        return Link.of(text, NETWORKS[text])
     parts = text.split(",")
     try:
         alpha, gbit = (float(part) for part in parts)

@@ -255,3 +255,35 @@ def test_detach_after_an_attach_that_raised_and_use_before_attach(monkeypatch: p
         assert not module.weight._post_accumulate_grad_hooks
 
     run_ranks(2, rank)
+
+
+@pytest.mark.parametrize("streams", [1, 2])
+def test_parameters_read_on_several_streams_are_waited_for(streams: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stream is the only thing that is not real here: a CPU has none."""
+    module = "lightning_ring.algorithms.sharded"
+    warnings: list[str] = []
+
+    def reads(comm: ThreadCommunicator) -> bool:
+        current = ["first"]
+        monkeypatch.setattr(f"{module}.parameter_reads.current_stream", lambda device: current[0])
+        net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        optimizer = AdamW(net.parameters())
+        sharding = Sharded()
+        sharding.attach(net, [optimizer], comm, warn=warnings.append)
+        sharding.overlaps = True
+        for _ in range(3):
+            current[:] = ["first"]
+            with sharding.forward(wait=True):
+                x = net[0](torch.ones(1, 3))
+                if streams == 2:
+                    current[:] = ["second"]
+                x = net[1](x)
+            with sharding.backward():
+                x.sum().backward()
+            optimizer.step()
+        trusted = sharding._reads.trusted
+        sharding.detach()
+        return trusted
+
+    assert run_ranks(1, reads) == [streams == 1]
+    assert ["several streams" in warning for warning in warnings] == [True] * (streams - 1)

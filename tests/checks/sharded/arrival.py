@@ -165,6 +165,30 @@ def check_scripted_and_compiled_code_is_found_before_it_reads() -> None:
         assert_same(late, plain)
 
 
+def check_compiled_code_out_of_sight_is_noticed_when_it_is_called() -> None:
+    class Listed(Classifier):
+        """The module reads the weight of its compiled function too, so that a read of the weight was seen."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.square = nn.Linear(8, 8)
+
+        def loss(self, batch: Any) -> Tensor:
+            x = batch[0]
+            product = out_of_sight[0](x, self.square.weight)
+            return F.cross_entropy(self.net(product + self.square(x)), batch[1])
+
+    out_of_sight = [torch.compile(torch.mm, backend="eager")]
+    late, plain = Listed(), Listed()
+    plain.load_state_dict(late.state_dict())
+    expected = pytest.warns(UserWarning, match="All parameters are waited for after each step")
+    with expected if RANK == 0 else contextlib.nullcontext():
+        strategy = run_late(late)
+    assert not strategy.algorithm._reads.trusted
+    fit(RingStrategy(bucket_cap_mb=CAP), plain, loader(24), max_epochs=1)
+    assert_same(late, plain)
+
+
 def check_hooks_and_callbacks_see_whole_parameters() -> None:
     class Reading(Classifier):
         def read(self) -> None:

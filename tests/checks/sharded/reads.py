@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import io
+import os
+import pickle
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -200,8 +202,29 @@ def _in_a_thread(read: Callable[[], float]) -> float:
         return pool.submit(read).result()
 
 
+def _in_a_forked_child(read: Callable[[], float]) -> float:
+    """What ``read`` gives in a child of this process, or its error."""
+    receives, sends = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(sends, pickle.dumps(read()))
+        except BaseException as error:
+            os.write(sends, pickle.dumps(error))
+        finally:
+            os._exit(0)
+    os.close(sends)
+    with open(receives, "rb") as pipe:
+        result = pickle.load(pipe)
+    os.waitpid(child, 0)
+    if isinstance(result, BaseException):
+        raise result
+    return result
+
+
 UNSEEN: dict[str, Read] = {
     "a thread": lambda m, x: _in_a_thread(lambda: m.net[0].weight.sum().item()),
+    "a forked child": lambda m, x: _in_a_forked_child(lambda: m.net[0].weight[0, 0].item()),
 }
 
 

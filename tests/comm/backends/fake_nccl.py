@@ -29,12 +29,23 @@ class FakeGroup:
     Attributes:
         calls: The collectives so far, as (kind, operation), and what ended the group.
         late: Until it is set, collectives are on the stream and not over.
+        registered: What it allocates, if anything.
     """
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
         self.calls: list[tuple[str, Any]] = []
         self.late: threading.Event | None = None
+        self.registered: Tensor | None = None
+
+    def _get_backend(self, device: torch.device) -> FakeGroup:
+        return self
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        return self.registered is not None
+
+    def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+        return self.registered
 
     def reduce(self, tensor: Tensor, op: Any) -> Tensor:
         """NCCL's sums are in the tensor's type, rank by rank. So is the factor that AVG multiplies with first."""

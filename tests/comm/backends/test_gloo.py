@@ -153,7 +153,7 @@ def test_nccl_without_a_gpu():
     try:
         with pytest.raises(ConfigurationError, match="backend='nccl' needs CUDA GPUs"):
             open_torch_communicator("nccl")
-        with pytest.raises(ConfigurationError, match="'gloo' or 'nccl'"):
+        with pytest.raises(ConfigurationError, match="'gloo', 'nccl' or 'xccl'"):
             open_torch_communicator("ucc")
     finally:
         torch.distributed.destroy_process_group()

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
+from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from lightning_ring.comm.backends import nccl
+from lightning_ring.comm.backends import gloo, nccl
 from lightning_ring.comm.communicator import ReduceOp, shard
+from lightning_ring.comm.waiting import WaitPolicy
 from lightning_ring.errors import CollectiveError, PeerFailedError
 from lightning_ring.job.stalls.rank_status import own_status
 from tests.comm.backends.fake_nccl import over_fake_nccl
@@ -119,3 +122,42 @@ def test_a_broken_group_is_aborted_when_it_is_closed(monkeypatch):
         return ours._group.calls
 
     assert run_ranks(2, rank) == [[("abort", None)]] * 2
+
+
+def test_buckets_lie_in_memory_that_nccl_has_registered_where_there_is_such(monkeypatch):
+    open_nccl = over_fake_nccl(monkeypatch)
+
+    def rank(comm):
+        ours = open_nccl(comm)
+        plain = ours.empty(8, torch.float32, torch.device("cpu"))
+        ours._group.registered = torch.zeros(8)
+        return plain.numel(), ours.empty(8, torch.float32, torch.device("cpu")) is ours._group.registered
+
+    assert run_ranks(1, rank) == [(8, True)]
+
+
+@pytest.mark.parametrize(("backend", "group"), [("nccl", "ProcessGroupNCCL"), ("xccl", "ProcessGroupXCCL")])
+def test_groups_of_nvidia_amd_and_intel_have_streams_of_high_priority(monkeypatch, backend, group):
+    asked = []
+
+    class Options:
+        def __init__(self, is_high_priority_stream):
+            self.is_high_priority_stream = is_high_priority_stream
+
+    fakes = {
+        "is_initialized": lambda: True,
+        "is_backend_available": lambda name: True,
+        "new_group": lambda ranks=None, **arguments: asked.append(arguments),
+        group: SimpleNamespace(Options=Options),
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(gloo.dist, name, fake, raising=False)
+    monkeypatch.setitem(gloo._GPU_NAMES, backend, ("any", SimpleNamespace(is_available=lambda: True)))
+    monkeypatch.setattr(gloo, "GlooCommunicator", lambda group, policy: "the host's")
+    monkeypatch.setattr(gloo, "NCCLCommunicator", lambda group, host, policy, checked: host)
+    policy = WaitPolicy(timedelta(seconds=60))
+    assert gloo.open_torch_communicator(backend, policy) == "the host's"
+    of_gloo, of_gpus = asked
+    assert (of_gloo["backend"], of_gpus["backend"]) == ("gloo", backend)
+    assert of_gpus["pg_options"].is_high_priority_stream
+    assert of_gpus["pg_options"]._timeout == of_gpus["timeout"] == policy.timeout

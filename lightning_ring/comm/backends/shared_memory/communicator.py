@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 import mmap
@@ -36,7 +37,6 @@ from lightning_ring.errors import CollectiveError
 from lightning_ring.host.cores import bound_cores
 
 SHORT_BYTES = 16 * 1024  # a tensor up to this goes through the slots in one round, wherever it is
-_MAX_KNOWN = 4096
 
 
 class SharedCollective(NamedTuple):
@@ -108,7 +108,6 @@ class SharedMemoryCommunicator(Communicator):
         self._rounds = Rounds(rank, maps)
         self._members = list(members) or list(range(len(maps)))
         self._queue = CollectiveQueue(policy, self._rounds.reached, self._missing)
-        self._known: dict[Any, tuple[str, int]] = {}
         self._num_calls = 0
         self._warned = False
 
@@ -178,43 +177,29 @@ class SharedMemoryCommunicator(Communicator):
             flat = tensor  # what `contiguous_flat` would give; it takes a third of a short collective's time
         else:
             flat = contiguous_flat(tensor, collective.name + "_")
-        what, digest = self._describe(collective.name, flat.dtype, flat.numel(), operand, name)
+        what, digest = _described(collective.name, flat.dtype, flat.numel(), operand, name)
         halves = flat.itemsize == 2 and sums_halves(flat.dtype, operand, self.world_size)
         if halves:
             operand = ReduceOp.SUM
         short = flat.nbytes <= SHORT_BYTES
+        location = 0 if short else self.regions.location(flat)
         if short:
             body = collective.through_slots(flat, self._rounds, operand)
-            steps = self._agreed(what, digest, body)
         else:
-            steps = self._in_place_if_all_can(what, digest, collective, flat, operand)
+            body = self._in_place_if_all_can(collective, flat, location, operand)
+        steps = self._agreed(what, digest, body, location)
         if halves:
             steps = _halved_first(flat, steps)
         return self._queue.submit(what, steps, background=not short)
 
-    def _describe(
-        self, kind: str, dtype: torch.dtype, numel: int, operand: ReduceOp | int | None, name: str
-    ) -> tuple[str, int]:
-        """Text and digest of a collective, made once: they take longer than a short collective."""
-        known = self._known.get((kind, dtype, numel, operand, name))
-        if known is None:
-            details = [dtype, f"{numel} elements"]
-            if isinstance(operand, ReduceOp):
-                check_reducible(torch.empty(0, dtype=dtype), operand)
-                details.insert(0, operand.value)
-            elif operand is not None:
-                details.insert(0, f"from rank {operand}")
-            what = describe(kind, *details, name=name)
-            if len(self._known) >= _MAX_KNOWN:
-                self._known.clear()
-            known = self._known[kind, dtype, numel, operand, name] = what, digest_of(what)
-        return known
+    def _agreed(self, what: str, digest: int, body: Steps, location: int = 0) -> Steps:
+        """``body``, whose first round tells the others what is called, and ends it if they call something else.
 
-    def _agreed(self, what: str, digest: int, body: Steps) -> Steps:
-        """``body``, whose first round tells the others what is called, and ends it if they call something else."""
+        It also tells them the tensor's ``location``.
+        """
         self._num_calls += 1
         call = self._num_calls
-        self._rounds.announce(digest, 0)
+        self._rounds.announce(digest, location)
         yield next(body)
         if not self._rounds.agree():
             yield from self._compare(what, call)
@@ -226,24 +211,29 @@ class SharedMemoryCommunicator(Communicator):
         yield from shared.exchange_rows(headers, self._rounds)
         check_agreement(headers, call)
 
-    def _in_place_if_all_can(
-        self, what: str, digest: int, collective: SharedCollective, flat: Tensor, operand: Any
-    ) -> Steps:
-        """As `_agreed`; the first round also tells where the tensors are."""
-        self._num_calls += 1
-        call = self._num_calls
-        rounds, location = self._rounds, self.regions.location(flat)
-        rounds.announce(digest, location)
-        yield rounds.arrive()
-        if not rounds.agree():
-            yield from self._compare(what, call)
-        if location == 0 or not rounds.same_location():
-            yield from collective.through_slots(flat, rounds, operand)
+    def _in_place_if_all_can(self, collective: SharedCollective, flat: Tensor, location: int, operand: Any) -> Steps:
+        """A body of `_agreed` whose first round tells where the tensors are."""
+        yield self._rounds.arrive()
+        if location == 0 or not self._rounds.same_location():
+            yield from collective.through_slots(flat, self._rounds, operand)
         else:
-            yield from collective.in_place(flat, location, self.regions, rounds, operand)
+            yield from collective.in_place(flat, location, self.regions, self._rounds, operand)
 
     def _missing(self, number: int) -> list[int]:
         return [self._members[rank] for rank in self._rounds.missing(number)]
+
+
+@functools.lru_cache(maxsize=4096)
+def _described(kind: str, dtype: torch.dtype, numel: int, operand: ReduceOp | int | None, name: str) -> tuple[str, int]:
+    """Text and digest of a collective, made once: they take longer than a short collective."""
+    details = [dtype, f"{numel} elements"]
+    if isinstance(operand, ReduceOp):
+        check_reducible(torch.empty(0, dtype=dtype), operand)
+        details.insert(0, operand.value)
+    elif operand is not None:
+        details.insert(0, f"from rank {operand}")
+    what = describe(kind, *details, name=name)
+    return what, digest_of(what)
 
 
 def _halved_first(flat: Tensor, body: Steps) -> Steps:

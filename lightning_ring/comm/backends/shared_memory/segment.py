@@ -44,7 +44,11 @@ def share_named(bootstrap: Bootstrap, num_bytes: int) -> tuple[str, list[mmap.mm
     try:
         offers = bootstrap.all_gather_object(offer)
         _raise_if_any([offer.get("error", "") for offer in offers])
-        maps, error = _map_all(offers, num_bytes)
+        maps, error = list[mmap.mmap](), ""
+        try:
+            maps = [_map(offer["path"], offer["name"], num_bytes) for offer in offers]
+        except (OSError, ValueError) as problem:
+            error = f"opening another rank's memory failed: {problem}"
         _raise_if_any(bootstrap.all_gather_object(error))  # until here the others need this process's descriptor
         return offers[0]["name"], maps
     finally:
@@ -69,13 +73,6 @@ def _make(num_bytes: int) -> tuple[int | None, dict[str, Any]]:
             os.close(file)
         return None, {"error": f"reserving {num_bytes / 2**20:.3g} MiB failed: {error}"}
     return file, {"path": f"/proc/{os.getpid()}/fd/{file}", "name": name}
-
-
-def _map_all(offers: list[dict[str, Any]], num_bytes: int) -> tuple[list[mmap.mmap], str]:
-    try:
-        return [_map(offer["path"], offer["name"], num_bytes) for offer in offers], ""
-    except (OSError, ValueError) as error:
-        return [], f"opening another rank's memory failed: {error}"
 
 
 def _map(path: str, name: str, num_bytes: int) -> mmap.mmap:

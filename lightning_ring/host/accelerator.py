@@ -1,0 +1,48 @@
+"""GPUs through torch's device-generic calls: NVIDIA's and AMD's are ``cuda`` to torch, Intel's ``xpu``.
+
+What was run on which of them is in docs/compatibility.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+# torch's backend of the vendor's collectives; on AMD's GPUs that which torch calls nccl is RCCL
+COLLECTIVES = {"cuda": "nccl", "xpu": "xccl"}
+
+
+def is_gpu(device: torch.device) -> bool:
+    return device.type in COLLECTIVES
+
+
+def gpu_module(device: torch.device) -> Any:
+    """``torch.cuda``, ``torch.xpu``: their functions have the same names."""
+    return torch.get_device_module(device)
+
+
+def gpu_kind() -> str:
+    """The kind of GPU that this process sees, ``""`` for none. Starts no driver's context."""
+    return next((kind for kind in COLLECTIVES if gpu_module(torch.device(kind)).device_count()), "")
+
+
+def vendor(kind: str) -> str:
+    """Of the GPUs of this kind, by what this torch was built for."""
+    if kind == "xpu":
+        return "Intel"
+    return "AMD" if torch.version.hip else "NVIDIA"
+
+
+def started_gpus() -> Iterator[tuple[str, Any]]:
+    """The kinds of GPU that this process has used, and torch's module of each."""
+    for kind in COLLECTIVES:
+        module = gpu_module(torch.device(kind))
+        if module.is_available() and module.is_initialized():
+            yield kind, module
+
+
+def timed_event(device: torch.device) -> Any:
+    """An event that tells times, not recorded yet."""
+    return gpu_module(device).Event(enable_timing=True)
