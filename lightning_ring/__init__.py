@@ -7,6 +7,7 @@ Importing it registers ``strategy="ring"`` and ``strategy="ring_sharded"`` with 
 from typing import TYPE_CHECKING, Any
 
 from lightning_ring.errors import RingError
+from lightning_ring.integrations.fabric.registration import register_with_fabric
 from lightning_ring.integrations.lightning.registration import register_strategies
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ __version__ = "0.1.0"
 __all__ = ["RingError", "RingFabricStrategy", "RingStrategy", "distribute"]
 
 register_strategies()
+register_with_fabric()
 
 
 def __getattr__(name: str) -> Any:

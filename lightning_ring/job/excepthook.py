@@ -86,6 +86,8 @@ def stop_ending_job() -> None:
 
 def _cause(error: BaseException) -> BaseException:
     """The `PeerFailedError` that explains an error of a transport, if the watch knows one; else ``error``."""
+    if isinstance(error.__cause__, PeerFailedError):  # raised as an error of an API's own
+        return error.__cause__
     watch = _Installed.watch
     if watch is not None and comes_from_a_peer(error) and not isinstance(error, PeerFailedError):
         try:

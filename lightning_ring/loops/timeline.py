@@ -57,8 +57,8 @@ class LoopTimeline:
         return self._session is not None
 
     def now(self) -> Any:
-        """A point in time: seconds, or on a GPU an event where somebody asks for it."""
-        return time.perf_counter() if self._session is None and not self.observers else now(self._device)
+        """A point in time: seconds, or on a GPU an event."""
+        return now(self._device) if self.recording or self.observers else time.perf_counter()
 
     def forward(self, began: Any, ended: Any) -> None:
         self._tell("forward", began, ended)

@@ -7,13 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_ring.algorithms import ALGORITHMS
 from lightning_ring.errors import ConfigurationError
+from lightning_ring.integrations.lightning.registration import _after_import
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins.environments import ClusterEnvironment
 
 
 def register_with_fabric() -> None:
-    """Register "ring" and "ring_sharded" with Fabric, and have it take a `RingEnvironment` for them."""
+    """Register "ring" and "ring_sharded" with Fabric, now or as soon as ``lightning.fabric`` is imported."""
+    _after_import("lightning.fabric", _register)
+
+
+def _register() -> None:
+    """Also have Fabric take a `RingEnvironment` for them."""
     from lightning.fabric.connector import _Connector
     from lightning.fabric.strategies import STRATEGY_REGISTRY
 

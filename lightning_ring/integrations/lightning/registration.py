@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_ring.algorithms import ALGORITHMS
 from lightning_ring.errors import ConfigurationError
-from lightning_ring.integrations.fabric.registration import register_with_fabric
 
 ELASTIC = "ring_elastic"
 
@@ -26,10 +25,8 @@ if TYPE_CHECKING:
 
 
 def register_strategies() -> None:
-    """Register "ring", "ring_sharded" and "ring_elastic" with the Trainer, and what Fabric has with Fabric, now or as
-    soon as each is imported."""
+    """Register "ring", "ring_sharded" and "ring_elastic", now or as soon as ``lightning.pytorch`` is imported."""
     _after_import("lightning.pytorch", _register)
-    _after_import("lightning.fabric", register_with_fabric)
     _after_import("pytorch_lightning", _register_with_the_other_package)
 
 

@@ -1,0 +1,55 @@
+"""What a script asks of Horovod's build, answered for this package."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+
+from lightning_ring.horovod.context import context
+
+
+def mpi_threads_supported() -> bool:
+    """Each rank calls MPI from one thread at a time; other libraries may not count on more."""
+    return False
+
+
+def mpi_built(verbose: bool = False) -> bool:
+    return importlib.util.find_spec("mpi4py") is not None
+
+
+def mpi_enabled() -> bool:
+    """Whether MPI started the ranks."""
+    return context().info.source == "mpi"
+
+
+def gloo_built(verbose: bool = False) -> bool:
+    return True
+
+
+def gloo_enabled() -> bool:
+    return not mpi_enabled()
+
+
+def nccl_built(verbose: bool = False) -> int:
+    """NCCL's version, as 21805; 0 without it."""
+    if not (torch.distributed.is_nccl_available() and torch.cuda.is_available()):
+        return 0
+    major, minor, patch = torch.cuda.nccl.version()[:3]
+    return int(major * 10_000 + minor * 100 + patch)
+
+
+def cuda_built(verbose: bool = False) -> bool:
+    return torch.version.cuda is not None
+
+
+def rocm_built(verbose: bool = False) -> bool:
+    return torch.version.hip is not None
+
+
+def ccl_built(verbose: bool = False) -> bool:
+    return False
+
+
+def ddl_built(verbose: bool = False) -> bool:
+    return False

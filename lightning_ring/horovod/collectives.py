@@ -1,0 +1,193 @@
+"""The asynchronous collectives: each returns a handle for `poll` and `synchronize`."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_ring.horovod.context import ProcessSet, global_process_set
+from lightning_ring.horovod.errors import HorovodInternalError
+from lightning_ring.horovod.negotiation import JOIN, Negotiation
+from lightning_ring.horovod.requests import Meta, Request
+from lightning_ring.host.accelerator import gpu_module, is_gpu
+
+Average, Sum, Min, Max, Product, Adasum = "Average", "Sum", "Min", "Max", "Product", "Adasum"
+_REDUCTIONS = (Average, Sum, Min, Max, Product)
+
+
+@dataclass(slots=True)
+class _Call:
+    requests: list[Request]
+    negotiation: Negotiation
+    grouped: bool = False
+
+
+_calls: dict[int, _Call] = {}
+_handles = itertools.count()
+_unnamed: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
+
+
+def poll(handle: int) -> bool:
+    """Whether `synchronize` would return at once."""
+    return all(request.done.is_set() for request in _calls[handle].requests)
+
+
+def synchronize(handle: int) -> Any:
+    """Wait for a collective, and return its result; a list for a grouped one. The handle is used up.
+
+    Raises:
+        HorovodInternalError: The collective failed, on all ranks.
+        ValueError: There is no such handle.
+    """
+    if handle not in _calls:
+        raise ValueError(f"handle {handle!r} was not created here, or was synchronized before.")
+    call = _calls.pop(handle)
+    if not all(request.done.is_set() for request in call.requests):
+        call.negotiation.hurry()
+    for request in call.requests:
+        while not request.done.wait(1.0):
+            pass  # in pieces, so that Ctrl-C gets through
+    for request in call.requests:
+        if request.error is not None:
+            raise HorovodInternalError(request.error) from request.cause
+    results = [request.result for request in call.requests]
+    return results if call.grouped else results[0]
+
+
+def received_splits(handle: int) -> Request:
+    """The request of an alltoall, which knows the received splits when it is done."""
+    return _calls[handle].requests[0]
+
+
+def reduction(average: bool | None, op: str | None) -> str:
+    """The operation that both arguments name. Average by default."""
+    if average is not None and op is not None:
+        raise ValueError("The op parameter supersedes average; only one of the two may be given.")
+    chosen = op if op is not None else Sum if average is False else Average
+    if chosen == Adasum:
+        raise NotImplementedError(
+            "op=Adasum is not there. Use Average, and lightning_ring.optim.LARS or LAMB for large batches."
+        )
+    if chosen not in _REDUCTIONS:
+        raise ValueError(f"op={chosen!r} is unknown, expected one of {', '.join(_REDUCTIONS)}.")
+    return chosen
+
+
+def start(
+    kind: str,
+    tensors: Sequence[Tensor],
+    name: str | None,
+    process_set: ProcessSet,
+    *,
+    outputs: Sequence[Tensor] | None = None,
+    grouped: bool = False,
+    **meta: Any,
+) -> int:
+    """Submit one collective, or a group of them that runs together."""
+    base = f"{kind}.{name}" if name is not None else f"{kind}.noname.{next(_unnamed[kind])}"
+    requests = []
+    for index, tensor in enumerate(tensors):
+        if tensor.is_sparse:
+            raise ValueError(f"{base}: a sparse tensor was given. Use sparse_allreduce_async, or tensor.to_dense().")
+        if is_gpu(tensor.device):
+            gpu_module(tensor.device).current_stream(tensor.device).synchronize()  # another thread reads it
+        own = f"{base}.{index + 1}of{len(tensors)}" if grouped else base
+        described = Meta(
+            kind=kind,
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            shape=tuple(tensor.shape),
+            device=tensor.device.type,
+            group=(base, len(tensors)) if grouped else ("", 1),
+            **meta,
+        )
+        output = outputs[index] if outputs is not None else None
+        requests.append(Request(own, described, tensor, output))
+    return _submit(process_set.negotiation, requests, grouped=grouped)
+
+
+def _submit(negotiation: Negotiation, requests: list[Request], *, grouped: bool = False) -> int:
+    negotiation.submit(requests)
+    handle = next(_handles)
+    _calls[handle] = _Call(requests, negotiation, grouped)
+    return handle
+
+
+def start_reduction(
+    kind: str,
+    tensors: Sequence[Tensor],
+    name: str | None,
+    op: str,
+    prescale_factor: float,
+    postscale_factor: float,
+    process_set: ProcessSet,
+    *,
+    in_place: bool = False,
+    grouped: bool = False,
+) -> int:
+    return start(
+        kind,
+        tensors,
+        name,
+        process_set,
+        outputs=tensors if in_place else None,
+        grouped=grouped,
+        op=op,
+        prescale=float(prescale_factor),
+        postscale=float(postscale_factor),
+    )
+
+
+def start_broadcast(
+    tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet, *, in_place: bool = False
+) -> int:
+    if root_rank not in process_set.ranks:
+        raise ValueError(f"broadcast got root_rank={root_rank}, which is not one of the ranks {process_set.ranks}.")
+    root = process_set.ranks.index(root_rank)
+    return start("broadcast", [tensor], name, process_set, outputs=[tensor] if in_place else None, root=root)
+
+
+def start_alltoall(tensor: Tensor, splits: Tensor | None, name: str | None, process_set: ProcessSet) -> int:
+    return start("alltoall", [tensor], name, process_set, splits=checked_splits(tensor, splits, process_set.size()))
+
+
+def checked_splits(tensor: Tensor, splits: Tensor | Sequence[int] | None, size: int) -> tuple[int, ...]:
+    if tensor.dim() == 0:
+        raise ValueError("alltoall got a tensor without dimensions; rows of the first dimension are sent.")
+    rows = tensor.shape[0]
+    if splits is None:
+        if rows % size:
+            raise ValueError(f"alltoall got {rows} rows and no splits; {rows} is not a multiple of {size} ranks.")
+        return (rows // size,) * size
+    given = torch.as_tensor(splits)
+    if given.dtype not in (torch.int32, torch.int64) or (isinstance(splits, Tensor) and given.dtype != torch.int32):
+        raise ValueError(f"alltoall got splits of {given.dtype}, expected torch.int32.")
+    numbers = tuple(int(number) for number in given.tolist())
+    if len(numbers) != size or min(numbers, default=0) < 0 or sum(numbers) > rows:
+        raise ValueError(
+            f"alltoall got splits {list(numbers)} for {rows} rows and {size} ranks, expected {size} numbers of rows "
+            f"whose sum is at most {rows}."
+        )
+    return numbers
+
+
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Return when every rank of the process set is here."""
+    request = Request(f"barrier.{next(_unnamed[f'barrier of {process_set.ranks}'])}", Meta("barrier"))
+    synchronize(_submit(process_set.negotiation, [request]))
+
+
+def join(device: int = -1) -> int:
+    """This rank has no more data: it takes part with zeros in all-reduces until every rank has joined.
+
+    Returns the rank that joined last. ``device`` is not needed here.
+    """
+    request = Request(JOIN, Meta(JOIN))
+    result: int = synchronize(_submit(global_process_set.negotiation, [request]))
+    _unnamed.clear()  # ranks that joined early have made fewer calls without a name
+    return result

@@ -1,0 +1,51 @@
+"""`Compression`: the format in which a tensor travels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Compressor:
+    """Converts a tensor before it is sent, and back afterwards. ``name`` is that of a compressor of `RingStrategy`."""
+
+    name: str | None = None
+
+    @staticmethod
+    def compress(tensor: Tensor) -> tuple[Tensor, Any]:
+        """The tensor to send, and what `decompress` needs."""
+        return tensor, None
+
+    @staticmethod
+    def decompress(tensor: Tensor, context: Any) -> Tensor:
+        return tensor
+
+
+class _Half(Compressor):
+    name = "fp16"
+
+    @staticmethod
+    def compress(tensor: Tensor) -> tuple[Tensor, Any]:
+        return (tensor.half() if tensor.is_floating_point() else tensor), tensor.dtype
+
+    @staticmethod
+    def decompress(tensor: Tensor, context: Any) -> Tensor:
+        return tensor.to(context)
+
+
+class _Brain(_Half):
+    name = "bf16"
+
+    @staticmethod
+    def compress(tensor: Tensor) -> tuple[Tensor, Any]:
+        return (tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor), tensor.dtype
+
+
+class Compression:
+    """``none``, ``fp16``, and ``bf16``, which keeps float32's range."""
+
+    none = Compressor
+    fp16 = _Half
+    bf16 = _Brain

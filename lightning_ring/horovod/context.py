@@ -1,0 +1,244 @@
+"""`init`, `shutdown`, the ranks, and process sets."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_ring.comm.backends.gloo import GlooCommunicator
+from lightning_ring.comm.communicator import Communicator
+from lightning_ring.comm.waiting import WaitPolicy
+from lightning_ring.horovod.negotiation import Negotiation
+from lightning_ring.horovod.timeline import Timeline
+from lightning_ring.host.accelerator import gpu_module
+from lightning_ring.job.communicators import open_communicator
+from lightning_ring.job.job import Job, connect
+from lightning_ring.job.ranks import RankInfo, discover_ranks
+
+TIMEOUT = timedelta(hours=12)  # Horovod waits for ever; a rank that died ends the wait at once
+STALL_WARNING = timedelta(seconds=60)
+
+
+class ProcessSet:
+    """Some ranks of the job, which communicate by themselves. `add_process_set` and ``init`` make it usable."""
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self.ranks = sorted(set(ranks))
+        self.process_set_id: int | None = None
+        self._negotiation: Negotiation | None = None
+        self.gradients: Communicator | None = None  # for the buckets of `DistributedOptimizer`
+
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def rank(self) -> int:
+        """This process's rank in the set."""
+        return self.ranks.index(rank())
+
+    def included(self) -> bool:
+        return rank() in self.ranks
+
+    @property
+    def negotiation(self) -> Negotiation:
+        context()
+        if self._negotiation is None:
+            where = "was not added, or was removed" if self.process_set_id is None else "does not contain this rank"
+            raise ValueError(f"the process set of ranks {self.ranks} {where}, so rank {rank()} cannot use it.")
+        return self._negotiation
+
+    def __repr__(self) -> str:
+        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
+
+
+class _Context:
+    def __init__(self, info: RankInfo, job: Job) -> None:
+        self.info = info
+        self.job = job
+        self.sets: dict[int, ProcessSet] = {}
+        self.on_gpu: Communicator | None = None  # for buckets, opened by the first optimizer that needs it
+        self.num_sets = 0
+
+
+global_process_set = ProcessSet([])
+_context: _Context | None = None
+
+
+def context() -> _Context:
+    """What `init` has opened.
+
+    Raises:
+        ValueError: It was not called, or `shutdown` was.
+    """
+    if _context is None:
+        raise ValueError("Horovod has not been initialized; use hvd.init().")
+    return _context
+
+
+def init(comm: Any = None, process_sets: Iterable[ProcessSet] | None = None) -> None:
+    """Meet the other ranks, however they were started. Collective; a second call does nothing.
+
+    Args:
+        comm: Not taken: the ranks are those that the launcher started. Use ``process_sets``.
+        process_sets: Added at once, as by `add_process_set`.
+    """
+    global _context
+    if _context is not None:
+        return
+    if comm is not None:
+        raise ValueError(f"init got comm={comm!r}; only the ranks of the launcher are taken. Use process_sets.")
+    info = discover_ranks()
+    job = connect(info, torch.device("cpu"), TIMEOUT)
+    negotiated = _open(job)
+    job.communicator = None  # the next one would close it
+    _context = _Context(info, job)
+    atexit.register(shutdown)  # here: before the job says goodbye, whose handler was registered by `connect`
+    global_process_set.ranks = list(range(info.world_size))
+    _enter(global_process_set, negotiated, _open(job))
+    for process_set in process_sets or ():
+        add_process_set(process_set)
+    if (path := os.environ.get("HOROVOD_TIMELINE")) and path != "DYNAMIC":
+        start_timeline(path, mark_cycles=os.environ.get("HOROVOD_TIMELINE_MARK_CYCLES", "0") not in ("", "0"))
+
+
+def _open(job: Job) -> Communicator:
+    return open_communicator(job, "auto", torch.device("cpu"), TIMEOUT, stall_warning=STALL_WARNING)
+
+
+def gradient_communicator(process_set: ProcessSet, device: torch.device) -> Communicator | None:
+    """What carries buckets of ``device``; `None` on a rank outside of the set. Collective the first time on a GPU."""
+    found = context()
+    if device.type == "cpu" or process_set.gradients is None:
+        return process_set.gradients
+    if process_set is not global_process_set:
+        raise ValueError("DistributedOptimizer got a process_set and parameters on a GPU; that works on CPUs only.")
+    if found.on_gpu is None:
+        found.job.communicator = None  # the new one would close it; `shutdown` does
+        gpu_module(device).set_device(device)
+        found.on_gpu = open_communicator(found.job, "auto", device, TIMEOUT, stall_warning=STALL_WARNING)
+    return found.on_gpu
+
+
+def _enter(process_set: ProcessSet, comm: Communicator | None, gradients: Communicator | None) -> None:
+    found = context()
+    process_set.process_set_id = found.num_sets
+    found.sets[found.num_sets] = process_set
+    found.num_sets += 1
+    process_set.gradients = gradients
+    if comm is not None:
+        process_set._negotiation = Negotiation(comm, process_set.ranks)
+
+
+def shutdown() -> None:
+    """Close what `init` opened. Collective; `init` may be called again. Runs at the normal end of a script too."""
+    global _context
+    if _context is None:
+        return
+    atexit.unregister(shutdown)
+    stop_timeline()
+    for process_set in reversed(_context.sets.values()):
+        _close(process_set)
+    if _context.on_gpu is not None:
+        _context.on_gpu.close()
+    _context.job.close()
+    _context = None
+
+
+def _close(process_set: ProcessSet) -> None:
+    if process_set._negotiation is not None:
+        process_set._negotiation.close()
+    if process_set.gradients is not None:
+        process_set.gradients.close()
+    process_set._negotiation = process_set.process_set_id = process_set.gradients = None
+
+
+def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
+    """Make a process set usable. All ranks call it, those outside of the set too.
+
+    Raises:
+        ValueError: A rank that is not there, or a set of the same ranks is there already.
+    """
+    found = context()
+    added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    if not added.ranks or added.ranks[0] < 0 or added.ranks[-1] >= found.info.world_size:
+        raise ValueError(
+            f"a process set of ranks {added.ranks} was asked for; there are {found.info.world_size} ranks."
+        )
+    if any(other.ranks == added.ranks for other in found.sets.values()):
+        raise ValueError(f"a process set of ranks {added.ranks} is there already.")
+    assert found.job.policy is not None
+    policy = WaitPolicy(TIMEOUT, found.job.check, STALL_WARNING)
+    groups: list[Any] = [dist.new_group(added.ranks, timeout=TIMEOUT, backend="gloo") for _ in range(2)]
+    inside = found.info.rank in added.ranks
+    _enter(added, *(GlooCommunicator(group, policy) if inside else None for group in groups))
+    return added
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Close a process set. All ranks call it. Returns whether it was there; the set of all ranks stays."""
+    found = context()
+    number = process_set.process_set_id
+    if process_set is global_process_set or number is None or found.sets.get(number) is not process_set:
+        return False
+    del found.sets[number]
+    _close(process_set)
+    return True
+
+
+def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
+    """Record what the ranks negotiate and run from here to `stop_timeline`, in a Chrome trace that rank 0 writes."""
+    stop_timeline()
+    if rank() == 0:
+        global_process_set.negotiation.timeline = Timeline(Path(file_path), mark_cycles=mark_cycles)
+
+
+def stop_timeline() -> None:
+    """Write the trace. Without one under way nothing happens."""
+    if _context is None or global_process_set._negotiation is None:
+        return
+    negotiation = global_process_set.negotiation
+    timeline, negotiation.timeline = negotiation.timeline, None
+    if timeline is not None:
+        timeline.write()
+
+
+def is_initialized() -> bool:
+    return _context is not None
+
+
+def rank() -> int:
+    return context().info.rank
+
+
+def size() -> int:
+    return context().info.world_size
+
+
+def local_rank() -> int:
+    return context().info.local_rank
+
+
+def local_size() -> int:
+    return context().info.local_size
+
+
+def cross_rank() -> int:
+    """This node's number, among the nodes that have a rank of this local rank."""
+    return context().info.node_rank
+
+
+def cross_size() -> int:
+    """Nodes of the job."""
+    return context().info.num_nodes
+
+
+def is_homogeneous() -> bool:
+    """Whether each node has the same number of ranks."""
+    hosts = [member.node for member in context().job.members]
+    return len({hosts.count(host) for host in hosts}) == 1

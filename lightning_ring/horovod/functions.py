@@ -1,0 +1,79 @@
+"""Objects, parameters and optimizer state from one rank to the others."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_ring.horovod.collectives import start_broadcast, synchronize
+from lightning_ring.horovod.context import ProcessSet, global_process_set, rank
+from lightning_ring.horovod.operations import allgather, broadcast_
+
+T = TypeVar("T")
+
+
+def broadcast_object(
+    obj: T, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> T:
+    """Rank ``root_rank``'s picklable ``obj``, on every rank."""
+    name = name or type(obj).__name__
+    mine = pickle.dumps(obj) if rank() == root_rank else b""
+    size = broadcast_(torch.tensor([len(mine)]), root_rank, f"{name}.size", process_set)
+    data = torch.frombuffer(bytearray(mine), dtype=torch.uint8) if mine else torch.empty(int(size), dtype=torch.uint8)
+    broadcast_(data, root_rank, f"{name}.object", process_set)
+    found: T = obj if rank() == root_rank else pickle.loads(data.numpy().tobytes())
+    return found
+
+
+def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
+    """Every rank's picklable ``obj``, by rank of the process set."""
+    name = name or type(obj).__name__
+    buffer = io.BytesIO()
+    pickle.dump(obj, buffer)
+    mine = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+    sizes = allgather(torch.tensor([mine.numel()]), f"{name}.sizes", process_set).tolist()
+    everyones = allgather(mine, f"{name}.objects", process_set)
+    return [pickle.loads(part.numpy().tobytes()) for part in everyones.split(sizes)]
+
+
+def broadcast_parameters(
+    params: Mapping[str, Any] | Iterable[tuple[str, Any]],
+    root_rank: int,
+    process_set: ProcessSet = global_process_set,
+) -> None:
+    """Replace parameters by rank ``root_rank``'s, in place: of ``model.state_dict()`` or ``model.named_parameters()``.
+
+    What is no tensor is left alone.
+    """
+    named = params.items() if isinstance(params, Mapping) else list(params)
+    handles = [
+        start_broadcast(
+            value.data if isinstance(value, torch.nn.Parameter) else value, root_rank, name, process_set, in_place=True
+        )
+        for name, value in sorted(named)
+        if isinstance(value, Tensor)
+    ]
+    for handle in handles:
+        synchronize(handle)
+
+
+def broadcast_optimizer_state(
+    optimizer: Optimizer, root_rank: int, model: Any = None, process_set: ProcessSet = global_process_set
+) -> None:
+    """Replace the optimizer's state, and the values of its groups, by rank ``root_rank``'s. ``model`` is not needed."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError("cannot broadcast torch.optim.LBFGS state")
+    state = optimizer.state_dict() if rank() == root_rank else None
+    state = broadcast_object(state, root_rank, "optimizer_state", process_set)
+    assert state is not None
+    if rank() != root_rank:
+        kept = [[*group["params"]] for group in optimizer.param_groups]
+        if [len(group["params"]) for group in state["param_groups"]] != [len(params) for params in kept]:
+            raise ValueError("the ranks' optimizers have different numbers of parameters. Build the same on all.")
+        optimizer.load_state_dict(state)

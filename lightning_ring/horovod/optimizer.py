@@ -1,0 +1,214 @@
+"""`DistributedOptimizer`: gradients travel in the buckets of `Reducer`, as under `RingStrategy`."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from weakref import finalize
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from lightning_ring.comm.communicator import Communicator
+from lightning_ring.comm.recording import RecordedCommunicator
+from lightning_ring.gradients.compression import COMPRESSORS
+from lightning_ring.gradients.reducer import Reducer
+from lightning_ring.horovod.collectives import Average, Sum, reduction
+from lightning_ring.horovod.compression import Compression
+from lightning_ring.horovod.context import ProcessSet, global_process_set, gradient_communicator
+
+_num_made = 0
+
+
+def DistributedOptimizer(
+    optimizer: Optimizer,
+    named_parameters: Iterable[tuple[str, Parameter]] | None = None,
+    compression: Any = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: str = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: Any = None,
+    sparse_as_dense: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Have ``optimizer`` step gradients that are reduced over all ranks. Returns the same object.
+
+    It gets the methods ``synchronize()``, which completes the gradients, for clipping them, and
+    ``skip_synchronize()``, around the step after it. All ranks call it, in one order.
+
+    Args:
+        named_parameters: All parameters of the optimizer, with a name of its own each.
+        compression: ``Compression.none``, ``fp16`` or ``bf16``.
+        backward_passes_per_step: Backwards whose gradients are summed before they are reduced.
+        op: Average or Sum.
+        gradient_predivide_factor: Only with Average; buckets divide by themselves, without overflow.
+        num_groups, groups: Accepted; buckets take the place of groups.
+        sparse_as_dense: Send sparse gradients as dense ones.
+        process_set: The ranks that train together; on others the optimizer stays as it is.
+
+    Raises:
+        ValueError: The names do not fit the parameters, or an argument cannot work.
+    """
+    if gradient_predivide_factor != 1.0 and op != Average:
+        raise ValueError("gradient_predivide_factor not supported with op != Average")
+    if reduction(None, op) not in (Average, Sum):
+        raise ValueError(f"DistributedOptimizer got op={op}, expected Average or Sum.")
+    if backward_passes_per_step < 1:
+        raise ValueError("backward_passes_per_step must be > 0")
+    name = getattr(compression, "name", None)
+    if name is None and compression is not Compression.none:
+        raise ValueError("DistributedOptimizer got a compression of your own; expected Compression.none, fp16 or bf16.")
+    named = _named(optimizer, named_parameters)
+    optimizer._parameter_names = {param: name for name, param in named}  # type: ignore[attr-defined]
+    device = next((param.device for _, param in named), torch.device("cpu"))
+    comm = gradient_communicator(process_set, device)
+    if comm is not None and comm.world_size > 1:
+        _Gradients(optimizer, named, comm, name, backward_passes_per_step, op, sparse_as_dense=sparse_as_dense)
+    else:
+        optimizer.synchronize = lambda: None  # type: ignore[attr-defined]
+        optimizer.skip_synchronize = ExitStack  # type: ignore[attr-defined]
+    return optimizer
+
+
+def _named(
+    optimizer: Optimizer, named_parameters: Iterable[tuple[str, Parameter]] | None
+) -> list[tuple[str, Parameter]]:
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if named_parameters is None:
+        return [(f"parameter.{index}", param) for index, param in enumerate(params)]
+    named = list(named_parameters)
+    if any(not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)) for pair in named):
+        raise ValueError(
+            "named_parameters should be a sequence of tuples (name, parameter), usually model.named_parameters()."
+        )
+    if twice := [name for name, count in Counter(name for name, _ in named).items() if count > 1]:
+        raise ValueError(f"Parameter names in named_parameters must be unique. Found duplicates: {', '.join(twice)}")
+    unnamed = {id(param) for param in params} - {id(param) for _, param in named}
+    if unnamed:
+        raise ValueError(
+            f"named_parameters was specified, but one or more model parameters were not named ({len(unnamed)} of them)."
+        )
+    return named
+
+
+class _Gradients:
+    """The gradients of one optimizer: a reducer, and the hooks that complete it before a step."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        named: list[tuple[str, Parameter]],
+        comm: Communicator,
+        compression: str | None,
+        passes: int,
+        op: str,
+        *,
+        sparse_as_dense: bool,
+    ) -> None:
+        global _num_made
+        self._op, self._passes = op, passes
+        self._named = named
+        self._counts: Counter[Parameter] = Counter()
+        self._synchronized = False
+        self._completed = False  # since the last step
+        self._skips = False
+        label = f"optimizer {_num_made}: " if _num_made else ""
+        _num_made += 1
+        self._world_size = comm.world_size
+        self._sparse: set[Parameter] = set()  # with gradients that travel dense
+        kind = _DenseReducer if sparse_as_dense else Reducer
+        frozen = [param for _, param in named if not param.requires_grad and param.is_floating_point()]
+        for param in frozen:
+            param.requires_grad_(True)  # for a moment: those that become trainable later are reduced too
+        for param in dict.fromkeys(param for _, param in named if param.requires_grad):
+            param.register_post_accumulate_grad_hook(self._count)  # before the reducer's
+        compressor = COMPRESSORS[compression].build() if compression else None
+        self._reducer = kind(RecordedCommunicator(comm, [], label), named, compressor=compressor, warn=_quiet)
+        for param in frozen:
+            param.requires_grad_(False)
+        self._whole = ExitStack()
+        self._whole.enter_context(self._reducer.plain_backwards(reduced=True))
+        self._pause = ExitStack()
+        self._begin_step()
+        optimizer.register_step_pre_hook(self._before_step)
+        optimizer.register_step_post_hook(self._after_step)
+        optimizer.synchronize = self.synchronize  # type: ignore[attr-defined]
+        optimizer.skip_synchronize = self.skip_synchronize  # type: ignore[attr-defined]
+        finalize(optimizer, self._reducer.remove).atexit = False
+
+    def synchronize(self) -> None:
+        """Complete the gradients. Collective: a rank without gradients takes part with zeros."""
+        self._pause.close()
+        if self._reducer.under_way:
+            self._reducer.finish()
+        elif not self._is_reduced():
+            with self._reducer.backward():
+                pass
+        if self._op == Sum and not self._completed:
+            grads = [param.grad for _, param in self._named if param.grad is not None]
+            if grads:
+                torch._foreach_mul_(grads, float(self._world_size))
+        for param in self._sparse:
+            if param.grad is not None and not param.grad.is_sparse:
+                param.grad = param.grad.to_sparse(1)
+        self._synchronized = self._completed = True
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Around a step whose gradients `synchronize` has completed."""
+        self._skips = True
+        try:
+            yield
+        finally:
+            self._skips = False
+
+    def _is_reduced(self) -> bool:
+        return self._reducer.num_finished > self._finished_before
+
+    def _begin_step(self) -> None:
+        self._counts.clear()
+        self._synchronized = self._completed = False
+        self._finished_before = self._reducer.num_finished
+        self._pause.close()
+        if self._passes > 1:
+            self._pause.enter_context(self._reducer.no_sync())
+
+    def _count(self, param: Tensor) -> None:
+        assert isinstance(param, Parameter)
+        if param.grad is not None and param.grad.is_sparse and not self._reducer.gathers_sparse:
+            self._sparse.add(param)
+        self._counts[param] += 1
+        if self._counts[param] == self._passes:
+            self._pause.close()
+
+    def _before_step(self, *_: Any) -> None:
+        if self._skips:
+            return
+        if self._synchronized:
+            warnings.warn(
+                "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). "
+                "This can cause training slowdown. You may want to consider using optimizer.skip_synchronize() context "
+                "if you use optimizer.synchronize() in your code.",
+                stacklevel=3,
+            )
+        self.synchronize()
+
+    def _after_step(self, *_: Any) -> None:
+        self._reducer.num_steps += 1
+        self._begin_step()
+
+
+class _DenseReducer(Reducer):
+    """Sparse gradients travel in the buckets too; an optimizer gets them sparse again."""
+
+    gathers_sparse = False
+
+
+def _quiet(_: str) -> None:
+    """What a reducer says of sparse gradients names RingStrategy's arguments."""

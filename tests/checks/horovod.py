@@ -1,0 +1,203 @@
+"""`lightning_ring.horovod` on real ranks."""
+
+from __future__ import annotations
+
+import copy
+import json
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mpi4py import MPI
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import lightning_ring.horovod as hvd
+from tests.checks.loops import assert_same, batches, loss_of, network, sgd
+
+RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+torch.set_num_threads(1)
+
+
+def check_names_may_come_in_another_order_on_each_rank() -> None:
+    hvd.init()
+    assert (hvd.rank(), hvd.size()) == (RANK, SIZE)
+    names = [f"tensor {number}" for number in range(40)]
+    for _ in range(3):  # the second time names travel as numbers
+        order = names if RANK == 0 else names[::-1]
+        handles = {name: hvd.allreduce_async(torch.full((3,), float(names.index(name))), name=name) for name in order}
+        for name in names:
+            assert hvd.synchronize(handles[name]).tolist() == [float(names.index(name))] * 3
+
+
+def check_collectives_of_other_sizes_on_each_rank() -> None:
+    hvd.init()
+    rows = torch.full((RANK + 1, 2), RANK)
+    assert hvd.allgather(rows).tolist() == [[rank] * 2 for rank in range(SIZE) for _ in range(rank + 1)]
+    sent = torch.arange(SIZE * (RANK + 1)).float()
+    got, received = hvd.alltoall(sent, torch.tensor([RANK + 1] * SIZE, dtype=torch.int32))
+    assert received.tolist() == [rank + 1 for rank in range(SIZE)]
+    assert got.tolist() == [float(RANK * (rank + 1) + i) for rank in range(SIZE) for i in range(rank + 1)]
+    scattered = hvd.reducescatter(torch.arange(2 * SIZE + 1).float(), op=hvd.Sum)
+    assert scattered.tolist() == [x * SIZE for x in torch.arange(2 * SIZE + 1).tensor_split(SIZE)[RANK].tolist()]
+    assert hvd.broadcast_object({"from": RANK}, root_rank=SIZE - 1) == {"from": SIZE - 1}
+    assert hvd.allgather_object("x" * RANK) == ["x" * rank for rank in range(SIZE)]
+    in_place = torch.tensor([RANK + 1])
+    hvd.allreduce_(in_place, op=hvd.Max)
+    assert in_place.item() == SIZE
+    one, other = hvd.grouped_allreduce([torch.ones(2), torch.full((3,), float(RANK))], op=hvd.Sum)
+    assert one.tolist() == [SIZE] * 2
+    assert other.tolist() == [sum(range(SIZE))] * 3
+
+
+def check_gradients_pass_through_collectives() -> None:
+    hvd.init()
+    weight = torch.full((2,), 1.0, requires_grad=True)
+    (hvd.allreduce(weight * (RANK + 1), op=hvd.Sum).sum() * (RANK + 1)).backward()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [sum(range(1, SIZE + 1)) * (RANK + 1.0)] * 2
+
+
+def check_what_does_not_fit_is_an_error_on_every_rank() -> None:
+    hvd.init()
+    cases: list[tuple[Callable[[], Any], str]] = [
+        (lambda: hvd.allreduce(torch.zeros(RANK + 1), name="a"), "allreduce.a: .*different shapes"),
+        (lambda: hvd.allreduce(torch.zeros(2, dtype=[torch.float32, torch.int32][RANK % 2])), "different data types"),
+        (lambda: hvd.broadcast(torch.zeros(1), RANK), "different root ranks: rank 0 0, rank 1 1"),
+        (lambda: hvd.allreduce(torch.zeros(1), op=[hvd.Sum, hvd.Max][RANK % 2]), "different reduce operations"),
+        (lambda: hvd.allgather(torch.zeros(2, RANK + 1)), "different shapes beyond the first dimension"),
+    ]
+    for call, message in cases:
+        with pytest.raises(hvd.HorovodInternalError, match=message) as caught:
+            call()
+        assert len(set(MPI.COMM_WORLD.allgather(str(caught.value)))) == 1
+    handle = hvd.allreduce_async(torch.zeros(1), name="twice")
+    if not hvd.poll(handle):
+        with pytest.raises(ValueError, match=r"allreduce\.twice: a collective of this name was submitted"):
+            hvd.allreduce_async(torch.zeros(1), name="twice")
+    hvd.synchronize(handle)
+    with pytest.raises(ValueError, match="was not created here, or was synchronized before"):
+        hvd.synchronize(handle)
+    with pytest.raises(NotImplementedError, match="Adasum is not there"):
+        hvd.allreduce(torch.zeros(1), op=hvd.Adasum)
+
+
+def check_join_adds_zeros_until_all_have_joined() -> None:
+    hvd.init()
+    last = SIZE - 1
+    for step in range(3 if last == RANK else 1):
+        found = hvd.allreduce(torch.ones(2), name=f"step {step}", op=hvd.Sum)
+        assert found.tolist() == [SIZE if step == 0 else 1] * 2
+    if last == RANK:
+        assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 1  # a call without a name, on this rank alone
+    assert hvd.join() == last
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == SIZE
+
+
+def check_process_sets_communicate_by_themselves() -> None:
+    hvd.init()
+    alone = [hvd.add_process_set([rank]) for rank in range(SIZE)]
+    whole = hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=alone[RANK])
+    assert whole.item() == 1
+    with pytest.raises(ValueError, match="does not contain this rank"):
+        hvd.allreduce(torch.ones(1), process_set=alone[(RANK + 1) % SIZE])
+    with pytest.raises(ValueError, match=r"of ranks \[0\] is there already"):
+        hvd.add_process_set([0])
+    assert all(hvd.remove_process_set(one) for one in alone)
+    assert not hvd.remove_process_set(hvd.global_process_set)
+
+
+def check_the_optimizer_equals_ddp() -> None:
+    hvd.init()
+    model, reference = network(seed=RANK), network(seed=0)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    optimizer = hvd.DistributedOptimizer(sgd(model), named_parameters=model.named_parameters())
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    wrapped, plain = DistributedDataParallel(reference), sgd(reference)
+    for inputs in batches(5):
+        for net, one in ((wrapped, plain), (model, optimizer)):
+            one.zero_grad()
+            loss_of(net(inputs)).backward()
+            if one is optimizer:
+                one.synchronize()
+            nn.utils.clip_grad_norm_(net.parameters(), 0.05)
+            with optimizer.skip_synchronize() if one is optimizer else warnings.catch_warnings():
+                one.step()
+    assert_same(model, reference)
+
+
+def check_accumulation_sums_and_sum_and_compression() -> None:
+    hvd.init()
+    for op, factor in ((hvd.Average, 1.0), (hvd.Sum, float(SIZE))):
+        model = network()
+        expected = copy.deepcopy(model)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            named_parameters=model.named_parameters(),
+            backward_passes_per_step=2,
+            op=op,
+        )
+        mine = batches(4)
+        everyones: list[Any] = MPI.COMM_WORLD.allgather(mine)
+        plain = torch.optim.SGD(expected.parameters(), lr=0.1)
+        for step in range(2):
+            for net, one, loaders in ((model, optimizer, [mine]), (expected, plain, everyones)):
+                one.zero_grad()
+                for loader in loaders:
+                    for number, inputs in enumerate(loader[2 * step : 2 * step + 2]):
+                        scale = factor / SIZE if net is expected else 1.0
+                        (loss_of(net(inputs)) * scale).backward()
+                        if net is model:  # after the first one of two, gradients are this rank's own
+                            grads: list[Any] = MPI.COMM_WORLD.allgather(net[0].weight.grad.flatten().tolist())
+                            assert len({tuple(grad) for grad in grads}) == (SIZE if number == 0 else 1)
+                one.step()
+        assert_same(model, expected, tolerance=1e-6)
+    model = network()
+    half = hvd.DistributedOptimizer(sgd(model), model.named_parameters(), compression=hvd.Compression.fp16)
+    loss_of(model(batches(1)[0])).backward()
+    half.step()
+    grads = [param.grad for param in model.parameters() if param.grad is not None]
+    assert grads
+    assert all(torch.equal(grad, grad.half().float()) for grad in grads)
+
+
+def check_a_rank_without_gradients_takes_part_with_zeros() -> None:
+    hvd.init()
+    model = nn.Linear(2, 1, bias=False)
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters())
+    for _ in range(2):
+        if RANK == 0:
+            model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert torch.allclose(model.weight, torch.full((1, 2), 1.0 - 2 / SIZE))
+
+
+def check_the_timeline_has_rows_of_names(tmp_path: Path) -> None:
+    hvd.init()
+    path = tmp_path / "timeline.json"
+    hvd.start_timeline(str(path), mark_cycles=True)
+    hvd.allreduce(torch.ones(3), name="gradient")
+    hvd.stop_timeline()
+    if RANK == 0:
+        events = json.loads(path.read_text())
+        rows = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+        named = [(rows[event["tid"]], event["name"]) for event in events if event["ph"] == "X"]
+        assert named == [("allreduce.gradient", "NEGOTIATE_ALLREDUCE"), ("allreduce.gradient", "ALLREDUCE")]
+        assert any(event["name"] == "CYCLE_START" for event in events)
+
+
+def check_shut_down_and_begin_again() -> None:
+    hvd.init()
+    hvd.shutdown()
+    assert not hvd.is_initialized()
+    with pytest.raises(ValueError, match="has not been initialized"):
+        hvd.rank()
+    hvd.init()
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == SIZE
+    hvd.shutdown()

@@ -1,0 +1,100 @@
+"""`lightning_ring.horovod`: on two ranks, in a single process, and the script of the guide with one changed import."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lightning_ring.horovod as hvd
+from tests.battery import check_names
+from tests.processes import ROOT, mpirun_command, run
+
+MODULE = "tests.checks.horovod"
+GUIDE = (ROOT / "docs" / "guides" / "from-horovod.md").read_text()
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("check", check_names(MODULE))
+def test_on_two_ranks(battery: Any, check: str) -> None:
+    battery(MODULE, 2, check)
+
+
+@pytest.mark.ranks
+def test_the_script_of_the_guide_runs_with_one_changed_import(tmp_path: Path) -> None:
+    before = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)[0]
+    assert before.count("import horovod.torch as hvd") == 1
+    (tmp_path / "script.py").write_text(before.replace("import horovod.torch", "import lightning_ring.horovod"))
+    done = run(
+        mpirun_command(2, "--wdir", str(tmp_path), sys.executable, "script.py"), timeout=90, CUDA_VISIBLE_DEVICES=""
+    )
+    assert done.returncode == 0, done.stdout
+    assert list(tmp_path.glob("*.pt"))
+
+
+@pytest.mark.ranks
+def test_a_rank_that_dies_ends_the_job_and_is_named(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(
+        "import os, signal, torch, lightning_ring.horovod as hvd\n"
+        "hvd.init()\n"
+        "for step in range(4):\n"
+        "    if step == 2 and hvd.rank() == 1:\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    hvd.allreduce(torch.ones(2))\n"
+        "print('the end')\n"
+    )
+    command = [sys.executable, "-m", "lightning_ring.cli.ringrun", "--no-mpi", "-n", "2", str(tmp_path / "script.py")]
+    done = run(command, timeout=90)
+    assert done.returncode == 137, done.stdout
+    assert "rank 0 ends: rank 1 (host" in done.stdout
+    assert "rank 0 failed" not in done.stdout
+    assert "the end" not in done.stdout
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    hvd.init()
+    yield
+    hvd.shutdown()
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_single_process_is_a_job_of_one_rank() -> None:
+    assert (hvd.rank(), hvd.size(), hvd.local_rank(), hvd.cross_size()) == (0, 1, 0, 1)
+    assert hvd.allreduce(torch.tensor([2.0]), prescale_factor=3.0).item() == 6.0
+    assert hvd.allgather(torch.ones(2, 3)).shape == (2, 3)
+    assert hvd.broadcast_object([1]) == [1]
+    assert hvd.join() == 0
+    model = torch.nn.Linear(1, 1)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    assert not model.weight._post_accumulate_grad_hooks
+    model(torch.ones(1, 1)).sum().backward()
+    optimizer.synchronize()
+    with optimizer.skip_synchronize():
+        optimizer.step()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"named_parameters": [("a", None), ("a", None)]}, "must be unique. Found duplicates: a"),
+        ({"named_parameters": []}, r"not named \(2 of them\)"),
+        ({"backward_passes_per_step": 0}, "backward_passes_per_step must be > 0"),
+        ({"gradient_predivide_factor": 2.0, "op": hvd.Sum}, "not supported with op != Average"),
+        ({"op": hvd.Max}, "got op=Max, expected Average or Sum"),
+    ],
+)
+def test_bad_arguments_of_the_optimizer(arguments: dict[str, Any], expected: str) -> None:
+    model = torch.nn.Linear(1, 1)
+    with pytest.raises(ValueError, match=expected):
+        hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), **arguments)
+
+
+def test_all_names_are_there() -> None:
+    assert all(hasattr(hvd, name) for name in hvd.__all__)
