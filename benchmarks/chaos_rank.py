@@ -125,16 +125,15 @@ class Module(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
-def train(folder: Path, backend: str, accumulate: int, seed: int, planted: tuple[Fault, ...]) -> NoReturn:
-    """The life of a forked process."""
-    number = int(os.environ["RING_MEMBER"])
+def live(folder: Path, number: int, train: Callable[[int], None]) -> NoReturn:
+    """The life of a forked process, which writes to ``FOLDER/NUMBER.out``."""
     out = os.open(folder / f"{number}.out", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(out, 1)
     os.dup2(out, 2)
     faulthandler.register(signal.SIGUSR2)  # where it hangs
     code = 1
     try:
-        _fit(folder, backend, accumulate, seed, Faults(folder, number, planted), number)
+        train(number)
         code = 0
     except BaseException as error:  # as an interpreter ends
         sys.excepthook(type(error), error, error.__traceback__)
@@ -144,7 +143,9 @@ def train(folder: Path, backend: str, accumulate: int, seed: int, planted: tuple
         os._exit(code)
 
 
-def _fit(folder: Path, backend: str, accumulate: int, seed: int, faults: Faults, number: int) -> None:
+def fit(folder: Path, backend: str, accumulate: int, seed: int, number: int, planted: tuple[Fault, ...]) -> None:
+    """A fit of process ``number`` with its faults."""
+    faults = Faults(folder, number, planted)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     torch.manual_seed(seed)

@@ -46,6 +46,15 @@ class RankedStrategy(DDPStrategy):
     ``timeline.start(path)`` and ``timeline.stop()`` on all ranks.
     """
 
+    def __new__(cls, *_: Any, elastic: bool = False, **__: Any) -> RankedStrategy:
+        # here, and not in a class that users build: its signature would be this one
+        return super().__new__(cls._class_for(elastic))
+
+    @classmethod
+    def _class_for(cls, elastic: bool) -> type[RankedStrategy]:
+        """The class of an object that was asked of this one."""
+        return cls
+
     def __init__(self, options: RingOptions, **of_every_strategy: Any) -> None:
         super().__init__(
             cluster_environment=RingEnvironment(),

@@ -122,13 +122,14 @@ class RingStrategy(RankedStrategy):
 
     strategy_name = "ring"
 
-    def __new__(cls, *, elastic: bool = False, **_: Any) -> RingStrategy:
-        if elastic is True and cls is RingStrategy:
-            # deferred: it derives from this class
-            from lightning_ring.integrations.lightning.elastic.strategy import ElasticStrategy
+    @classmethod
+    def _class_for(cls, elastic: bool) -> type[RankedStrategy]:
+        if elastic is not True or cls is not RingStrategy:
+            return cls
+        # deferred: it derives from this class
+        from lightning_ring.integrations.lightning.elastic.strategy import ElasticStrategy
 
-            cls = ElasticStrategy
-        return super().__new__(cls)
+        return ElasticStrategy
 
     def __init__(
         self,
