@@ -64,7 +64,7 @@ def test_deaths_within_a_step(backend: str, deaths: list[str], tmp_path: Path) -
     check_against_a_fresh_job(tmp_path, backend, 14, end)
 
 
-@pytest.mark.skipif("RING_TORTURE" not in os.environ, reason="random kills, which may still fail: RING_TORTURE=1")
+@pytest.mark.skipif("RING_TORTURE" not in os.environ, reason="minutes of random kills: RING_TORTURE=1")
 @pytest.mark.parametrize("seed", range(4))
 def test_random_kills_and_newcomers(seed: int, tmp_path: Path) -> None:
     backend = ["auto", "gloo"][seed % 2]

@@ -130,7 +130,7 @@ def test_survivors_compute_what_fewer_ranks_compute_from_that_state(tmp_path: Pa
     assert {end["digest"] for end in ends} == {end["digest"] for end in again}
 
 
-@pytest.mark.skipif("RING_TORTURE" not in os.environ, reason="random kills, which may still fail: RING_TORTURE=1")
+@pytest.mark.skipif("RING_TORTURE" not in os.environ, reason="minutes of random kills: RING_TORTURE=1")
 @pytest.mark.parametrize("seed", range(2))
 def test_a_fit_outlives_random_kills(seed: int, tmp_path: Path) -> None:
     rank = [RANK, str(tmp_path), ["auto", "gloo"][seed]]
