@@ -102,10 +102,8 @@ def _finish(request: Request, result: Tensor) -> None:
         request.result = request.output
     else:
         request.result = result.to(request.tensor.device, copy=True)
-    if is_gpu(request.tensor.device):
-        gpu_module(request.tensor.device).current_stream(
-            request.tensor.device
-        ).synchronize()  # the caller has another stream
+    if is_gpu(device := request.tensor.device):
+        gpu_module(device).current_stream(device).synchronize()  # the caller has another stream
 
 
 def _allgather(request: Request, agreed: Agreed, comm: Communicator) -> None:

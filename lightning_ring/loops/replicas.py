@@ -68,6 +68,7 @@ class Replicas:
         self.algorithm = algorithm if comm is not None else Algorithm()
         self.comm = comm
         self.timeline = timeline
+        self.listeners: list[Listener] = listeners if listeners is not None else []
         self._optimizers = list(optimizers)
         self._broadcasts_buffers = broadcast_buffers and any(True for _ in module.buffers())
         self._training = ExitStack()  # around the whole training
@@ -79,7 +80,7 @@ class Replicas:
             broadcast_module(module, comm)
             for optimizer in self._optimizers:
                 broadcast_optimizer_state(optimizer, comm)
-            recorded = RecordedCommunicator(comm, listeners if listeners is not None else [], label)
+            recorded = RecordedCommunicator(comm, self.listeners, label)
             self.algorithm.attach(module, self._optimizers, recorded, warn, log.info)
         elif timeline is None or not timeline.recording:
             return

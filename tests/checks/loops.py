@@ -272,11 +272,15 @@ def check_a_timeline_is_written(tmp_path: Any) -> None:
     model = network()
     optimizer = sgd(model)
     path = tmp_path / "trace.json"
-    with distribute(model, optimizer, timeline=path):
+    other = nn.Linear(3, 1)
+    with distribute(model, optimizer, timeline=path), distribute(other):
+        with pytest.raises(ConfigurationError, match="the first one's timeline records all"):
+            distribute(nn.Linear(1, 1), timeline=path)
         for inputs in batches(3):
-            loss_of(model(inputs)).backward()
+            loss_of(other(model(inputs))).backward()
             optimizer.step()
     MPI.COMM_WORLD.Barrier()
     names = [event.get("name", "") for event in json.loads(path.read_text())["traceEvents"]]
     for name in ("forward", "optimizer step", "step 2", "all-reduce"):
         assert sum(found == name for found in names) >= SIZE, (name, sorted(set(names)))
+    assert names.count("forward") == 2 * 3 * SIZE
