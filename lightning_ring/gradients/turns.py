@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from typing import Protocol
-from weakref import WeakKeyDictionary
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.recording import unrecorded
@@ -31,10 +31,12 @@ class Turns:
     """
 
     def __init__(self) -> None:
-        self._begun: list[Turn] = []
+        # a reducer holds the communicator, and these turns live as long as that: they must not hold the reducer
+        self._begun: list[ReferenceType[Turn]] = []
 
     def begin(self, reducer: Turn) -> None:
-        self._begun = [other for other in self._begun if other.under_way and other is not reducer] + [reducer]
+        others = [other for other in self._living() if other.under_way and other is not reducer]
+        self._begun = [ref(each) for each in (*others, reducer)]
 
     def is_first(self, reducer: Turn) -> bool:
         return not self._before(reducer)
@@ -47,9 +49,13 @@ class Turns:
             other.finish()
 
     def _before(self, reducer: Turn) -> list[Turn]:
-        if self._begun[:1] == [reducer] or reducer not in self._begun:
+        begun = self._living()
+        if begun[:1] == [reducer] or reducer not in begun:
             return []
-        return [other for other in self._begun[: self._begun.index(reducer)] if other.under_way]
+        return [other for other in begun[: begun.index(reducer)] if other.under_way]
+
+    def _living(self) -> list[Turn]:
+        return [reducer for each in self._begun if (reducer := each()) is not None]
 
 
 _turns: WeakKeyDictionary[Communicator, Turns] = WeakKeyDictionary()

@@ -34,4 +34,5 @@ class FP32(Compressor):
         return comm.all_reduce_(flat, op=ReduceOp.AVG, name=name)
 
     def reduce_scatter(self, flat: Tensor, comm: Communicator, *, name: str = "") -> Work:
+        """As of `Compressor`; float32 sums of `all_reduce`, in another order, may round to another last bit."""
         return comm.reduce_scatter_(flat, op=ReduceOp.AVG, name=name)
