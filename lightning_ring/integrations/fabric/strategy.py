@@ -58,8 +58,9 @@ class RingFabricStrategy(DDPStrategy):
 
     Args:
         broadcast_buffers: After each step rank 0's buffers (BatchNorm statistics) replace those of the other ranks.
-        backend, bucket_cap_mb, topology, compression, shard_optimizer, algorithm, start_method, timeout, stall_warning,
-        force_communication, timeline: As of `RingStrategy`. An ``algorithm`` is copied for each module.
+        backend, bucket_cap_mb, topology, compression, shard_optimizer, start_method: As of `RingStrategy`.
+        algorithm: As of `RingStrategy`; it is copied for each module.
+        timeout, stall_warning, force_communication, timeline: As of `RingStrategy`.
         accelerator, parallel_devices, checkpoint_io, precision: As every strategy of Fabric takes them.
 
     Attributes:
