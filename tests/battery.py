@@ -28,6 +28,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import forked
 from tests.checks import marks
 from tests.processes import ROOT, clean_env, end_session, mpirun_command
 
@@ -77,7 +78,7 @@ class Launch:
         self._orders = [os.open(fifo, os.O_RDWR | os.O_CLOEXEC) for fifo in fifos]
         with self._output.open("w") as output:
             self._process = subprocess.Popen(
-                mpirun_command(world_size, sys.executable, "-m", "tests.battery", str(folder)),
+                mpirun_command(world_size, *forked.python(), "-m", "tests.battery", str(folder)),
                 env=clean_env(**env),
                 stdout=output,
                 stderr=subprocess.STDOUT,

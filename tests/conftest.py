@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 
-from tests import processes
+from tests import forked, processes
 from tests.battery import Battery
 from tests.processes import SEGMENTS
 
@@ -58,3 +58,9 @@ def battery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Battery]:
     battery = Battery(tmp_path_factory.mktemp("battery"))
     yield battery
     battery.close()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _fork_servers_end() -> Iterator[None]:
+    yield
+    forked.close()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from lightning_ring.job.exit import remove_segments
 from lightning_ring.launch.mpirun import identify
+from tests import forked
 
 ROOT = Path(__file__).resolve().parent.parent
 may_start = True  # False inside a test without the marker `ranks` (`conftest.py`)
@@ -42,6 +43,7 @@ def clean_env(**extra: str) -> dict[str, str]:
     """This process's environment without any launcher's variables, with one thread per rank."""
     prefixes = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "SLURM_", "RING_", "TORCHELASTIC_", "PL_")
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
+    names += ("PYTHONDONTWRITEBYTECODE",)  # hundreds of processes would compile the same files
     env = {k: v for k, v in os.environ.items() if k == SEGMENTS or not (k.startswith(prefixes) or k in names)}
     path = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
     return env | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"} | extra
@@ -73,17 +75,28 @@ def run(command: list[str], *, timeout: float, **env: str) -> subprocess.Complet
 
 
 def end_session(process: subprocess.Popen[str]) -> None:
-    """Kill every process of the session that ``process`` leads (mpirun gives each rank a process group of its own)."""
+    """Kill every process of the session that ``process`` leads (mpirun gives each rank a process group of its own), and
+    the ranks that were forked for it (`tests.forked`)."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
-            fields = stat.read_text().rpartition(")")[2].split()
+            head, _, rest = stat.read_text().rpartition(")")
         except OSError:
             continue  # it ended meanwhile
-        if int(fields[3]) == process.pid:
+        if int(rest.split()[3]) == process.pid or head.endswith(f"(of {process.pid}"):
             remove_segments(int(stat.parent.name))  # mpirun, killed with them, would have removed them
             os.kill(int(stat.parent.name), signal.SIGKILL)
 
 
 def mpirun(world_size: int, *command: str, timeout: float = 120, **env: str) -> subprocess.CompletedProcess[str]:
     """``mpirun -n world_size python command...``, output of all ranks in ``stdout``."""
-    return run(mpirun_command(world_size, sys.executable, *command), timeout=timeout, **env)
+    return run(mpirun_command(world_size, *forked.python(), *command), timeout=timeout, **env)
+
+
+def elastic_command(ranks: int, *command: str, respawn: bool = False) -> list[str]:
+    """``python command...`` as an elastic job of ``ranks``, whose dead are replaced with ``respawn``."""
+    limits = "int(sys.argv[1]), respawn=RespawnLimits(20, 0.02, 0.0)" if respawn else "int(sys.argv[1])"
+    start = (
+        "import sys; from lightning_ring.launch.elastic import *; "
+        f"sys.exit(ElasticJob(sys.argv[2:], ElasticLimits({limits})).run())"
+    )
+    return [sys.executable, "-c", start, str(ranks), *forked.python(), *command]

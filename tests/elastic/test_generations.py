@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.processes import ROOT, run
+from tests.processes import ROOT, elastic_command, run
 
 RANK = str(ROOT / "tests" / "elastic" / "summing_rank.py")
-START = (
-    "import sys; from lightning_ring.launch.elastic import *; "
-    "sys.exit(ElasticJob([sys.executable, *sys.argv[2:]], ElasticLimits(int(sys.argv[1]))).run())"
-)
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(150)]
 
 
@@ -22,8 +17,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.timeout(150)]
 def test_survivors_of_deaths_within_collectives_go_on(backend: str, name: str, tmp_path: Path) -> None:
     # in the middle of a step; the next rank 0, before a step's first collective; while others enter the commit barrier
     deaths = ["1:5:2", "0:9:0", "2:13:3"]
-    command = [sys.executable, "-c", START, "4", RANK, str(tmp_path), backend, "20", *deaths]
-    done = run(command, timeout=120)
+    done = run(elastic_command(4, RANK, str(tmp_path), backend, "20", *deaths), timeout=120)
     assert done.returncode == 0, done.stdout[-4000:]
     assert "generation 3: 1 ranks, after 13 steps" in done.stdout
     (result,) = [json.loads(path.read_text()) for path in tmp_path.glob("*.json")]

@@ -12,14 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.processes import ROOT, run
+from tests.processes import ROOT, elastic_command, run
 
 RANK = str(ROOT / "tests" / "integrations" / "lightning" / "elastic" / "fitting_rank.py")
 TORTURE = str(ROOT / "tests" / "membership" / "torture.py")
-START = (
-    "import sys; from lightning_ring.launch.elastic import *; "
-    "sys.exit(ElasticJob([sys.executable, *sys.argv[2:]], ElasticLimits(int(sys.argv[1]))).run())"
-)
 SAMPLES, BATCH, EPOCHS = 144, 4, 2
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(290)]
 
@@ -28,8 +24,8 @@ def fit(
     folder: Path, backend: str, *deaths: str, ranks: int = 4, respawn: bool = False, **env: str
 ) -> list[dict[str, Any]]:
     """The ends of those that live to the end, of 4 ranks."""
-    start = START.replace("))).run", "), respawn=RespawnLimits(20, 0.02, 0.0))).run") if respawn else START
-    done = run([sys.executable, "-c", start, str(ranks), RANK, str(folder), backend, *deaths], timeout=200, **env)
+    command = elastic_command(ranks, RANK, str(folder), backend, *deaths, respawn=respawn)
+    done = run(command, timeout=200, **env)
     assert done.returncode == 0, done.stdout[-6000:]
     return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
 

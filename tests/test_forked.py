@@ -1,0 +1,81 @@
+"""A forked rank ends, is signalled and is started as a process of its own is."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests import forked
+from tests.processes import clean_env, end_session, run
+
+pytestmark = pytest.mark.ranks
+SLEEPS = "import os, sys, time; print(os.getpid(), flush=True); time.sleep(60)"
+
+
+@pytest.mark.parametrize(
+    ("code", "returncode"),
+    [
+        ("pass", 0),
+        ("raise SystemExit(3)", 3),
+        ("raise SystemExit('why')", 1),
+        ("raise ValueError('why')", 1),
+        ("import os; os.kill(os.getpid(), 9)", -9),
+        ("raise KeyboardInterrupt", -2),
+        ("import atexit; atexit.register(print, 'why'); raise SystemExit(4)", 4),
+    ],
+)
+def test_it_ends_as_python_does(code: str, returncode: int) -> None:
+    plain, rank = (run([*python, "-c", code], timeout=60) for python in ([sys.executable], forked.python()))
+    assert plain.returncode == rank.returncode == returncode
+    assert plain.stdout.splitlines()[-1:] == rank.stdout.splitlines()[-1:]
+
+
+def test_its_libraries_are_there_and_this_package_is_not() -> None:
+    code = "import sys; print('lightning' in sys.modules, 'lightning_ring' in sys.modules, sys.argv)"
+    assert run([*forked.python(), "-c", code, "a"], timeout=60).stdout == "True False ['-c', 'a']\n"
+
+
+def test_another_environment_at_the_start_is_heeded() -> None:
+    code = "import sys; print('lightning' in sys.modules)"
+    assert run([*forked.python(), "-c", code], timeout=60, OMP_NUM_THREADS="2").stdout == "False\n"
+
+
+def test_a_script_is_found_beside_its_modules(tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text("WORD = 'found'")
+    script = tmp_path / "script.py"
+    script.write_text("import beside, pickle\nclass C: pass\npickle.dumps(C())\nprint(beside.WORD, __name__, __file__)")
+    assert run([*forked.python(), str(script)], timeout=60).stdout == f"found __main__ {script}\n"
+
+
+@pytest.mark.parametrize("ended", ["by SIGTERM", "with its small process", "with its session"])
+def test_no_rank_outlives_its_small_process(ended: str) -> None:
+    process = subprocess.Popen(
+        [*forked.python(), "-c", SLEEPS], env=clean_env(), stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert process.stdout is not None
+    pid = int(process.stdout.readline())
+    assert pid != process.pid
+    if ended == "by SIGTERM":
+        process.terminate()
+        assert process.wait(10) == -signal.SIGTERM
+    elif ended == "with its session":
+        end_session(process)
+    else:
+        process.kill()
+    process.wait(10)
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{pid}").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_every_second_rank_has_other_hashes() -> None:
+    hashes = {
+        run([*forked.python(), "-c", "print(hash('a'))"], timeout=60, RING_RANK=str(rank)).stdout for rank in range(4)
+    }
+    assert len(hashes) == 2
