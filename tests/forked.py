@@ -28,7 +28,7 @@ RANKS = ("RING_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 IMPORTS = ("lightning.pytorch", "torchvision.transforms.v2", "torch.utils.tensorboard", "numpy.random")
 # Read once when Python, the loader or a library starts, and a file descriptor that a rank inherits: a rank with
 # other values is started anew.
-READ_AT_START = ("CUDA", "GLIBC", "KMP_", "LD_PRELOAD", "LIGHTNING", "MALLOC_", "MKL_", "OMP_", "PYTHON", "PYTORCH")
+READ_AT_START = ("GLIBC", "KMP_", "LD_PRELOAD", "LIGHTNING", "MALLOC_", "MKL_", "OMP_", "PYTHON", "PYTORCH")
 READ_AT_START += ("TORCH", "RING_STORE_FD")
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import lightning_ring.horovod as hvd
+from tests import forked
 from tests.battery import check_names
 from tests.processes import ROOT, mpirun_command, run
 
@@ -30,9 +31,8 @@ def test_the_script_of_the_guide_runs_with_one_changed_import(tmp_path: Path) ->
     before = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)[0]
     assert before.count("import horovod.torch as hvd") == 1
     (tmp_path / "script.py").write_text(before.replace("import horovod.torch", "import lightning_ring.horovod"))
-    done = run(
-        mpirun_command(2, "--wdir", str(tmp_path), sys.executable, "script.py"), timeout=90, CUDA_VISIBLE_DEVICES=""
-    )
+    command = mpirun_command(2, "--wdir", str(tmp_path), *forked.python(), "script.py")
+    done = run(command, timeout=90, CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stdout
     assert list(tmp_path.glob("*.pt"))
 
@@ -48,8 +48,8 @@ def test_a_rank_that_dies_ends_the_job_and_is_named(tmp_path: Path) -> None:
         "    hvd.allreduce(torch.ones(2))\n"
         "print('the end')\n"
     )
-    command = [sys.executable, "-m", "lightning_ring.cli.ringrun", "--no-mpi", "-n", "2", str(tmp_path / "script.py")]
-    done = run(command, timeout=90)
+    ringrun = [sys.executable, "-m", "lightning_ring.cli.ringrun", "--no-mpi", "-n", "2"]
+    done = run([*ringrun, *forked.python(), str(tmp_path / "script.py")], timeout=90)
     assert done.returncode == 137, done.stdout
     assert "rank 0 ends: rank 1 (host" in done.stdout
     assert "rank 0 failed" not in done.stdout

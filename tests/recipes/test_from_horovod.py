@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
 from lightning_ring.cli.main import COMMANDS
 from lightning_ring.options import RingOptions
+from tests import forked
 from tests.processes import ROOT, mpirun_command, run
 
 GUIDE = (ROOT / "docs" / "guides" / "from-horovod.md").read_text()
@@ -19,7 +19,7 @@ BEFORE, AFTER, WITHOUT_TRAINER = re.findall(r"```python\n(.*?)```", GUIDE, re.DO
 
 def on_two_ranks(script: str, folder: Path) -> str:
     (folder / "script.py").write_text(script)
-    command = mpirun_command(2, "--wdir", str(folder), sys.executable, "script.py")
+    command = mpirun_command(2, "--wdir", str(folder), *forked.python(), "script.py")
     result = run(command, timeout=90, CUDA_VISIBLE_DEVICES="")
     assert result.returncode == 0, result.stdout
     return result.stdout

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ import torch
 from lightning_ring.cli.main import COMMANDS
 from lightning_ring.cli.pack import main as pack
 from recipes import slow_job
+from tests import forked
 from tests.processes import ROOT, mpirun_command, run
 
 GUIDE = (ROOT / "docs" / "guides" / "slow-job.md").read_text()
@@ -33,7 +33,7 @@ def arguments(what: str, folder: Path) -> list[str]:
 def test_the_slow_job_trains_on_two_ranks_and_packs(tmp_path: Path) -> None:
     options = slow_job.parse(arguments("draw", tmp_path))
     slow_job.draw(options.folder, options.num_images, options.scale)
-    command = mpirun_command(2, "--wdir", str(tmp_path), sys.executable, SCRIPT, *arguments("train", tmp_path))
+    command = mpirun_command(2, "--wdir", str(tmp_path), *forked.python(), SCRIPT, *arguments("train", tmp_path))
     result = run(command, timeout=90, CUDA_VISIBLE_DEVICES="")
     assert result.returncode == 0, result.stdout
 

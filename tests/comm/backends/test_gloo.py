@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import subprocess
-import sys
 import time
 
 import pytest
@@ -12,6 +11,7 @@ import torch
 
 from lightning_ring.comm.backends.gloo import open_torch_communicator
 from lightning_ring.errors import ConfigurationError
+from tests import forked
 from tests.processes import clean_env, end_session
 
 RANK = """
@@ -49,10 +49,10 @@ def free_port() -> int:
 
 def run_ranks_of(code: str, world_size: int, argument: str, **env: str) -> list[tuple[int, str]]:
     """Exit code and output of ``world_size`` plain processes that run ``code`` with rank, port and ``argument``."""
-    port = str(free_port())
+    port, python = str(free_port()), forked.python()
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", code, str(rank), port, argument],
+            [*python, "-c", code, str(rank), port, argument],
             env=clean_env(**env),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

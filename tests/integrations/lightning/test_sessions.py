@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests import forked
 from tests.processes import ROOT, clean_env, end_session, mpirun_command, run
 
 SCRIPT = str(ROOT / "tests" / "integrations" / "lightning" / "session_script.py")
@@ -39,7 +40,7 @@ def test_ddp_first_in_ranks_that_lightning_started(tmp_path: Path) -> None:
 
 def test_fit_leaves_the_process_as_it_was_and_its_group_to_ddp(tmp_path: Path) -> None:
     phases = ["ring", "ring", "ddp", "ring"]
-    found = results(tmp_path, mpirun_command(2, sys.executable, SCRIPT, str(tmp_path), *phases))
+    found = results(tmp_path, mpirun_command(2, *forked.python(), SCRIPT, str(tmp_path), *phases))
     assert_all_sums_equal(found)
     for each in found:
         assert "GLOO_SOCKET_IFNAME" not in each["environment"]
