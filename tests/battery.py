@@ -32,7 +32,7 @@ from tests import forked
 from tests.checks import marks
 from tests.processes import ROOT, clean_env, end_session, mpirun_command
 
-IDLE_RANKS = 14  # of all launches together: torch alone takes some 200 MB each
+IDLE_RANKS = 8  # of all launches together: each takes some 200 MB
 
 
 def checks_of(module: str, mark: str = "") -> dict[str, str]:
