@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import os
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -30,7 +29,7 @@ class ElasticProcess:
     """Opened once, by the first fit. An uncaught exception in this process ends the job from then on.
 
     Attributes:
-        is_newcomer: Whether the job had begun when this process was started.
+        is_newcomer: Whether the training had begun when this process connected.
         fitting: Whether a fit is under way, so that the end of this process is no end of its training.
         was_stopped: Whether all ranks left a fit together, as a signal asked them to.
         num_fits: Fits that this process has begun.
@@ -40,7 +39,7 @@ class ElasticProcess:
         self.member = Member()
         self.member.open()
         end_job_on_error(self.member)
-        self.is_newcomer = self.member.number >= int(os.environ.get("RING_WORLD_SIZE", self.member.number + 1))
+        self.is_newcomer = bool(self.member.begun)
         self.fitting = False
         self.was_stopped = False
         self.num_fits = 0

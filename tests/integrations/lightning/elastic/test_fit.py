@@ -103,10 +103,12 @@ def test_a_step_of_several_batches_is_done_again_from_its_first_one(tmp_path: Pa
 
 
 def test_a_newcomer_trains_on_as_the_others_do(tmp_path: Path) -> None:
-    ends = fit(tmp_path, "auto", "1:3:backward", "0:8:forward", respawn=True, ranks=3, FIT_WAIT="6")
+    deaths = ("2:0:start", "1:3:backward", "0:8:forward")  # the first one is replaced before the training begins
+    ends = fit(tmp_path, "auto", *deaths, respawn=True, ranks=3, FIT_WAIT="6", FIT_NEWCOMER="4")
     check(tmp_path, [end for end in ends if end], len(ends))
     assert len(ends) >= 2
-    assert (tmp_path / "3.json").exists()  # it took the place of process 1
+    assert json.loads((tmp_path / "3.log").read_text().splitlines()[0])[:2] == [0, 0]
+    assert (tmp_path / "4.json").exists()  # it took the place of process 1
     text = (tmp_path / "csv" / "version_0" / "hparams.yaml").read_text()
     assert "lr: 0.01" in text  # the next rank 0 keeps what the first one wrote
 
