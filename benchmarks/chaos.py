@@ -2,11 +2,11 @@
 
     python benchmarks/chaos.py --faults 100 --seed 0 --json
 
-Each job is a Trainer's fit of 2 to 5 ranks on this host, with a batch norm, an optimizer with state, a schedule,
-validation, checkpoints and sometimes accumulated batches, over shared memory or Gloo. A seed decides about everything:
-who dies at which step, where in it, how, whether another process replaces it. Ranks are forked from this process, which
-has imported torch and Lightning, so that a job takes seconds. The steward is the real one; that a launcher notices
-deaths is tested elsewhere.
+Each job is a Trainer's fit of 2 to 6 ranks on this host, with a batch norm, an optimizer with state, a schedule,
+validation, checkpoints and sometimes accumulated batches, over shared memory, Gloo, or both between pretended nodes. A
+seed decides about everything: who dies at which step, where in it, how, whether another process replaces it. Ranks are
+forked from this process, which has imported torch and Lightning, so that a job takes seconds. The steward is the real
+one; that a launcher notices deaths is tested elsewhere.
 
 The exit code is 1 if any job went wrong; its seed is printed, and ``--seed SEED --faults 1`` runs it again.
 """
@@ -51,11 +51,12 @@ class Plan:
     accumulate: int
     replacements: int
     faults: tuple[Fault, ...]
+    nodes: int = 1  # that ranks take by turns
 
 
 def draw(seed: int) -> Plan:
     draws = random.Random(seed)
-    ranks = draws.randint(2, 5)
+    ranks, nodes = draws.choice([(2, 1), (3, 1), (4, 1), (5, 1), (4, 2), (6, 2), (6, 3)])
     replacements = draws.choice([0, 1, 2])
     num_faults = draws.randint(1, ranks - 1)
     faults: list[Fault] = []
@@ -64,7 +65,8 @@ def draw(seed: int) -> Plan:
         step = faults[-1].step if together else draws.randrange(1, STEPS)
         faults.append(Fault(number, step, draws.choice(PLACES), draws.choice(KINDS)))
     accumulate = draws.choice([1, 1, 2])
-    return Plan(seed, ranks, draws.choice(["auto", "gloo"]), accumulate, replacements, tuple(faults))
+    backend = draws.choice(["auto", "gloo"]) if nodes == 1 else "auto"
+    return Plan(seed, ranks, backend, accumulate, replacements, tuple(faults), nodes)
 
 
 @dataclass(slots=True)
@@ -95,6 +97,7 @@ class Job:
     def start(self) -> None:
         number = len(self.pids)
         provisional = {"RING_RANK": str(number % self.plan.ranks), "RING_WORLD_SIZE": str(self.plan.ranks)}
+        provisional["RING_NODE_RANK"] = str(number % self.plan.nodes)
         self.steward.expect(number)
         pid = os.fork()
         if pid == 0:

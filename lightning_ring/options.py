@@ -148,7 +148,6 @@ class RingOptions:
             )
         refused = {
             "backend": ("mpi",),
-            "topology": ("hierarchical",),
             "uneven": ("join",),
             "start_method": ("spawn", "fork"),
             "force_communication": (True,),

@@ -43,7 +43,8 @@ class ElasticFit:
     def __init__(self, strategy: ElasticStrategy) -> None:
         options = strategy.options
         self._strategy = strategy
-        connecting = Connecting(options.backend, strategy.root_device, options.timeout, options.stall_warning)
+        limits = options.timeout, options.stall_warning
+        connecting = Connecting(options.backend, strategy.root_device, *limits, options.topology)
         self.process = elastic_process(connecting, self)
         self.recovery = self.process.recovery
         self.calls = HostCalls(self.recovery.after)

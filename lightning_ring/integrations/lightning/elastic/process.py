@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import atexit
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import timedelta
 
 import torch
@@ -23,6 +23,7 @@ class Connecting:
     device: torch.device
     timeout: timedelta
     stall_warning: timedelta
+    topology: str
 
 
 class ElasticProcess:
@@ -44,8 +45,8 @@ class ElasticProcess:
         self.was_stopped = False
         self.num_fits = 0
         self.connecting = connecting
-        device, timeout = connecting.device, connecting.timeout
-        self.generations = Generations(self.member, connecting.backend, device, timeout, connecting.stall_warning)
+        ways = (getattr(connecting, part.name) for part in fields(connecting))
+        self.generations = Generations(self.member, *ways)
         self.recovery = Recovery(self.member, self.generations, training)
         atexit.register(self._say_at_exit)
 
@@ -72,7 +73,7 @@ def elastic_process(connecting: Connecting, training: Training) -> ElasticProces
         raise ConfigurationError(
             f"The ranks of this process are connected with {_process.connecting}, and the strategy of another fit asks "
             f"for {connecting}. An elastic job connects once: give all strategies of the script the same backend, "
-            "device, timeout and stall_warning."
+            "device, timeout, stall_warning and topology."
         )
     _process.recovery.training = training
     return _process

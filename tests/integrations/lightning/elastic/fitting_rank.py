@@ -5,11 +5,12 @@ A DEATH is NUMBER:STEP:PLACE, with STEP the number of finished optimizer steps. 
 batch of a step; ``start`` is before the process connects, and the others then wait for its replacement.
 
 Each process appends epoch, step, samples and the number of earlier attempts at this step, of each batch that it reads,
-to ``FOLDER/NUMBER.log``; step and digest of weights and optimizer state after each batch to ``FOLDER/NUMBER.steps``; and
-writes its end to ``FOLDER/NUMBER.json``.
+to ``FOLDER/NUMBER.log``; step and digest of weights and optimizer state after each batch to
+``FOLDER/NUMBER.steps``; and writes its end to ``FOLDER/NUMBER.json``.
 
-Environment: FIT_TRAINER and FIT_STRATEGY are JSON of arguments. FIT_DROPOUT. FIT_RESUME: a checkpoint. FIT_WAIT:
-in the step of that number all wait until a newcomer is ready to join, which is process FIT_NEWCOMER.
+Environment: FIT_NODES: so many nodes, which processes take by turns. FIT_TRAINER and FIT_STRATEGY are JSON of
+arguments. FIT_DROPOUT. FIT_RESUME: a checkpoint. FIT_WAIT: in the step of that number all wait until a newcomer is
+ready to join, which is process FIT_NEWCOMER.
 """
 
 from __future__ import annotations
@@ -146,6 +147,8 @@ def digest(module: Module, optimizer: torch.optim.Optimizer) -> str:
 
 def main() -> None:
     begin()
+    if nodes := int(os.environ.get("FIT_NODES", "0")):
+        os.environ["RING_NODE_RANK"] = str(NUMBER % nodes)
     torch.set_num_threads(1)
     torch.manual_seed(1)
     x = torch.randn(SAMPLES, 8, generator=torch.Generator().manual_seed(0))

@@ -40,7 +40,7 @@ def test_elastic_chooses_the_class_and_nothing_else_changes() -> None:
         ({"min_ranks": 2, "resize_lr": "linear"}, "min_ranks, resize_lr without elastic=True"),
         ({"elastic": True, "shard_optimizer": True}, "cannot go on without one of its ranks"),
         ({"elastic": True, "compression": "powersgd"}, "rounding errors"),
-        ({"elastic": True, "uneven": "join", "topology": "hierarchical"}, "topology='hierarchical', uneven='join'"),
+        ({"elastic": True, "uneven": "join", "force_communication": True}, "uneven='join', force_communication=True"),
         ({"elastic": True, "timeline": "trace.json"}, "timeline"),
         ({"elastic": True, "start_method": "fork"}, "start_method='fork'"),
     ],
