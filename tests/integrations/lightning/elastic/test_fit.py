@@ -114,19 +114,21 @@ def test_a_newcomer_trains_on_as_the_others_do(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("backend", "nodes", "ranks", "deaths"),
+    ("backend", "nodes", "ranks", "options", "deaths"),
     [
-        ("gloo", "0", 4, ["1:9:forward"]),
-        ("auto", "2", 6, ["1:6:forward", "0:6:backward"]),  # hierarchical, with one rank less on each node as well
+        ("gloo", "0", 4, {}, ["1:9:forward"]),
+        # one rank less on each node
+        ("auto", "2", 6, {"topology": "hierarchical"}, ["1:6:forward", "0:6:backward"]),
+        ("auto", "0", 4, {"shard_optimizer": True}, ["1:9:step"]),
     ],
 )
 def test_survivors_compute_what_fewer_ranks_compute_from_that_state(
-    backend: str, nodes: str, ranks: int, deaths: list[str], tmp_path: Path
+    backend: str, nodes: str, ranks: int, options: dict[str, Any], deaths: list[str], tmp_path: Path
 ) -> None:
     (first, fresh) = (tmp_path / "first", tmp_path / "fresh")
     first.mkdir()
     fresh.mkdir()
-    strategy = json.dumps({"resize_lr": "linear"} | ({"topology": "hierarchical"} if nodes != "0" else {}))
+    strategy = json.dumps({"resize_lr": "linear"} | options)
     env = {"FIT_DROPOUT": "0", "FIT_NODES": nodes, "FIT_STRATEGY": strategy}
     ends = fit(first, backend, *deaths, ranks=ranks, **env)
     check(first, ends, left := ranks - len(deaths))
