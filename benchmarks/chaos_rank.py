@@ -24,6 +24,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ring import RingStrategy
+from lightning_ring.algorithms.sharded import Sharded
+from lightning_ring.algorithms.sharded.mirrors import Mirrors
+from lightning_ring.algorithms.sharded.state import ShardedState
 from lightning_ring.data import ShuffledSampler
 from lightning_ring.elastic.recovery import Recovery
 from lightning_ring.integrations.lightning.elastic import fit as elastic_fit
@@ -35,6 +38,7 @@ PLACES = (
     *("forward", *(f"gradient {number}" for number in range(GRADIENTS)), "averages", "commit", "step", "batch_end"),
     *("validation", "save", "epoch_end", "recovery", "connect", "hand_over"),
 )
+SHARDED_PLACES = ("mirror", "gather", "move")  # in addition, with sharded optimizers
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +104,10 @@ class Module(pl.LightningModule):
 
     def on_train_batch_end(self, *_: Any) -> None:
         digest = hashlib.blake2b(digest_size=8)
+        state = self.trainer.optimizers[0].state
         for param in self.parameters():
             digest.update(param.detach().numpy().tobytes())
-            for value in self.trainer.optimizers[0].state[param].values():
+            for value in () if isinstance(state, ShardedState) else state[param].values():
                 digest.update(value.numpy().tobytes())
         with self.steps_log.open("a") as log:
             log.write(json.dumps([self.global_step, digest.hexdigest()]) + "\n" if self.global_step else "")
@@ -143,8 +148,9 @@ def live(folder: Path, number: int, train: Callable[[int], None]) -> NoReturn:
         os._exit(code)
 
 
-def fit(folder: Path, backend: str, accumulate: int, seed: int, number: int, planted: tuple[Fault, ...]) -> None:
-    """A fit of process ``number`` with its faults."""
+def fit(folder: Path, number: int, plan: Any) -> None:
+    """A fit of process ``number`` with the faults of a `chaos.Plan`."""
+    seed, planted = plan.seed, plan.faults
     faults = Faults(folder, number, planted)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -156,6 +162,9 @@ def fit(folder: Path, backend: str, accumulate: int, seed: int, number: int, pla
     faults.plant(Recovery, "after", "recovery")
     faults.plant(elastic_fit.ElasticFit, "enter", "connect")
     faults.plant(elastic_fit, "hand_over_fit", "hand_over")
+    faults.plant(Mirrors, "receive", "mirror")
+    faults.plant(Sharded, "after_commit", "gather")
+    faults.plant(Sharded, "move", "move")
     go_back = TrainingPosition.go_back
 
     def counted(position: TrainingPosition) -> Any:
@@ -167,10 +176,10 @@ def fit(folder: Path, backend: str, accumulate: int, seed: int, number: int, pla
     data = TensorDataset(x, x.sum(1, keepdim=True), torch.arange(SAMPLES))
     order = ShuffledSampler(SAMPLES, remainder="drop", seed=seed)
     trainer = pl.Trainer(
-        strategy=RingStrategy(elastic=True, backend=backend, bucket_cap_mb=0.0005),  # type: ignore[arg-type]
+        strategy=RingStrategy(elastic=True, backend=plan.backend, bucket_cap_mb=0.0005, shard_optimizer=plan.sharded),
         accelerator="cpu",
         max_epochs=EPOCHS,
-        accumulate_grad_batches=accumulate,
+        accumulate_grad_batches=plan.accumulate,
         logger=CSVLogger(folder, name="csv"),
         log_every_n_steps=1,
         num_sanity_val_steps=0,

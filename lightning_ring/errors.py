@@ -31,6 +31,10 @@ class PeerFailedError(RingError):
     """Another rank raised, was killed or left the job; the message names it and, where known, its error."""
 
 
+class StateLostError(RingError):
+    """Every rank that held the training's state, or a part of it, has died."""
+
+
 class ShardError(RingError):
     """Packed shards are missing, cut short or changed; the message names the file and, where known, the offset."""
 

@@ -148,7 +148,6 @@ class RingOptions:
             )
         refused = {
             "backend": ("mpi",),
-            "topology": ("hierarchical",),
             "uneven": ("join",),
             "start_method": ("spawn", "fork"),
             "force_communication": (True,),
@@ -164,11 +163,13 @@ class RingOptions:
 
     def new_algorithm(self) -> Algorithm:
         """A new algorithm for a fit, without state of an earlier fit."""
+        made: Algorithm
         if isinstance(self.algorithm, Algorithm):
-            return copy.deepcopy(self.algorithm)
-        made: Algorithm = algorithm_class(str(self.algorithm))(
-            bucket_cap_mb=self.bucket_cap_mb, compression=self.compression
-        )
+            made = copy.deepcopy(self.algorithm)
+        else:
+            kind = algorithm_class(str(self.algorithm))
+            made = kind(bucket_cap_mb=self.bucket_cap_mb, compression=self.compression)
+        made.mirrors_shards = self.elastic
         return made
 
     def new_compressor(self) -> Compressor | None:

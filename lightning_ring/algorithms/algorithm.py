@@ -40,9 +40,13 @@ class Algorithm:
 
     Attributes:
         sharded: Whether parameters and optimizer state are sharded over the ranks between two steps.
+        mirrors_shards: Set before `attach`, where ranks may die: each rank holds what another one alone would have.
+        mirror_order: Then, all ranks: each holds what the one before it has. `None`: by number.
     """
 
     sharded: ClassVar[bool] = False
+    mirrors_shards: bool = False
+    mirror_order: Sequence[int] | None = None
 
     # -- begin and end
 
@@ -73,8 +77,24 @@ class Algorithm:
         """Why this algorithm cannot go on when a rank dies; ``""`` if it can.
 
         It can if each rank's parameters and optimizer state are all there is: `attach` with fewer ranks then goes on.
+        Or if `move` brings together what the ranks before had.
         """
         return f"{type(self).__name__} keeps state of its ranks that the others do not have"
+
+    def before_commit(self) -> None:
+        """Where ranks may die: once gradients are final. The optimizer's step then needs no other rank. Collective."""
+
+    def after_commit(self) -> None:
+        """Where ranks may die: after the step, which is finished. Completes the parameters. Collective."""
+
+    def move(self, comm: Communicator, *, has_state: bool) -> None:
+        """Where ranks have died or come: before `detach` and `attach` with ``comm``, over the ranks of ``comm``.
+
+        Collective. If a rank dies in it, or in `attach`, it is called again. A rank without state has just come.
+
+        Raises:
+            StateLostError: A part of the state died with its ranks.
+        """
 
     # -- a batch
 

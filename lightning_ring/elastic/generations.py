@@ -28,12 +28,19 @@ from lightning_ring.membership.view import View
 class Generations:
     """Opens a `Job` for each view of ``member``, with the communicator and torch.distributed's default group.
 
-    ``backend``, ``timeout`` and ``stall_warning`` are those of `open_communicator`. When a view is over the member's
-    thread ends all waits of this rank; `close` then makes sure that this rank writes into no other's memory.
+    ``backend``, ``timeout``, ``stall_warning`` and ``topology`` are those of `open_communicator`. A hierarchy becomes
+    one flat ring while nodes hold different numbers of ranks. When a view is over the member's thread ends all waits of
+    this rank; `close` then makes sure that this rank writes into no other's memory.
     """
 
     def __init__(
-        self, member: Member, backend: str, device: torch.device, timeout: timedelta, stall_warning: timedelta
+        self,
+        member: Member,
+        backend: str,
+        device: torch.device,
+        timeout: timedelta,
+        stall_warning: timedelta,
+        topology: str = "auto",
     ) -> None:
         self.job: Job | None = None
         self._member = member
@@ -41,6 +48,7 @@ class Generations:
         self._device = device
         self._timeout = timeout
         self._stall_warning = stall_warning
+        self._topology = topology
         self._memory = KeptMemory()
         self._store: StewardStore | None = None  # of the generation
         member.on_stop = self._end_waits
@@ -66,11 +74,13 @@ class Generations:
         members = exchange_members(own, info, store)  # all have come: what follows takes milliseconds
         info = info_of(rank, members, "ringrun", view.generation)
         prefer_interface(self._member.address)
-        self._memory.regroup(view.members)
+        self._memory.regroup([one.launch_rank for one in members if one.node == own.node])
         lasting = Lasting(self._member.check, self._memory)
         self.job = job = Job(info, members, store, None, self._device, self._timeout, lasting)
         job.open_default_group()
-        communicator = open_communicator(job, self._backend, self._device, self._timeout, self._stall_warning)
+        topology = "auto" if self._topology == "hierarchical" and view.generation else self._topology
+        limits = self._timeout, self._stall_warning
+        communicator = open_communicator(job, self._backend, self._device, *limits, topology)
         self._member.check()
         return communicator
 

@@ -52,7 +52,8 @@ class ElasticLoop:
         optimizers: Sequence[Optimizer],
         parts: Mapping[str, Stateful] | None = None,
     ) -> None:
-        if refusal := algorithm.refusal_of_deaths():
+        sharded = "it shards the optimizer's state" if algorithm.sharded else ""
+        if refusal := algorithm.refusal_of_deaths() or sharded:
             raise ConfigurationError(
                 f"An elastic training cannot use this algorithm: {refusal}. Use Averaging (strategy='ring'), or a job "
                 "that ends when a rank dies."

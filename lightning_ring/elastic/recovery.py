@@ -10,7 +10,7 @@ import torch
 
 from lightning_ring.comm.communicator import Communicator, ReduceOp
 from lightning_ring.elastic.generations import Generations
-from lightning_ring.errors import ConfigurationError, PeerFailedError, RingError
+from lightning_ring.errors import ConfigurationError, PeerFailedError, RingError, StateLostError
 from lightning_ring.job.watch.peers import comes_from_a_peer
 from lightning_ring.membership.agreement import Report
 from lightning_ring.membership.member import JobEnded, Member
@@ -130,7 +130,7 @@ class Recovery:
                     error = None
                     continue
                 self.training.enter(connected, self._generations.open(connected))
-            except (JobEnded, ConfigurationError):
+            except (JobEnded, ConfigurationError, StateLostError):
                 raise
             except (RingError, RuntimeError, TimeoutError) as again:
                 if not self._member.is_over():  # a connection did not come up in time

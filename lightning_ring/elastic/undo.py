@@ -7,18 +7,18 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from lightning_ring.host.random_state import collect_random_state, restore_random_state
+from lightning_ring.host.random_state import remember_random_state
 
 
 def remember(module: nn.Module) -> Callable[[], None]:
     """Keep ``module``'s buffers and the random generators; the returned function restores both."""
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
-    generators = collect_random_state()
+    restore_generators = remember_random_state()
 
     @torch.no_grad()
     def restore() -> None:
         for buffer, kept in buffers:
             buffer.copy_(kept)
-        restore_random_state(generators)
+        restore_generators()
 
     return restore

@@ -23,11 +23,14 @@ class GradientShards:
     def slot(self, param: Parameter) -> tuple[Bucket, int]:
         return self._layout.slots[param]
 
-    def bounds(self, param: Parameter) -> tuple[Bucket, int, int]:
-        """The bucket of ``param``, and begin and end of this rank's part in its ``flat``; the part may be empty."""
-        bucket, index = self.slot(param)
-        first, last = self._shard_bounds(bucket)
-        offset = int(bucket.views[index].storage_offset() - bucket.flat.storage_offset())
+    def bounds(self, param: Parameter, shard_index: int | None = None) -> tuple[Bucket, int, int]:
+        """The bucket of ``param``, and begin and end of a rank's part in its ``flat``; the part may be empty.
+
+        This rank's, unless another ``shard_index`` is given.
+        """
+        bucket, slot = self.slot(param)
+        first, last = self._shard_bounds(bucket, shard_index)
+        offset = int(bucket.views[slot].storage_offset() - bucket.flat.storage_offset())
         start = min(max(first, offset), offset + param.numel())
         return bucket, start, max(start, min(last, offset + param.numel()))
 
@@ -70,5 +73,6 @@ class GradientShards:
         flat[: min(first, end)].fill_(math.nan)
         flat[last:end].fill_(math.nan)
 
-    def _shard_bounds(self, bucket: Bucket) -> tuple[int, int]:
-        return shard_bounds(bucket.flat.numel(), self.comm.world_size, self.comm.shard_index)
+    def _shard_bounds(self, bucket: Bucket, shard_index: int | None = None) -> tuple[int, int]:
+        index = self.comm.shard_index if shard_index is None else shard_index
+        return shard_bounds(bucket.flat.numel(), self.comm.world_size, index)

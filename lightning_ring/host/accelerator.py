@@ -39,7 +39,8 @@ def started_gpus() -> Iterator[tuple[str, Any]]:
     """The kinds of GPU that this process has used, and torch's module of each."""
     for kind in COLLECTIVES:
         module = gpu_module(torch.device(kind))
-        if module.is_available() and module.is_initialized():
+        # a flag first: the other question may reach a driver
+        if module.is_initialized() and module.is_available():
             yield kind, module
 
 

@@ -52,7 +52,8 @@ def open_communicator(
     if nested:
         store = dist.PrefixStore(f"nodes/{job.num_communicators}", job.store) if backend == "auto" else None
         mpi_comm = _mpi_comm(job) if "mpi" in (chosen, across) else None
-        job.communicator = open_hierarchical(nodes, job.info.rank, chosen, across, policy, store, mpi_comm)
+        kept = job.lasting.memory if job.lasting is not None else None
+        job.communicator = open_hierarchical(nodes, job.info.rank, chosen, across, policy, store, mpi_comm, kept)
     else:
         job.communicator = _open_flat(job, across, policy)
     return job.communicator

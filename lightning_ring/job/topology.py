@@ -11,6 +11,7 @@ from torch.distributed import PrefixStore, Store
 from lightning_ring.comm.backends.gloo import open_gloo_subgroup, open_gloo_transport
 from lightning_ring.comm.backends.mpi import open_mpi_subgroup, open_mpi_transport
 from lightning_ring.comm.backends.shared_memory.communicator import SharedMemoryCommunicator, open_shared_memory
+from lightning_ring.comm.backends.shared_memory.kept import KeptMemory
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.hierarchical import HierarchicalCommunicator
 from lightning_ring.comm.ring_communicator import Transport
@@ -66,12 +67,13 @@ def open_hierarchical(
     policy: WaitPolicy,
     store: Store | None,
     mpi_comm: Any = None,
+    kept: KeptMemory | None = None,
 ) -> Communicator:
     """One communicator over those of each node and those of equal local ranks. Collective.
 
     ``backend`` (gloo or mpi) moves small tensors, and tensors in a node that cannot share memory; ``across_backend``
     those between nodes. In ``store``, which is still empty, ranks of a node meet to share memory; without it they do
-    not. ``mpi_comm`` is mpi4py's communicator of all ranks.
+    not; ``kept`` lends it. ``mpi_comm`` is mpi4py's communicator of all ranks.
     """
     peers = [sorted(ranks) for ranks in zip(*nodes, strict=True)]
     transport: Transport = open_mpi_transport(mpi_comm, policy) if backend == "mpi" else open_gloo_transport(policy)
@@ -79,7 +81,7 @@ def open_hierarchical(
     def over(backend: str, parts: Sequence[Sequence[int]]) -> Communicator:
         return open_gloo_subgroup(parts, policy) if backend == "gloo" else open_mpi_subgroup(mpi_comm, parts, policy)
 
-    in_node: Sequence[Communicator] = _through_memory(nodes, rank, policy, store) if store is not None else []
+    in_node: Sequence[Communicator] = _through_memory(nodes, rank, policy, store, kept) if store is not None else []
     inward, outward = in_node or [over(backend, nodes), over(backend, nodes)]
     across = over(across_backend, peers)
     if rank == 0:
@@ -89,12 +91,12 @@ def open_hierarchical(
 
 
 def _through_memory(
-    nodes: Sequence[Sequence[int]], rank: int, policy: WaitPolicy, store: Store
+    nodes: Sequence[Sequence[int]], rank: int, policy: WaitPolicy, store: Store, kept: KeptMemory | None
 ) -> list[SharedMemoryCommunicator]:
     """Two communicators over this rank's node in the same shared memory; empty if some node cannot share memory."""
     number, members = next((number, ranks) for number, ranks in enumerate(nodes) if rank in ranks)
     bootstrap = StoreBootstrap(PrefixStore(f"node/{number}", store), members, rank, policy)
-    first = open_shared_memory(bootstrap, policy, members=members)
+    first = open_shared_memory(bootstrap, policy, members=members, kept=kept)
     second = open_shared_memory(first, policy, members=members, beside=first) if first is not None else None
     all_ranks = range(sum(map(len, nodes)))
     exchange = StoreBootstrap(PrefixStore("all", store), all_ranks, rank, policy)

@@ -49,7 +49,8 @@ class Member:
         self._token = environ["RING_STEWARD_TOKEN"]
         self.view: View | None = None
         self.newcomers_wait = False
-        self.training_is_over = False  # another member has finished it
+        self.training_is_over = False
+        self.begun: bool | None = None
         self.on_stop: Callable[[PeerFailedError], None] = lambda error: None
         self.on_lost: Callable[[], None] = self._end_process
         self._stopped_generation = -1
@@ -104,6 +105,9 @@ class Member:
         self._send({"kind": "hello", "token": self._token, "member": self.number, "pid": os.getpid()})
         self._await_welcome()
         threading.Thread(target=self._listen, name="ring-member", daemon=True).start()
+        with self._news:
+            if not self._news.wait_for(lambda: self.begun is not None or self._lost, CONNECT_SECONDS):
+                raise RankDiscoveryError(f"The steward did not say within {CONNECT_SECONDS:g} s where its job stands.")
 
     # -- views
 
@@ -245,7 +249,9 @@ class Member:
             return
         stop: PeerFailedError | None = None
         with self._news:
-            if kind == "view":
+            if kind == "standing":
+                self.begun = message["begun"]
+            elif kind == "view":
                 self._next = View.from_message(message)
             elif kind == "newcomers":
                 self.newcomers_wait = True

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from lightning_ring.errors import RingError
+from lightning_ring.errors import StateLostError
 from lightning_ring.membership.agreement import Report, agreed_step
 from lightning_ring.membership.view import View
-
-
-class StateLostError(RingError):
-    """Every rank that held the training's state has died."""
 
 
 class Membership:

@@ -101,7 +101,9 @@ class Steward:
         """``member`` has sent ``message``."""
         self._silence.heard(member)
         kind = message["kind"]
-        if kind == "report":
+        if kind == "hello":
+            self._tell(member, {"kind": "standing", "begun": self.membership.view is not None})
+        elif kind == "report":
             self.membership.report(member, message["generation"], Report(message["step"], message["complete"]))
             self._why = self._why or (
                 "newcomers wait" if self.membership.newcomers else f"process {member} connects anew"

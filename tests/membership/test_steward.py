@@ -114,3 +114,12 @@ def test_a_stranger_is_sent_away() -> None:
             connection.sendall(b'{"kind": "hello", "token": "guess", "member": 0}\n{"kind": "failed", "text": "!"}\n')
             assert connection.recv(1) == b""
         assert server.steward.ended is None
+
+
+def test_a_process_learns_whether_the_job_has_begun() -> None:
+    with serving() as server:
+        early, replacement = server.join(0), server.join(5)
+        early.report(Report())
+        replacement.report(Report())
+        assert early.next_view(WAIT).members == (0, 5)
+        assert [early.begun, replacement.begun, server.join(6).begun] == [False, False, True]

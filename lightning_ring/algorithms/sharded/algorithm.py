@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar, Literal
 from weakref import WeakValueDictionary
 
+import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.nn.utils import clip_grad_norm_
@@ -17,10 +18,14 @@ from lightning_ring.algorithms.averaging import Averaging
 from lightning_ring.algorithms.sharded import norms
 from lightning_ring.algorithms.sharded.elementwise import check_can_be_sharded
 from lightning_ring.algorithms.sharded.memory import check_no_aliases
+from lightning_ring.algorithms.sharded.mirrors import Mirrors
 from lightning_ring.algorithms.sharded.optimizer import SlicedOptimizer
 from lightning_ring.algorithms.sharded.parameter_reads import ParameterReads
 from lightning_ring.algorithms.sharded.parameters import ShardedParameters
+from lightning_ring.algorithms.sharded.rebuilding import Rebuilding, Standing, take_part_in_rebuilding
+from lightning_ring.algorithms.sharded.state import State
 from lightning_ring.comm.communicator import Communicator
+from lightning_ring.errors import ConfigurationError
 from lightning_ring.gradients.compression import Compressor
 from lightning_ring.gradients.shard_reducer import ShardReducer
 from lightning_ring.gradients.squared_norms import sum_of_squares
@@ -37,6 +42,9 @@ class Sharded(Algorithm):
     Args:
         bucket_cap_mb: As of `Averaging`.
         compression: As of `Averaging`; parameters always travel in their own dtype.
+
+    With ``mirrors_shards`` each rank also steps the shard of another rank, and a step leaves parameters incomplete
+    until `after_commit`: ranks may then die at any moment.
     """
 
     sharded: ClassVar[bool] = True
@@ -44,6 +52,11 @@ class Sharded(Algorithm):
     def __init__(
         self, *, bucket_cap_mb: float | Literal["auto"] | None = None, compression: str | Compressor | None = None
     ) -> None:
+        self._mirrors: Mirrors | None = None
+        self._moved: list[State] | None = None  # whole states of the optimizers, between `move` and `attach`
+        self._is_cut = False  # this rank has only parts of the optimizers' state
+        self._changed: list[Parameter] = []  # by a step whose parameters are not gathered yet
+        self._measures = bucket_cap_mb == "auto"
         self._overlaps = False
         self._parameters: ShardedParameters | None = None
         self._set: list[SlicedOptimizer] = []  # others live as long as their optimizers, through the hooks
@@ -72,6 +85,9 @@ class Sharded(Algorithm):
         self._quiet_about_norms = False  # lightning_ring computes one itself, or the warning was given
         self._set, self._sliced = [], WeakValueDictionary()
         parameters = ShardedParameters(comm, reducer)
+        order = self.mirror_order or range(comm.world_size)
+        self._mirrors = Mirrors(parameters, order) if self.mirrors_shards else None
+        self._is_cut, self._changed = False, []
         self._reads = ParameterReads(parameters, module, warn, self._on_norm)
         self._parameters = parameters  # last: `detach` is allowed after an `attach` that raised
         try:
@@ -79,6 +95,9 @@ class Sharded(Algorithm):
         except BaseException:
             self.detach(wait=False)
             raise
+        for sliced, whole in zip(self._set, self._moved or (), strict=False):
+            sliced.replace_state(whole)
+        self._moved = None
 
     def set_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Replace the optimizers. Earlier ones stay sharded: stepping them is still allowed."""
@@ -112,7 +131,12 @@ class Sharded(Algorithm):
         if (known := self._sliced.get(id(optimizer))) is not None:
             return known
         check_can_be_sharded(optimizer)
-        sliced = SlicedOptimizer(optimizer, self._attached, self._stepped)
+        if self._mirrors is not None and hasattr(optimizer, "norm_all_reduce"):
+            raise ConfigurationError(
+                f"{type(optimizer).__name__} takes norms over all ranks in its step, which a rank must be able to "
+                "finish alone in an elastic training under ring_sharded. Use algorithm='ring', or another optimizer."
+            )
+        sliced = SlicedOptimizer(optimizer, self._attached, self._stepped, self._mirrors)
         self._sliced[id(optimizer)] = sliced
         return sliced
 
@@ -130,7 +154,7 @@ class Sharded(Algorithm):
     @overlaps.setter
     def overlaps(self, value: bool) -> None:
         assert self._parameters is not None, "attach() comes first"
-        self._overlaps = value
+        self._overlaps = value and self._mirrors is None
 
     @property
     def _attached(self) -> ShardedParameters:
@@ -184,12 +208,75 @@ class Sharded(Algorithm):
         self._averaging.after_step(optimizer)
 
     def _stepped(self, changed: list[Parameter]) -> None:
+        self._is_cut = True
+        if self._mirrors is not None:
+            self._changed = changed
+            return
         parameters = self._attached
         parameters.gather(changed)
         if self.overlaps and self._reads.may_overlap:
             parameters.hide()
         else:
             parameters.wait()
+
+    # -- deaths
+
+    def refusal_of_deaths(self) -> str:
+        return "bucket_cap_mb='auto' changes the shards in the middle of the training" if self._measures else ""
+
+    def before_commit(self) -> None:
+        if self._mirrors is not None:
+            self._mirrors.receive()
+
+    def after_commit(self) -> None:
+        self._attached.gather(self._changed)
+        self._attached.wait()
+        self._changed = []
+
+    def move(self, comm: Communicator, *, has_state: bool) -> None:
+        standings: list[Standing] = comm.all_gather_object(self._standing(has_state))
+        source = standings.index(Standing(-1)) if Standing(-1) in standings else None
+        mixed = any(standing.place is not None and standing.place >= 0 for standing in standings)
+        if source is None and self._mirrors is not None and has_state:
+            rebuilding = Rebuilding(self._attached, self._mirrors, standings, comm)
+            self._moved = rebuilding.run([sliced.held_state() for sliced in self._set])
+        elif source is None:
+            take_part_in_rebuilding(standings, comm)
+        elif mixed:  # a rank died when others had moved
+            self._moved = self._whole_of(source, comm, has_state=has_state)
+        elif has_state and self._moved is None:
+            self._moved = [sliced.held_state() for sliced in self._set]
+        if self._parameters is not None:
+            self._parameters.forget_gathers()
+            for sliced in self._set:
+                sliced.replace_state({})
+
+    def _standing(self, has_state: bool) -> Standing:
+        if not has_state:
+            return Standing()
+        if not self._is_cut or self._moved is not None:
+            return Standing(-1)
+        assert self._mirrors is not None
+        return Standing(self._mirrors.place, self._attached.comm.world_size)
+
+    @torch.no_grad()
+    def _whole_of(self, source: int, comm: Communicator, *, has_state: bool) -> list[State] | None:
+        """The states of the optimizers, and in place the parameters, of rank ``source``. Collective."""
+        sent: tuple[list[Tensor], list[State]] | None = None
+        if comm.rank == source:
+            states = self._moved if self._moved is not None else [sliced.held_state() for sliced in self._set]
+            numbers = {param: number for number, param in enumerate(self._module.parameters())}
+            numbered = [{numbers.get(key, key): value for key, value in state.items()} for state in states]
+            sent = [param.detach() for param in numbers], numbered
+        received = comm.broadcast_object(sent, src=source)
+        if not has_state:
+            return None
+        assert received is not None
+        params = list(self._module.parameters())
+        for param, value in zip(params, received[0], strict=True):
+            param.copy_(value)
+        by_number = dict(enumerate(params))
+        return [{by_number.get(key, key): value for key, value in state.items()} for state in received[1]]
 
     # -- reading parameters and gradients
 

@@ -10,7 +10,8 @@ import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_ring.algorithms.sharded.parameters import ShardedParameters
+from lightning_ring.algorithms.sharded.mirrors import Mirrors
+from lightning_ring.algorithms.sharded.parameters import ParameterShard, ShardedParameters
 from lightning_ring.algorithms.sharded.state import ShardedState, State, gather_state, shard_state
 from lightning_ring.errors import ConfigurationError
 
@@ -20,16 +21,22 @@ class SlicedOptimizer:
 
     The optimizer stays the same object, so that schedulers, loss scalers and its attributes keep working. A step reads
     the ``.grad`` of shards, and its state belongs to shards. Between steps ``state`` is a `ShardedState`. Parameters
-    outside the buckets (frozen) are not sharded. ``stepped`` is called after a step with the changed parameters.
+    outside the buckets (frozen) are not sharded. ``stepped`` is called after a step with the changed parameters. A step
+    also steps the shards of ``mirrors``.
     """
 
     def __init__(
-        self, optimizer: Optimizer, parameters: ShardedParameters, stepped: Callable[[list[Parameter]], None]
+        self,
+        optimizer: Optimizer,
+        parameters: ShardedParameters,
+        stepped: Callable[[list[Parameter]], None],
+        mirrors: Mirrors | None = None,
     ) -> None:
         if isinstance(optimizer.state, ShardedState):
             raise ConfigurationError(optimizer.state.message)
         self.optimizer = optimizer
         self._parameters = parameters
+        self._mirrors = mirrors
         self._stepped = stepped
         self._full_params: list[list[Parameter]] | None = None  # of each group, while it holds shards
         self._changed: list[Parameter] = []
@@ -64,7 +71,9 @@ class SlicedOptimizer:
                 shard.weight.grad = self._parameters.own_gradient(param)
                 if param.grad is not None:
                     self._changed.append(param)
-            group["params"] = [shards[p].weight if p in shards else p for p in group["params"]]
+            params = group["params"]
+            group["params"] = [shards[p].weight if p in shards else p for p in params]
+            group["params"] += [self._mirrored[p].weight for p in params if p in self._mirrored]
         self.show_state()
         self._shard_state()
         if self._sums_norms and shards:
@@ -74,9 +83,8 @@ class SlicedOptimizer:
         if self._full_params is None:
             return
         for group, full in zip(self.optimizer.param_groups, self._full_params, strict=True):
-            for part, param in zip(group["params"], full, strict=True):
-                if part is not param:
-                    part.grad = None
+            for part in set(group["params"]) - set(full):
+                part.grad = None
             group["params"] = full
         self._full_params = None
         self.hide_state()
@@ -109,7 +117,9 @@ class SlicedOptimizer:
 
     def _gathered(self, *, is_rank_zero: bool) -> dict[str, Any]:
         self._forget_empty()
-        state = gather_state(self.optimizer.state, self._parameters, keep=is_rank_zero)
+        mirrors = {shard.weight for shard in self._mirrored.values()}
+        parts = {key: state for key, state in self.optimizer.state.items() if key not in mirrors}
+        state = gather_state(parts, self._parameters, keep=is_rank_zero)
         if not is_rank_zero:
             return {}
         mine, full = self.optimizer.state, self._unsharded | state
@@ -130,6 +140,21 @@ class SlicedOptimizer:
         params = [param for group in self.optimizer.param_groups for param in group["params"]]
         by_id = dict(zip(saved_ids, params, strict=True))
         self._unsharded = {by_id.get(key, key): value for key, value in state_dict["state"].items()}
+
+    def held_state(self) -> State:
+        """What this rank has: parts by shard, and by parameter what is not cut."""
+        self.use_parameters()
+        self.show_state()
+        self._forget_empty()
+        held = dict(self.optimizer.state) | self._unsharded
+        self.hide_state()
+        return held
+
+    def replace_state(self, whole: State) -> None:
+        """Go on with a whole state, by parameter. It is cut when the buckets are known."""
+        self.use_parameters()
+        self.show_state()
+        self.optimizer.state, self._unsharded = defaultdict(dict), whole
 
     def release(self) -> None:
         """Remove the hooks. `state_dict` still works."""
@@ -180,10 +205,17 @@ class SlicedOptimizer:
         self._unsharded = {p: s for p, s in self._unsharded.items() if p not in loaded}
         for param in made:
             del self.optimizer.state[param]
-        for param, state in shard_state(made, shards).items():
+        for param, state in (shard_state(made, shards) | self._cut_mirrors(made)).items():
             self.optimizer.state[param] = state | self.optimizer.state.get(param, {})
         if loaded:
-            self._load(shard_state(loaded, shards))
+            self._load(shard_state(loaded, shards) | self._cut_mirrors(loaded))
+
+    @property
+    def _mirrored(self) -> dict[Parameter, ParameterShard]:
+        return self._mirrors.by_param if self._mirrors is not None else {}
+
+    def _cut_mirrors(self, full: State) -> State:
+        return self._mirrors.cut(full) if self._mirrors is not None else {}
 
     def _forget_empty(self) -> None:
         """Drop the empty dicts that reading ``optimizer.state[param]`` creates."""

@@ -242,6 +242,10 @@ class ShardedParameters:
             pass
         return self.complete
 
+    def forget_gathers(self) -> None:
+        """Of ranks that have gone: the values come in another way."""
+        self._gathers.clear()
+
     def _wait_for(self, bucket: ParameterBucket) -> None:
         # neither `torch.func` nor a mode takes part in computations of the wait
         with torch._C.DisableTorchFunction(), temporarily_clear_interpreter_stack():

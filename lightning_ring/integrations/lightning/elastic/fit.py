@@ -12,7 +12,7 @@ from lightning_ring.elastic.step_under_way import StepUnderWay
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.integrations.lightning.elastic.handover import hand_over_fit
 from lightning_ring.integrations.lightning.elastic.host_calls import HostCalls
-from lightning_ring.integrations.lightning.elastic.last_checkpoint import save_last_checkpoint
+from lightning_ring.integrations.lightning.elastic.last_checkpoint import save_last_checkpoint, where_to_go_on
 from lightning_ring.integrations.lightning.elastic.position import TrainingPosition
 from lightning_ring.integrations.lightning.elastic.process import Connecting, elastic_process
 from lightning_ring.integrations.lightning.elastic.rank_zero_files import take_over
@@ -43,7 +43,8 @@ class ElasticFit:
     def __init__(self, strategy: ElasticStrategy) -> None:
         options = strategy.options
         self._strategy = strategy
-        connecting = Connecting(options.backend, strategy.root_device, options.timeout, options.stall_warning)
+        limits = options.timeout, options.stall_warning
+        connecting = Connecting(options.backend, strategy.root_device, *limits, options.topology)
         self.process = elastic_process(connecting, self)
         self.recovery = self.process.recovery
         self.calls = HostCalls(self.recovery.after)
@@ -122,6 +123,7 @@ class ElasticFit:
                 else:
                     recovery.committed()
                     self._under_way.finish()
+                    self._complete_parameters()
                     return output
         finally:
             self._stepping = self._begun = False
@@ -130,6 +132,7 @@ class ElasticFit:
 
     def averages_are_complete(self) -> None:
         """After the hooks that may change averages: from here on the step needs no other rank. Collective."""
+        self._strategy.algorithm.before_commit()
         self.recovery.complete = True
         self.recovery.agree()
 
@@ -157,13 +160,29 @@ class ElasticFit:
         self._loss = closure()
         return self._loss
 
+    def _complete_parameters(self) -> None:
+        try:
+            with self.calls.inside():
+                self._strategy.algorithm.after_commit()
+        except Exception as error:
+            self._stepping = False  # the step is finished
+            self.recovery.after(error)  # which completes them in another way
+            assert self.position is not None
+            self.changed = False
+            self.position.go_on()
+
     def save_at_the_end(self, error: JobEnded) -> None:
         """Save what this rank has finished, where the job ends because it had too few ranks for too long."""
         if "of its ranks are left" not in str(error):
             return
+        number = self.process.member.number
+        if self._strategy.algorithm.sharded:
+            hint = where_to_go_on(self._strategy.fit_trainer)
+            say(f"process {number} saves no checkpoint: it has a part of the optimizer's state. {hint}")
+            return
         self._under_way.take_back()
-        path = save_last_checkpoint(self._strategy, self.process.member.number)
-        say(f"process {self.process.member.number} saved a checkpoint: go on from it with ckpt_path={str(path)!r}")
+        path = save_last_checkpoint(self._strategy, number)
+        say(f"process {number} saved a checkpoint: go on from it with ckpt_path={str(path)!r}")
 
     # -- newcomers
 

@@ -47,13 +47,20 @@ def hand_over_fit(strategy: ElasticStrategy, fit: ElasticFit, comm: Communicator
     # ranks may have buffers of their own, such as statistics of BatchNorm
     broadcast_tensors([*params, *(buffers if receives else [buffer.clone() for buffer in buffers])], comm)
     for optimizer in strategy.optimizers:
-        broadcast_optimizer_state(optimizer, comm)
+        if strategy.algorithm.sharded:
+            whole = strategy.algorithm.optimizer_state_dict(optimizer, is_rank_zero=comm.rank == 0)
+            whole = comm.broadcast_object(whole)
+            if receives:
+                strategy.algorithm.load_optimizer_state_dict(optimizer, whole)
+        else:
+            broadcast_optimizer_state(optimizer, comm)
     if receives:
         _restore(trainer, strategy, fit, state)
 
 
 def _state(trainer: pl.Trainer, strategy: ElasticStrategy, fit: ElasticFit) -> dict[str, Any]:
-    checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)  # on all ranks: it calls hooks
+    with strategy.without_optimizer_states():
+        checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)  # on all ranks: it calls hooks
     tensors = {name for name, _ in (*strategy.fit_model.named_parameters(), *strategy.fit_model.named_buffers())}
     del checkpoint["optimizer_states"]
     checkpoint["state_dict"] = {name: value for name, value in checkpoint["state_dict"].items() if name not in tensors}

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_ring.integrations.lightning.checkpoints import count_trained_batches
@@ -26,3 +27,14 @@ def save_last_checkpoint(strategy: ElasticStrategy, number: int) -> Path:
     strategy.checkpoint_io.save_checkpoint(checkpoint, own)
     os.replace(own, path)
     return path
+
+
+def where_to_go_on(trainer: pl.Trainer) -> str:
+    """A sentence for a job that has lost its state: the newest checkpoint that the fit has saved, if any."""
+    callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+    saved = [path for one in callbacks for path in (one.last_model_path, *one.best_k_models) if path]
+    there = [path for path in saved if os.path.exists(path)]
+    if not there:
+        return "The fit has saved no checkpoint: start the job again."
+    newest = max(there, key=os.path.getmtime)
+    return f"Start the job again from its newest checkpoint: trainer.fit(..., ckpt_path={newest!r})."

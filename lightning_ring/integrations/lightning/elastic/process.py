@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import atexit
-import os
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import timedelta
 
 import torch
@@ -24,13 +23,14 @@ class Connecting:
     device: torch.device
     timeout: timedelta
     stall_warning: timedelta
+    topology: str
 
 
 class ElasticProcess:
     """Opened once, by the first fit. An uncaught exception in this process ends the job from then on.
 
     Attributes:
-        is_newcomer: Whether the job had begun when this process was started.
+        is_newcomer: Whether the training had begun when this process connected.
         fitting: Whether a fit is under way, so that the end of this process is no end of its training.
         was_stopped: Whether all ranks left a fit together, as a signal asked them to.
         num_fits: Fits that this process has begun.
@@ -40,13 +40,13 @@ class ElasticProcess:
         self.member = Member()
         self.member.open()
         end_job_on_error(self.member)
-        self.is_newcomer = self.member.number >= int(os.environ.get("RING_WORLD_SIZE", self.member.number + 1))
+        self.is_newcomer = bool(self.member.begun)
         self.fitting = False
         self.was_stopped = False
         self.num_fits = 0
         self.connecting = connecting
-        device, timeout = connecting.device, connecting.timeout
-        self.generations = Generations(self.member, connecting.backend, device, timeout, connecting.stall_warning)
+        ways = (getattr(connecting, part.name) for part in fields(connecting))
+        self.generations = Generations(self.member, *ways)
         self.recovery = Recovery(self.member, self.generations, training)
         atexit.register(self._say_at_exit)
 
@@ -73,7 +73,7 @@ def elastic_process(connecting: Connecting, training: Training) -> ElasticProces
         raise ConfigurationError(
             f"The ranks of this process are connected with {_process.connecting}, and the strategy of another fit asks "
             f"for {connecting}. An elastic job connects once: give all strategies of the script the same backend, "
-            "device, timeout and stall_warning."
+            "device, timeout, stall_warning and topology."
         )
     _process.recovery.training = training
     return _process

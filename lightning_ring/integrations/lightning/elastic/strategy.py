@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
@@ -16,8 +17,10 @@ from torch.optim import Optimizer
 
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.recording import RecordedCommunicator
+from lightning_ring.errors import StateLostError
 from lightning_ring.integrations.lightning.elastic.checks import check_fit
 from lightning_ring.integrations.lightning.elastic.fit import ElasticFit
+from lightning_ring.integrations.lightning.elastic.last_checkpoint import where_to_go_on
 from lightning_ring.integrations.lightning.elastic.metric_sync import gathering_through
 from lightning_ring.integrations.lightning.elastic.position import TrainingPosition
 from lightning_ring.integrations.lightning.elastic.rank_zero_files import names_of, take_names
@@ -26,6 +29,7 @@ from lightning_ring.integrations.lightning.elastic.step_undo import remember_cal
 from lightning_ring.integrations.lightning.stop_requests import leave_sigterm_to_the_buckets
 from lightning_ring.integrations.lightning.strategy import RingStrategy, _inform, _warn
 from lightning_ring.job.launchers.elastic import started_by_steward
+from lightning_ring.job.members import nodes_of
 from lightning_ring.membership.member import JobEnded
 from lightning_ring.monitor.terminal import widen_terminal
 
@@ -49,6 +53,7 @@ class ElasticStrategy(RingStrategy):
         super().__init__(**(arguments | {"elastic": True, "monitor": False}))
         self._fit: ElasticFit | None = None
         self._in_fit = ExitStack()  # what the fit has changed in Trainer and module
+        self._leaves_states_out = False
         self._blocked: ExitStack | None = None  # in a backward whose gradients are accumulated
 
     def _configure_launcher(self) -> None:
@@ -88,6 +93,7 @@ class ElasticStrategy(RingStrategy):
 
     def attach_anew(self, comm: Communicator) -> None:
         """Average gradients over ``comm`` from now on. Collective."""
+        self._move(comm)
         self.algorithm.detach(wait=False)
         self.drop_gradients()
         self._recorded = RecordedCommunicator(comm, self.listeners)
@@ -111,10 +117,29 @@ class ElasticStrategy(RingStrategy):
             return
         trainer = self.fit_trainer
         self.algorithm = self.options.new_algorithm()
+        self._move(comm)
         self._after_swap.follow(trainer)
         leave_sigterm_to_the_buckets(trainer)
         self._attach(trainer, comm)
         self._catch_stop_signals()
+
+    def _move(self, comm: Communicator) -> None:
+        assert self._fit is not None
+        try:
+            self.algorithm.move(comm, has_state=self._fit.recovery.step is not None)
+        except StateLostError as error:
+            raise StateLostError(f"{error} {where_to_go_on(self.fit_trainer)}") from None
+        self._place_mirrors()
+
+    def _place_mirrors(self) -> None:
+        """On another host, where there are several."""
+        assert self._job is not None
+        nodes = nodes_of(self._job.members)
+        self.algorithm.mirror_order = [rank for ranks in zip_longest(*nodes) for rank in ranks if rank is not None]
+
+    def _attach(self, trainer: pl.Trainer, comm: Communicator) -> None:
+        self._place_mirrors()
+        super()._attach(trainer, comm)
 
     def drop_gradients(self) -> None:
         """Those of a step that is done again; and their memory is used again."""
@@ -143,6 +168,18 @@ class ElasticStrategy(RingStrategy):
     @buffers_state.setter
     def buffers_state(self, state: tuple[int, set[str]]) -> None:
         self._buffers.state = state
+
+    @contextmanager
+    def without_optimizer_states(self) -> Iterator[None]:
+        """Around a checkpoint that is made while only some ranks are in it: gathering shards takes all of them."""
+        self._leaves_states_out = True
+        try:
+            yield
+        finally:
+            self._leaves_states_out = False
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return {} if self._leaves_states_out else super().optimizer_state(optimizer)
 
     # -- training
 
@@ -173,6 +210,12 @@ class ElasticStrategy(RingStrategy):
                 after_closure(*args)
                 fit.averages_are_complete()
 
+        if self.algorithm.sharded:  # ranks gather optimizer state before the strategy saves
+            save = trainer.save_checkpoint
+            self._in_fit.callback(vars(trainer).pop, "save_checkpoint", None)
+            trainer.save_checkpoint = (  # type: ignore[method-assign]
+                lambda *args, **kwargs: self._call(lambda: save(*args, **kwargs))
+            )
         loop.advance = advance_with_all_ranks  # type: ignore[method-assign]
         loop.val_loop.run = lambda: self._validate(validate)  # type: ignore[method-assign]
         plugin._after_closure = agree_after_closure  # type: ignore[method-assign, assignment]

@@ -1,13 +1,16 @@
 """A fit whose ranks may die: ``fitting_rank.py FOLDER BACKEND [DEATH ...]``.
 
 A DEATH is NUMBER:STEP:PLACE, with STEP the number of finished optimizer steps. PLACE is ``forward``, ``backward``,
-``step``, ``batch_end``, ``validation``, ``save`` or ``epoch_end``; ``forward2`` and ``backward2`` are those of the
-second batch of a step. Each process appends epoch, step, samples and the number of earlier attempts at this step, of
-each batch that it reads, to ``FOLDER/NUMBER.log``; step and digest of weights and optimizer state after each batch to
+``step``, ``batch_end``, ``validation``, ``save``, ``epoch_end``; ``forward2`` and ``backward2`` are those of the second
+batch of a step; ``start`` is before the process connects, and the others then wait for its replacement.
+
+Each process appends epoch, step, samples and the number of earlier attempts at this step, of each batch that it reads,
+to ``FOLDER/NUMBER.log``; step and digest of weights and optimizer state after each batch to
 ``FOLDER/NUMBER.steps``; and writes its end to ``FOLDER/NUMBER.json``.
 
-Environment: FIT_TRAINER and FIT_STRATEGY are JSON of arguments. FIT_DROPOUT. FIT_RESUME: a checkpoint. FIT_WAIT:
-in the step of that number all wait until a newcomer is ready to join.
+Environment: FIT_NODES: so many nodes, which processes take by turns. FIT_TRAINER and FIT_STRATEGY are JSON of
+arguments. FIT_DROPOUT. FIT_RESUME: a checkpoint. FIT_WAIT: in the step of that number all wait until a newcomer is
+ready to join, which is process FIT_NEWCOMER.
 """
 
 from __future__ import annotations
@@ -40,6 +43,7 @@ SAMPLES, BATCH, EPOCHS = 144, 4, 2
 WAIT, READY = int(os.environ.get("FIT_WAIT", "-1")), FOLDER / "newcomer"
 
 
+SHARDED = json.loads(os.environ.get("FIT_STRATEGY", "{}")).get("shard_optimizer", False)
 ATTEMPTS: Counter[int] = Counter()  # by step, how often it was done again
 
 
@@ -58,6 +62,16 @@ def die(step: int, place: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def begin() -> None:
+    """With the replacements of those that die before they connect, so that the first view has them."""
+    (FOLDER / f"started{NUMBER}").touch()
+    die(0, "start")
+    replaced = sum(death.endswith(":start") for death in DEATHS)
+    last, until = int(os.environ["RING_WORLD_SIZE"]) + replaced - 1, time.monotonic() + 100
+    while not (FOLDER / f"started{last}").exists() and time.monotonic() < until:
+        time.sleep(0.02)
+
+
 class Module(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +87,7 @@ class Module(pl.LightningModule):
         die(self.global_step, place + (str(number) if number > 1 else ""))
 
     def on_train_epoch_start(self) -> None:
-        if int(os.environ["RING_WORLD_SIZE"]) <= NUMBER:
+        if int(os.environ.get("FIT_NEWCOMER", "-1")) == NUMBER:
             READY.touch()
 
     def wait_for_newcomer(self) -> None:
@@ -127,12 +141,15 @@ def digest(module: Module, optimizer: torch.optim.Optimizer) -> str:
     found = hashlib.blake2b(digest_size=8)
     for param in module.parameters():
         found.update(param.detach().numpy().tobytes())
-        for value in optimizer.state[param].values():
+        for value in optimizer.state[param].values() if not SHARDED else ():
             found.update(value.numpy().tobytes())
     return found.hexdigest()
 
 
 def main() -> None:
+    begin()
+    if nodes := int(os.environ.get("FIT_NODES", "0")):
+        os.environ["RING_NODE_RANK"] = str(NUMBER % nodes)
     torch.set_num_threads(1)
     torch.manual_seed(1)
     x = torch.randn(SAMPLES, 8, generator=torch.Generator().manual_seed(0))

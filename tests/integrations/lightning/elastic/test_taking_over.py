@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import csv
+import random
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
@@ -66,10 +68,12 @@ def test_callbacks_that_save_or_stop_are_put_back() -> None:
 
 def test_a_forward_that_is_taken_back_leaves_buffers_and_generators_as_they_were() -> None:
     module = nn.Sequential(nn.BatchNorm1d(3), nn.Dropout(0.5))
+    numpy.random.randn()  # half of what was drawn waits for the next call
     restore, batch = remember(module), torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
     before = {name: value.clone() for name, value in module.state_dict().items()}
-    first = module(batch)
+    first, drawn = module(batch), (random.random(), numpy.random.randn())
     restore()
+    assert (random.random(), numpy.random.randn()) == drawn
     for name, value in module.state_dict().items():
         assert torch.equal(value, before[name])
     assert torch.equal(module(batch), first)
