@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import threading
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +33,92 @@ def check_names_may_come_in_another_order_on_each_rank() -> None:
         handles = {name: hvd.allreduce_async(torch.full((3,), float(names.index(name))), name=name) for name in order}
         for name in names:
             assert hvd.synchronize(handles[name]).tolist() == [float(names.index(name))] * 3
+
+
+def check_a_steady_step_is_told_by_one_short_message() -> None:
+    hvd.init()
+    comm = hvd.global_process_set.negotiation.comm
+    calls: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        for method in ("all_reduce_", "all_gather_object"):
+            real = getattr(comm, method)
+            patch.setattr(comm, method, lambda *a, _m=method, _r=real, **k: (calls.append(_m), _r(*a, **k))[1])
+        for step in range(4):
+            hvd.barrier()
+            calls.clear()
+            handles = [hvd.allreduce_async_(torch.full((3,), 1.0), name=f"steady {i}", op=hvd.Sum) for i in range(20)]
+            assert all(hvd.synchronize(handle).tolist() == [SIZE] * 3 for handle in handles)
+            assert ("all_gather_object" in calls) == (step == 0)
+        assert calls.count("all_reduce_") <= 6  # 2, if the thread did not begin a cycle in the middle of the step
+
+
+def check_tensors_that_change_from_step_to_step() -> None:
+    hvd.init()
+    for step in range(6):
+        numel = 1 + step // 2
+        rows = 1 + (step + RANK) % 3  # other sizes on each rank, at each step
+        gathered = hvd.allgather_async(torch.full((rows, 2), float(RANK)), name="rows")
+        whole = hvd.allreduce_async(torch.ones(numel, dtype=torch.float64), name="numel", op=hvd.Sum)
+        group = hvd.grouped_allreduce_async([torch.ones(2), torch.ones(numel)], name="group", op=hvd.Max)
+        assert hvd.synchronize(gathered).shape[0] == sum(1 + (step + rank) % 3 for rank in range(SIZE))
+        assert hvd.synchronize(whole).tolist() == [SIZE] * numel
+        assert [part.tolist() for part in hvd.synchronize(group)] == [[1.0] * 2, [1.0] * numel]
+    for _ in range(2):
+        with pytest.raises(hvd.HorovodInternalError, match="submitted it with different groups"):
+            hvd.grouped_allreduce([torch.ones(1)] * (2 + RANK), name="group of other sizes")
+        assert hvd.grouped_allreduce([torch.ones(1)] * 3, name="group", op=hvd.Sum)[2].item() == SIZE
+
+
+def check_tensors_of_all_kinds() -> None:
+    hvd.init()
+    for _ in range(3):  # told by name, then by number
+        leaf = torch.full((2, 3), 1.0, requires_grad=True)
+        transposed, nothing = torch.arange(6.0).view(2, 3).t(), torch.empty(0, 4)
+        large = torch.ones(400_000)
+        with torch.inference_mode():
+            inferred = torch.ones(2)
+            handles = [hvd.allreduce_async_(inferred, name="inferred", op=hvd.Sum)]
+        named = {"leaf": leaf, "transposed": transposed, "nothing": nothing, "large": large}
+        handles += [hvd.allreduce_async_(tensor, name=name, op=hvd.Sum) for name, tensor in named.items()]
+        with torch.device("meta"):  # a mode of the thread that waits
+            results = [hvd.synchronize(handle) for handle in handles]
+        assert [result is tensor for result, tensor in zip(results, [inferred, *named.values()], strict=True)] == [
+            True
+        ] * 5
+        assert inferred.tolist() == [SIZE] * 2
+        assert leaf.tolist() == [[SIZE] * 3] * 2
+        assert leaf.requires_grad
+        assert torch.equal(transposed, torch.arange(6.0).view(2, 3).t() * SIZE)
+        assert nothing.shape == (0, 4)
+        assert large.eq(SIZE).all()
+        assert not hvd.allreduce(torch.ones(2), name="new memory").is_inference()
+    with pytest.raises(ValueError, match="expanded tensor cannot be written in place"):
+        hvd.allreduce_(torch.ones(1).expand(3))
+
+
+def check_threads_wait_for_collectives_of_their_own() -> None:
+    hvd.init()
+    failed: list[BaseException] = []
+
+    def work(number: int) -> None:
+        try:
+            for _ in range(30):
+                assert hvd.allreduce(torch.ones(5), name=f"thread {number}", op=hvd.Sum).tolist() == [SIZE] * 5
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert not failed
+    assert not any(thread.is_alive() for thread in threads)
+    handle = hvd.allreduce_async(torch.ones(1), name="nobody waits", op=hvd.Sum)
+    until = time.monotonic() + 10
+    while not hvd.poll(handle):
+        assert time.monotonic() < until
+    assert hvd.synchronize(handle).item() == SIZE
 
 
 def check_collectives_of_other_sizes_on_each_rank() -> None:
@@ -79,8 +167,11 @@ def check_what_does_not_fit_is_an_error_on_every_rank() -> None:
         with pytest.raises(ValueError, match=r"allreduce\.twice: a collective of this name was submitted"):
             hvd.allreduce_async(torch.zeros(1), name="twice")
     hvd.synchronize(handle)
-    with pytest.raises(ValueError, match="was not created here, or was synchronized before"):
-        hvd.synchronize(handle)
+    assert hvd.synchronize(handle) is None  # as Horovod
+    with pytest.raises(ValueError, match="was not created here"):
+        hvd.synchronize(10**9)
+    with pytest.raises(ValueError, match="a grouped allreduce got no tensors"):
+        hvd.grouped_allreduce_async([])
     with pytest.raises(NotImplementedError, match="Adasum is not there"):
         hvd.allreduce(torch.zeros(1), op=hvd.Adasum)
 
@@ -95,6 +186,17 @@ def check_join_adds_zeros_until_all_have_joined() -> None:
         assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 1  # a call without a name, on this rank alone
     assert hvd.join() == last
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == SIZE
+    for _ in range(2):  # names that are known, one of them pending where this rank joins
+        hvd.allreduce(torch.ones(2), name="known", op=hvd.Sum)
+        hvd.allgather(torch.ones(1), name="known rows")
+        assert hvd.allreduce(torch.ones(1), name="pending", op=hvd.Sum).item() == SIZE
+        if last == RANK:
+            assert hvd.allreduce(torch.ones(2), name="known", op=hvd.Sum).tolist() == [1, 1]
+            with pytest.raises(hvd.HorovodInternalError, match=r"allgather needs every rank, and rank\(s\) 0"):
+                hvd.allgather(torch.ones(1), name="known rows")
+        handle = hvd.allreduce_async(torch.ones(1), name="pending", op=hvd.Sum) if last != RANK else None
+        hvd.join()
+        assert handle is None or hvd.synchronize(handle).item() == SIZE - 1
 
 
 def check_process_sets_communicate_by_themselves() -> None:
@@ -106,6 +208,9 @@ def check_process_sets_communicate_by_themselves() -> None:
         hvd.allreduce(torch.ones(1), process_set=alone[(RANK + 1) % SIZE])
     with pytest.raises(ValueError, match=r"of ranks \[0\] is there already"):
         hvd.add_process_set([0])
+    if RANK == 0:
+        hvd.allreduce(torch.ones(1), process_set=alone[0])  # a call without a name, which others do not make
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == SIZE
     assert all(hvd.remove_process_set(one) for one in alone)
     assert not hvd.remove_process_set(hvd.global_process_set)
 
@@ -190,6 +295,40 @@ def check_the_timeline_has_rows_of_names(tmp_path: Path) -> None:
         named = [(rows[event["tid"]], event["name"]) for event in events if event["ph"] == "X"]
         assert named == [("allreduce.gradient", "NEGOTIATE_ALLREDUCE"), ("allreduce.gradient", "ALLREDUCE")]
         assert any(event["name"] == "CYCLE_START" for event in events)
+
+
+def check_an_error_of_one_rank_reaches_the_others() -> None:
+    hvd.init()
+    tensors = [torch.ones(2), torch.ones(3)]
+    handles = [hvd.allreduce_async_(tensor, name=f"resized {i}") for i, tensor in enumerate(tensors)]
+    if RANK == 0:
+        tensors[0].resize_(7)  # after it was told
+    for handle in handles:
+        with pytest.raises(hvd.HorovodInternalError):
+            hvd.synchronize(handle)
+    with pytest.raises(hvd.HorovodInternalError):
+        hvd.allreduce(torch.ones(1))
+    hvd.shutdown()
+    hvd.init()
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == SIZE
+
+
+def check_shutdown_ends_what_is_pending() -> None:
+    hvd.init()
+    handle = hvd.allreduce_async(torch.ones(1), name=f"of rank {RANK} alone")
+    hvd.shutdown()
+    with pytest.raises(hvd.HorovodInternalError, match="was shut down on some rank"):
+        hvd.synchronize(handle)
+    hvd.init()
+    handle = hvd.allreduce_async(torch.ones(1), name="pending") if RANK == 0 else None
+    if handle is None:
+        hvd.shutdown()
+    else:
+        with pytest.raises(hvd.HorovodInternalError, match="was shut down on some rank"):
+            hvd.synchronize(handle)
+        hvd.shutdown()
+    hvd.init()
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == SIZE
 
 
 def check_shut_down_and_begin_again() -> None:
