@@ -43,7 +43,7 @@ def named_steps(hvd: Any, turns: Turns, _: argparse.Namespace) -> dict[str, Any]
         for handle in handles:
             hvd.synchronize(handle)
         parts.note(submitted - began, time.perf_counter() - began)
-    return parts.medians()
+    return parts.summary()
 
 
 class Parts:
@@ -70,14 +70,19 @@ class Parts:
         negotiation._run, negotiation._finish = timed_run, counted_finish
 
     def note(self, submitting: float, whole: float) -> None:
-        left = whole - submitting - self._run
-        step = {"whole": whole, "submitting": submitting, "moving bytes": self._run, "negotiating": left}
-        self._steps.append(step | {"cycles": self._num_cycles / 1e6})
+        step = {"submitting, µs": submitting * 1e6}
+        if self._num_cycles:
+            negotiating = whole - submitting - self._run
+            step |= {"negotiating, µs": negotiating * 1e6, "moving bytes, µs": self._run * 1e6}
+            step["cycles"] = self._num_cycles
+        self._steps.append(step)
         self._run, self._num_cycles = 0.0, 0
 
-    def medians(self) -> dict[str, Any]:
+    def summary(self) -> dict[str, Any]:
+        """The least and the median of each part."""
         kept = self._steps[WARM_UP:]
-        return {part: statistics.median(step[part] for step in kept) * 1e6 for part in kept[0]}
+        columns = {part: [step[part] for step in kept] for part in kept[0]}
+        return {part: (min(column), statistics.median(column)) for part, column in columns.items()}
 
 
 def training_steps(hvd: Any, turns: Turns, asked: argparse.Namespace) -> dict[str, Any]:
@@ -151,8 +156,8 @@ def measure(asked: argparse.Namespace) -> None:
     print(f"load average {loads[0]:.1f} to {loads[1]:.1f}")
     for job, times in seconds.items():
         print(f"{job:24} fastest step {min(times) * 1e3:9.3f} ms, median turn {statistics.median(times) * 1e3:9.3f} ms")
-        for part, value in (facts[job][0] or {}).items():
-            print(f"    {part:14} {value:8.1f} {'' if part == 'cycles' else 'µs'}")
+        for part, (least, median) in facts[job][0].items():
+            print(f"    {part:16} least {least:8.1f}, median {median:8.1f}")
     if len(jobs) == 2:
         ratios = [ours / theirs for ours, theirs in zip(*seconds.values(), strict=True)]
         fastest = min(seconds[jobs[0]]) / min(seconds[jobs[1]])

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_ring.horovod.adasum import DTYPES as ADASUM_DTYPES
 from lightning_ring.horovod.cache import UNNAMED
 from lightning_ring.horovod.context import ProcessSet, global_process_set
 from lightning_ring.horovod.errors import HorovodInternalError
@@ -18,7 +19,7 @@ from lightning_ring.horovod.requests import JOIN, Meta, Request
 from lightning_ring.host.accelerator import gpu_module, is_gpu
 
 Average, Sum, Min, Max, Product, Adasum = "Average", "Sum", "Min", "Max", "Product", "Adasum"
-_REDUCTIONS = (Average, Sum, Min, Max, Product)
+_REDUCTIONS = (Average, Sum, Min, Max, Product, Adasum)
 _NO_GROUP = ("", 1)
 _counting = threading.Lock()
 
@@ -78,10 +79,6 @@ def reduction(average: bool | None, op: str | None) -> str:
     if average is not None and op is not None:
         raise ValueError("The op parameter supersedes average; only one of the two may be given.")
     chosen = op if op is not None else Sum if average is False else Average
-    if chosen == Adasum:
-        raise NotImplementedError(
-            "op=Adasum is not there. Use Average, and lightning_ring.optim.LARS or LAMB for large batches."
-        )
     if chosen not in _REDUCTIONS:
         raise ValueError(f"op={chosen!r} is unknown, expected one of {', '.join(_REDUCTIONS)}.")
     return chosen
@@ -152,6 +149,8 @@ def start_reduction(
     in_place: bool = False,
     grouped: bool = False,
 ) -> int:
+    if op == Adasum:
+        check_adasum(tensors, process_set)
     return start(
         kind,
         tensors,
@@ -163,6 +162,18 @@ def start_reduction(
         prescale=float(prescale_factor),
         postscale=float(postscale_factor),
     )
+
+
+def check_adasum(tensors: Sequence[Tensor], process_set: ProcessSet) -> None:
+    """Raise an error, the same on every rank, where ``op=Adasum`` cannot work."""
+    if (num_ranks := process_set.size()) & (num_ranks - 1):
+        raise NotImplementedError(
+            f"op=Adasum combines ranks in pairs and needs a power of two of them; there are {num_ranks}. Use "
+            "op=Average, or a process set of 2, 4, 8, ... ranks."
+        )
+    for tensor in tensors:
+        if tensor.dtype not in ADASUM_DTYPES:
+            raise ValueError(f"op=Adasum got a tensor of {tensor.dtype}, expected floating point. Use op=Sum.")
 
 
 def start_broadcast(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_ring.comm.communicator import Communicator, ReduceOp
+from lightning_ring.horovod.adasum import adasum_
 from lightning_ring.horovod.requests import Meta, Metas, Request, scaled
 from lightning_ring.host.accelerator import gpu_module, is_gpu
 
@@ -96,7 +97,8 @@ class FusedAllreduce:
         self._names = [one.name for one in batch]
         self._comm = comm
         self._flat = memory.view(self._meta.dtype)
-        parts = self._flat.split([math.prod(one.meta.shape) for one in batch])
+        self._numels = [math.prod(one.meta.shape) for one in batch]
+        parts = self._flat.split(self._numels)
         self._parts = [part.view(one.meta.shape) for part, one in zip(parts, batch, strict=True)]
 
     def run(self, requests: Requests) -> None:
@@ -108,7 +110,7 @@ class FusedAllreduce:
             parts = [part for part, request in zip(parts, own, strict=True) if request is not None]
         tensors = [_given(request) for request in found]
         _copy(parts, tensors)
-        _reduce(self._flat, self._meta, self._comm)
+        _reduce(self._flat, self._meta, self._comm, self._numels)
         _deliver(found, parts)
 
 
@@ -126,10 +128,13 @@ def _allreduce(one: Agreed, comm: Communicator, requests: Requests) -> None:
     _hand_over(request, result)
 
 
-def _reduce(flat: Tensor, meta: Meta, comm: Communicator) -> None:
+def _reduce(flat: Tensor, meta: Meta, comm: Communicator, numels: Sequence[int] = ()) -> None:
+    """Reduce 1-D ``flat`` in place. Tensors of ``numels`` follow each other in it; by default there is one."""
     if meta.prescale != 1.0:
         flat.copy_(scaled(flat, meta.prescale))
-    if flat.numel() and comm.world_size > 1:
+    if meta.op == "Adasum":
+        adasum_(flat, numels or [flat.numel()], comm)
+    elif flat.numel() and comm.world_size > 1:
         comm.all_reduce_(flat, op=_OPS[meta.op], name="allreduce").wait()
     if meta.postscale != 1.0:
         flat.copy_(scaled(flat, meta.postscale))

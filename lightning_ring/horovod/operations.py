@@ -163,6 +163,8 @@ def sparse_allreduce_async(
     tensor: Tensor, name: str, op: str = Average, process_set: ProcessSet = _ALL
 ) -> Callable[[], Tensor]:
     """All-reduce a sparse tensor: every rank gets all entries. Returns a function that waits for the result."""
+    if reduction(None, op) not in (Average, Sum):
+        raise NotImplementedError(f"sparse_allreduce_async got op={op}, expected Average or Sum.")
     whole = tensor.coalesce()
     entries, places = whole.values(), whole.indices().t().contiguous()
     handles = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import threading
 import time
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from mpi4py import MPI
@@ -172,8 +174,8 @@ def check_what_does_not_fit_is_an_error_on_every_rank() -> None:
         hvd.synchronize(10**9)
     with pytest.raises(ValueError, match="a grouped allreduce got no tensors"):
         hvd.grouped_allreduce_async([])
-    with pytest.raises(NotImplementedError, match="Adasum is not there"):
-        hvd.allreduce(torch.zeros(1), op=hvd.Adasum)
+    with pytest.raises(ValueError, match=r"op=Adasum got a tensor of torch.int32, expected floating point"):
+        hvd.allreduce(torch.zeros(1, dtype=torch.int32), op=hvd.Adasum)
 
 
 def check_join_adds_zeros_until_all_have_joined() -> None:
@@ -213,6 +215,119 @@ def check_process_sets_communicate_by_themselves() -> None:
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == SIZE
     assert all(hvd.remove_process_set(one) for one in alone)
     assert not hvd.remove_process_set(hvd.global_process_set)
+
+
+def check_batch_norm_sees_the_samples_of_all_ranks() -> None:
+    hvd.init()
+    rows = [2 + rank for rank in range(SIZE)]
+    rows[-1] = 0 if SIZE > 2 else 1
+    torch.manual_seed(0)
+    for shape, options in (((3, 5), {"momentum": None}), ((4,), {"affine": False}), ((3, 2, 2), {}), ((3, 1), {})):
+        ours = hvd.SyncBatchNorm(shape[0], **options).double()
+        whole = torch.nn.BatchNorm1d(shape[0], **options) if len(shape) < 3 else torch.nn.BatchNorm2d(shape[0])
+        whole.double()
+        if ours.affine:
+            with torch.no_grad():
+                for module in (ours, whole):
+                    module.weight.copy_(torch.arange(1.0, shape[0] + 1))
+        for _ in range(2):
+            everyones = torch.randn(sum(rows), *shape, dtype=torch.float64).add_(100).requires_grad_()
+            factors = torch.randn(sum(rows), *shape, dtype=torch.float64)
+            mine = everyones.detach().split(rows)[RANK].clone().requires_grad_()
+            output = ours(mine)
+            expected = whole(everyones)
+            torch.testing.assert_close(output, expected.split(rows)[RANK], atol=1e-10, rtol=1e-10)
+            (output * factors.split(rows)[RANK]).sum().backward()
+            (expected * factors).sum().backward()
+            assert everyones.grad is not None
+            torch.testing.assert_close(mine.grad, everyones.grad.split(rows)[RANK], atol=1e-10, rtol=1e-10)
+        for name, buffer in whole.named_buffers():
+            torch.testing.assert_close(ours.get_buffer(name), buffer, atol=1e-10, rtol=1e-10)
+        for name, param in whole.named_parameters():
+            total = hvd.allreduce(ours.get_parameter(name).grad, op=hvd.Sum)
+            torch.testing.assert_close(total, param.grad, atol=1e-10, rtol=1e-10)
+        inputs = torch.randn(2, *shape, dtype=torch.float64)
+        torch.testing.assert_close(ours.eval()(inputs), whole.eval()(inputs))
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel when training, got 1"):
+        hvd.SyncBatchNorm(2)(torch.zeros(int(RANK == 0), 2))
+    half = hvd.SyncBatchNorm(2)(torch.randn(3, 2).to(torch.bfloat16))
+    assert half.dtype == torch.bfloat16
+
+
+def adasum(vectors: list[Any]) -> Any:
+    """Of the ranks' vectors, in NumPy: lower ranks with upper ones, in pairs, then pairs of pairs."""
+    if len(vectors) == 1:
+        return vectors[0]
+    pairs = []
+    for a, b in zip(vectors[::2], vectors[1::2], strict=True):
+        dot = float(np.dot(a, b))
+        own = 1 - dot / (2 * np.dot(a, a)) if np.any(a) else 1.0
+        other = 1 - dot / (2 * np.dot(b, b)) if np.any(b) else 1.0
+        pairs.append(own * a + other * b)
+    return adasum(pairs)
+
+
+def check_adasum_equals_its_definition() -> None:
+    hvd.init()
+    random = np.random.default_rng(0)
+    for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5), (torch.float16, 1e-2)):
+        for numel in (1, 2, 7, 300_000):
+            vectors = list(random.standard_normal((SIZE, numel)))
+            vectors[1] = vectors[0] * 2 + vectors[1] / 10  # almost parallel
+            if numel == 2:
+                vectors[0] *= 0
+            mine = torch.tensor(vectors[RANK]).to(dtype)
+            for _ in range(2):
+                found = hvd.allreduce(mine, name=f"adasum {numel} {dtype}", op=hvd.Adasum)
+                np.testing.assert_allclose(found.double(), adasum(vectors), rtol=tolerance, atol=3 * tolerance)
+                assert len({bytes(bits) for bits in MPI.COMM_WORLD.allgather(found.numpy().tobytes())}) == 1
+    shapes = [(3, 2), (0,), (), (5,), (1,), (4, 4)]
+    group = [[random.standard_normal(shape) for _ in range(SIZE)] for shape in shapes]
+    found = hvd.grouped_allreduce([torch.tensor(ranks[RANK]) for ranks in group], op=hvd.Adasum, prescale_factor=2.0)
+    for one, ranks in zip(found, group, strict=True):  # each tensor by itself
+        np.testing.assert_allclose(one.flatten(), adasum([2 * vector.flatten() for vector in ranks]), rtol=1e-12)
+    equal = torch.arange(4.0)
+    assert torch.equal(hvd.allreduce(equal, op=hvd.Adasum), equal)
+    orthogonal = torch.zeros(SIZE).index_fill_(0, torch.tensor([RANK]), 1.0)
+    assert torch.equal(hvd.allreduce_(orthogonal, op=hvd.Adasum), torch.ones(SIZE))
+    if SIZE > 2:
+        three = hvd.add_process_set([0, 1, 2])
+        with pytest.raises(NotImplementedError, match="needs a power of two of them; there are 3"):
+            hvd.allreduce(torch.ones(1), op=hvd.Adasum, process_set=three)
+        hvd.remove_process_set(three)
+
+
+def check_the_optimizer_combines_steps_by_adasum() -> None:
+    hvd.init()
+    model = network().double()
+    references = [copy.deepcopy(model) for _ in range(SIZE)]
+    make = functools.partial(torch.optim.Adam, lr=0.1)
+    optimizer = hvd.DistributedOptimizer(
+        make(model.parameters()), model.named_parameters(), backward_passes_per_step=2, op=hvd.Adasum
+    )
+    others = [make(reference.parameters()) for reference in references]
+    everyones: list[Any] = MPI.COMM_WORLD.allgather([batch.double() for batch in batches(6)])
+    for step in range(3):
+        starts = [param.detach().clone() for param in model.parameters()]
+        for net, one, loader in zip(
+            [model, *references], [optimizer, *others], [everyones[RANK], *everyones], strict=True
+        ):
+            one.zero_grad()
+            for inputs in loader[2 * step : 2 * step + 2]:
+                loss_of(net(inputs)).backward()
+            one.step()
+        for index, (start, param) in enumerate(zip(starts, model.parameters(), strict=True)):
+            ranks = [list(reference.parameters())[index] for reference in references]
+            deltas = [(param.detach() - start).flatten().numpy() for param in ranks]
+            after = start.flatten().numpy() + adasum(deltas)
+            np.testing.assert_allclose(
+                list(model.parameters())[index].detach().flatten(), after, rtol=1e-10, atol=1e-12
+            )
+            for param in ranks:
+                param.data.copy_(torch.tensor(after).view_as(param))
+    with pytest.raises(AssertionError, match="Skipping synchronization is not supported"), optimizer.skip_synchronize():
+        pass
+    optimizer.synchronize()
 
 
 def check_the_optimizer_equals_ddp() -> None:

@@ -26,6 +26,21 @@ def test_on_two_ranks(battery: Any, check: str) -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize(
+    "check",
+    [
+        "check_names_may_come_in_another_order_on_each_rank",
+        "check_join_adds_zeros_until_all_have_joined",
+        "check_batch_norm_sees_the_samples_of_all_ranks",
+        "check_adasum_equals_its_definition",
+        "check_the_optimizer_combines_steps_by_adasum",
+    ],
+)
+def test_on_four_ranks(battery: Any, check: str) -> None:
+    battery(MODULE, 4, check)
+
+
+@pytest.mark.ranks
 def test_the_script_of_the_guide_runs_with_one_changed_import(tmp_path: Path) -> None:
     before = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)[0]
     assert before.count("import horovod.torch as hvd") == 1
@@ -87,7 +102,7 @@ def test_a_single_process_is_a_job_of_one_rank() -> None:
         ({"named_parameters": []}, r"not named \(2 of them\)"),
         ({"backward_passes_per_step": 0}, "backward_passes_per_step must be > 0"),
         ({"gradient_predivide_factor": 2.0, "op": hvd.Sum}, "not supported with op != Average"),
-        ({"op": hvd.Max}, "got op=Max, expected Average or Sum"),
+        ({"op": hvd.Max}, "got op=Max, expected Average, Sum or Adasum"),
     ],
 )
 def test_bad_arguments_of_the_optimizer(arguments: dict[str, Any], expected: str) -> None:
