@@ -168,10 +168,16 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     """Make a process set usable. All ranks call it, those outside of the set too.
 
     Raises:
-        ValueError: A rank that is not there, or a set of the same ranks is there already.
+        ValueError: Ranks ask for different sets, or for a rank that is not there, or a set of the same ranks is there
+            already.
     """
     found = context()
     added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    assert global_process_set.gradients is not None
+    asked: list[list[int]] = global_process_set.gradients.all_gather_object(added.ranks)
+    if any(ranks != asked[0] for ranks in asked):
+        told = ", ".join(f"rank {rank} {ranks}" for rank, ranks in enumerate(asked))
+        raise ValueError(f"the ranks asked for different process sets: {told}. All ranks add the same, in one order.")
     if not added.ranks or added.ranks[0] < 0 or added.ranks[-1] >= found.info.world_size:
         raise ValueError(
             f"a process set of ranks {added.ranks} was asked for; there are {found.info.world_size} ranks."

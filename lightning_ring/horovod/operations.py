@@ -325,7 +325,7 @@ def _start_reducescatter(
     if any(tensor.dim() == 0 for tensor in tensors):
         raise ValueError("reducescatter got a tensor without dimensions; rows of the first dimension are scattered.")
     if reduction(None, op) not in (Average, Sum):
-        raise ValueError(f"reducescatter got op={op}, expected Average or Sum.")
+        raise NotImplementedError(f"reducescatter got op={op}, expected Average or Sum.")
     return start_reduction("reducescatter", tensors, name, op, pre, post, own, grouped=grouped)
 
 

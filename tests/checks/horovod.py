@@ -134,6 +134,8 @@ def check_collectives_of_other_sizes_on_each_rank() -> None:
     scattered = hvd.reducescatter(torch.arange(2 * SIZE + 1).float(), op=hvd.Sum)
     assert scattered.tolist() == [x * SIZE for x in torch.arange(2 * SIZE + 1).tensor_split(SIZE)[RANK].tolist()]
     assert hvd.broadcast_object({"from": RANK}, root_rank=SIZE - 1) == {"from": SIZE - 1}
+    assert hvd.broadcast_object([RANK] if RANK == 0 else None) == [0]
+    assert hvd.allgather_object("" if RANK else None) == [None, *[""] * (SIZE - 1)]
     assert hvd.allgather_object("x" * RANK) == ["x" * rank for rank in range(SIZE)]
     in_place = torch.tensor([RANK + 1])
     hvd.allreduce_(in_place, op=hvd.Max)
@@ -210,6 +212,8 @@ def check_process_sets_communicate_by_themselves() -> None:
         hvd.allreduce(torch.ones(1), process_set=alone[(RANK + 1) % SIZE])
     with pytest.raises(ValueError, match=r"of ranks \[0\] is there already"):
         hvd.add_process_set([0])
+    with pytest.raises(ValueError, match=r"asked for different process sets: rank 0 \[0, 1\], rank 1 \[1\]"):
+        hvd.add_process_set([[0, 1], [1]][min(RANK, 1)])
     if RANK == 0:
         hvd.allreduce(torch.ones(1), process_set=alone[0])  # a call without a name, which others do not make
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == SIZE

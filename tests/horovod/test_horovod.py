@@ -60,12 +60,20 @@ def test_a_rank_that_dies_ends_the_job_and_is_named(tmp_path: Path) -> None:
         "for step in range(4):\n"
         "    if step == 2 and hvd.rank() == 1:\n"
         "        os.kill(os.getpid(), signal.SIGKILL)\n"
-        "    hvd.allreduce(torch.ones(2))\n"
+        "    handle = hvd.allreduce_async(torch.ones(2), name='gradient')\n"
+        "    while not hvd.poll(handle):\n"
+        "        pass\n"
+        "    try:\n"
+        "        hvd.synchronize(handle)\n"
+        "    except hvd.HorovodInternalError as error:\n"
+        "        print('caught', type(error.__cause__).__name__)\n"
+        "        raise\n"
         "print('the end')\n"
     )
     command = [sys.executable, "-m", "lightning_ring.cli.ringrun", "--no-mpi", "-n", "2", str(tmp_path / "script.py")]
     done = run(command, timeout=90)
     assert done.returncode == 137, done.stdout
+    assert "caught PeerFailedError" in done.stdout
     assert "rank 0 ends: rank 1 (host" in done.stdout
     assert "rank 0 failed" not in done.stdout
     assert "the end" not in done.stdout
