@@ -65,6 +65,7 @@ from lightning_ring.horovod.operations import (
     sparse_allreduce_async,
 )
 from lightning_ring.horovod.optimizer import DistributedOptimizer
+from lightning_ring.horovod.sync_batch_norm import SyncBatchNorm
 
 __all__ = [
     "Adasum",
@@ -77,6 +78,7 @@ __all__ = [
     "ProcessSet",
     "Product",
     "Sum",
+    "SyncBatchNorm",
     "add_process_set",
     "allgather",
     "allgather_async",

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections import defaultdict
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,14 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_ring.horovod.adasum import DTYPES as ADASUM_DTYPES
+from lightning_ring.horovod.cache import UNNAMED
 from lightning_ring.horovod.context import ProcessSet, global_process_set
 from lightning_ring.horovod.errors import HorovodInternalError
-from lightning_ring.horovod.negotiation import JOIN, Negotiation
-from lightning_ring.horovod.requests import Meta, Request
+from lightning_ring.horovod.negotiation import Negotiation
+from lightning_ring.horovod.requests import JOIN, Meta, Request
 from lightning_ring.host.accelerator import gpu_module, is_gpu
 
 Average, Sum, Min, Max, Product, Adasum = "Average", "Sum", "Min", "Max", "Product", "Adasum"
-_REDUCTIONS = (Average, Sum, Min, Max, Product)
+_REDUCTIONS = (Average, Sum, Min, Max, Product, Adasum)
+_NO_GROUP = ("", 1)
+_counting = threading.Lock()
 
 
 @dataclass(slots=True)
@@ -29,30 +32,36 @@ class _Call:
 
 
 _calls: dict[int, _Call] = {}
-_handles = itertools.count()
-_unnamed: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
+_num_handles = 0
 
 
 def poll(handle: int) -> bool:
     """Whether `synchronize` would return at once."""
-    return all(request.done.is_set() for request in _calls[handle].requests)
+    if handle not in _calls:
+        raise ValueError(f"handle {handle!r} was not created here, or was synchronized before.")
+    call = _calls[handle]
+    return call.negotiation.poll(call.requests)
 
 
 def synchronize(handle: int) -> Any:
-    """Wait for a collective, and return its result; a list for a grouped one. The handle is used up.
+    """Wait for a collective, and return its result; a list for a grouped one.
+
+    The handle is used up: a second call returns `None`, as Horovod's does.
 
     Raises:
         HorovodInternalError: The collective failed, on all ranks.
-        ValueError: There is no such handle.
+        ValueError: There never was such a handle.
     """
-    if handle not in _calls:
-        raise ValueError(f"handle {handle!r} was not created here, or was synchronized before.")
-    call = _calls.pop(handle)
-    if not all(request.done.is_set() for request in call.requests):
-        call.negotiation.hurry()
+    call = _calls.get(handle)
+    if call is None:
+        if isinstance(handle, int) and 0 <= handle < _num_handles:
+            return None
+        raise ValueError(f"handle {handle!r} was not created here.")
     for request in call.requests:
-        while not request.done.wait(1.0):
-            pass  # in pieces, so that Ctrl-C gets through
+        if not request.done:
+            call.negotiation.wait(call.requests)
+            break
+    del _calls[handle]
     for request in call.requests:
         if request.error is not None:
             raise HorovodInternalError(request.error) from request.cause
@@ -70,10 +79,6 @@ def reduction(average: bool | None, op: str | None) -> str:
     if average is not None and op is not None:
         raise ValueError("The op parameter supersedes average; only one of the two may be given.")
     chosen = op if op is not None else Sum if average is False else Average
-    if chosen == Adasum:
-        raise NotImplementedError(
-            "op=Adasum is not there. Use Average, and lightning_ring.optim.LARS or LAMB for large batches."
-        )
     if chosen not in _REDUCTIONS:
         raise ValueError(f"op={chosen!r} is unknown, expected one of {', '.join(_REDUCTIONS)}.")
     return chosen
@@ -87,33 +92,47 @@ def start(
     *,
     outputs: Sequence[Tensor] | None = None,
     grouped: bool = False,
-    **meta: Any,
+    op: str = "",
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    root: int = 0,
+    splits: tuple[int, ...] = (),
 ) -> int:
     """Submit one collective, or a group of them that runs together."""
-    base = f"{kind}.{name}" if name is not None else f"{kind}.noname.{next(_unnamed[kind])}"
+    if not tensors:
+        raise ValueError(f"a grouped {kind} got no tensors.")
+    negotiation = process_set.negotiation
+    if name is None:
+        name = f"{UNNAMED}{next(negotiation.unnamed[kind])}"
+    base = f"{kind}.{name}"
+    group = (base, len(tensors)) if grouped else _NO_GROUP
     requests = []
     for index, tensor in enumerate(tensors):
         if tensor.is_sparse:
             raise ValueError(f"{base}: a sparse tensor was given. Use sparse_allreduce_async, or tensor.to_dense().")
-        if is_gpu(tensor.device):
+        if not tensor.is_cpu and is_gpu(tensor.device):
             gpu_module(tensor.device).current_stream(tensor.device).synchronize()  # another thread reads it
-        own = f"{base}.{index + 1}of{len(tensors)}" if grouped else base
-        described = Meta(
-            kind=kind,
-            dtype=str(tensor.dtype).removeprefix("torch."),
-            shape=tuple(tensor.shape),
-            device=tensor.device.type,
-            group=(base, len(tensors)) if grouped else ("", 1),
-            **meta,
-        )
+        if outputs is not None and not tensor.is_contiguous() and _overlaps(tensor):
+            raise ValueError(f"{base}: an expanded tensor cannot be written in place. Use tensor.contiguous().")
+        own = f"{base}[{index}]" if grouped else base
+        device = "cpu" if tensor.is_cpu else tensor.device.type
+        described = Meta(kind, tensor.dtype, tensor.shape, op, prescale, postscale, root, splits, device, group)
         output = outputs[index] if outputs is not None else None
         requests.append(Request(own, described, tensor, output))
-    return _submit(process_set.negotiation, requests, grouped=grouped)
+    return _submit(negotiation, requests, grouped=grouped)
+
+
+def _overlaps(tensor: Tensor) -> bool:
+    """Whether elements share memory, as in an expanded tensor."""
+    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def _submit(negotiation: Negotiation, requests: list[Request], *, grouped: bool = False) -> int:
     negotiation.submit(requests)
-    handle = next(_handles)
+    global _num_handles
+    with _counting:
+        handle = _num_handles
+        _num_handles += 1
     _calls[handle] = _Call(requests, negotiation, grouped)
     return handle
 
@@ -130,6 +149,8 @@ def start_reduction(
     in_place: bool = False,
     grouped: bool = False,
 ) -> int:
+    if op == Adasum:
+        check_adasum(tensors, process_set)
     return start(
         kind,
         tensors,
@@ -141,6 +162,18 @@ def start_reduction(
         prescale=float(prescale_factor),
         postscale=float(postscale_factor),
     )
+
+
+def check_adasum(tensors: Sequence[Tensor], process_set: ProcessSet) -> None:
+    """Raise an error, the same on every rank, where ``op=Adasum`` cannot work."""
+    if (num_ranks := process_set.size()) & (num_ranks - 1):
+        raise NotImplementedError(
+            f"op=Adasum combines ranks in pairs and needs a power of two of them; there are {num_ranks}. Use "
+            "op=Average, or a process set of 2, 4, 8, ... ranks."
+        )
+    for tensor in tensors:
+        if tensor.dtype not in ADASUM_DTYPES:
+            raise ValueError(f"op=Adasum got a tensor of {tensor.dtype}, expected floating point. Use op=Sum.")
 
 
 def start_broadcast(
@@ -178,7 +211,7 @@ def checked_splits(tensor: Tensor, splits: Tensor | Sequence[int] | None, size: 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Return when every rank of the process set is here."""
-    request = Request(f"barrier.{next(_unnamed[f'barrier of {process_set.ranks}'])}", Meta("barrier"))
+    request = Request("barrier", Meta("barrier"))
     synchronize(_submit(process_set.negotiation, [request]))
 
 
@@ -189,5 +222,5 @@ def join(device: int = -1) -> int:
     """
     request = Request(JOIN, Meta(JOIN))
     result: int = synchronize(_submit(global_process_set.negotiation, [request]))
-    _unnamed.clear()  # ranks that joined early have made fewer calls without a name
+    global_process_set.negotiation.unnamed.clear()  # ranks that joined early have made fewer calls without a name
     return result

@@ -18,6 +18,7 @@ from lightning_ring.comm.waiting import WaitPolicy
 from lightning_ring.horovod.negotiation import Negotiation
 from lightning_ring.horovod.timeline import Timeline
 from lightning_ring.host.accelerator import gpu_module
+from lightning_ring.host.malloc import keep_freed_memory, return_freed_memory
 from lightning_ring.job.communicators import open_communicator
 from lightning_ring.job.job import Job, connect
 from lightning_ring.job.ranks import RankInfo, discover_ranks
@@ -64,6 +65,7 @@ class _Context:
         self.sets: dict[int, ProcessSet] = {}
         self.on_gpu: Communicator | None = None  # for buckets, opened by the first optimizer that needs it
         self.num_sets = 0
+        self.keeps_freed_memory = False
 
 
 global_process_set = ProcessSet([])
@@ -115,6 +117,8 @@ def gradient_communicator(process_set: ProcessSet, device: torch.device) -> Comm
     """What carries buckets of ``device``; `None` on a rank outside of the set. Collective the first time on a GPU."""
     found = context()
     if device.type == "cpu" or process_set.gradients is None:
+        if process_set.gradients is not None and process_set.gradients.world_size > 1:
+            found.keeps_freed_memory = found.keeps_freed_memory or keep_freed_memory()  # as under `RingStrategy`
         return process_set.gradients
     if process_set is not global_process_set:
         raise ValueError("DistributedOptimizer got a process_set and parameters on a GPU; that works on CPUs only.")
@@ -146,6 +150,8 @@ def shutdown() -> None:
         _close(process_set)
     if _context.on_gpu is not None:
         _context.on_gpu.close()
+    if _context.keeps_freed_memory:
+        return_freed_memory()
     _context.job.close()
     _context = None
 
@@ -162,10 +168,16 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     """Make a process set usable. All ranks call it, those outside of the set too.
 
     Raises:
-        ValueError: A rank that is not there, or a set of the same ranks is there already.
+        ValueError: Ranks ask for different sets, or for a rank that is not there, or a set of the same ranks is there
+            already.
     """
     found = context()
     added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    assert global_process_set.gradients is not None
+    asked: list[list[int]] = global_process_set.gradients.all_gather_object(added.ranks)
+    if any(ranks != asked[0] for ranks in asked):
+        told = ", ".join(f"rank {rank} {ranks}" for rank, ranks in enumerate(asked))
+        raise ValueError(f"the ranks asked for different process sets: {told}. All ranks add the same, in one order.")
     if not added.ranks or added.ranks[0] < 0 or added.ranks[-1] >= found.info.world_size:
         raise ValueError(
             f"a process set of ranks {added.ranks} was asked for; there are {found.info.world_size} ranks."

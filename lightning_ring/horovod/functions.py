@@ -21,8 +21,8 @@ T = TypeVar("T")
 def broadcast_object(
     obj: T, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> T:
-    """Rank ``root_rank``'s picklable ``obj``, on every rank."""
-    name = name or type(obj).__name__
+    """Rank ``root_rank``'s picklable ``obj``, on every rank. The others may give anything, such as `None`."""
+    name = name or "broadcast_object"
     mine = pickle.dumps(obj) if rank() == root_rank else b""
     size = broadcast_(torch.tensor([len(mine)]), root_rank, f"{name}.size", process_set)
     data = torch.frombuffer(bytearray(mine), dtype=torch.uint8) if mine else torch.empty(int(size), dtype=torch.uint8)
@@ -32,8 +32,8 @@ def broadcast_object(
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
-    """Every rank's picklable ``obj``, by rank of the process set."""
-    name = name or type(obj).__name__
+    """Every rank's picklable ``obj``, of any types, by rank of the process set."""
+    name = name or "allgather_object"
     buffer = io.BytesIO()
     pickle.dump(obj, buffer)
     mine = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
@@ -56,7 +56,7 @@ def broadcast_parameters(
         start_broadcast(
             value.data if isinstance(value, torch.nn.Parameter) else value, root_rank, name, process_set, in_place=True
         )
-        for name, value in sorted(named)
+        for name, value in sorted(named, key=lambda pair: pair[0])
         if isinstance(value, Tensor)
     ]
     for handle in handles:

@@ -1,8 +1,12 @@
-"""Ranks may submit named collectives in different orders: a thread in each rank agrees with the others on one order.
+"""Ranks may submit named collectives in different orders: here they agree on one order, and run them in it.
 
-A *cycle* is one exchange of what each rank has submitted since the last one. A rank takes part while it has a request
-that is not done; a rank without one holds the others up only where they wait for it anyway. What was exchanged once has
-a number, so that a steady step exchanges a few integers.
+A *cycle* tells the others what this rank has submitted and not run yet. A mask has one byte for each collective that
+all ranks have run before (`Cache`), and the minimum over the ranks leaves those that all have submitted: a steady step
+costs this one short message. Only names that are new to some rank travel as objects, in a second message.
+
+A rank takes part in cycles while it has a request that is not done; a rank without one holds the others up only where
+they wait for it anyway. A thread that waits for a result runs the cycles itself, so that a short collective costs no
+change of threads; while nobody waits a thread of this module does.
 """
 
 from __future__ import annotations
@@ -10,189 +14,330 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from typing import Any
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from itertools import count
 
-from lightning_ring.comm.communicator import Communicator
+import torch
+
+from lightning_ring.comm.alarm import Alarm
+from lightning_ring.comm.communicator import Communicator, CompletedWork, ReduceOp, Work
+from lightning_ring.comm.waiting import CHECK_SECONDS, SLEEP_SHARE
+from lightning_ring.errors import RingError
 from lightning_ring.horovod.errors import HorovodInternalError
-from lightning_ring.horovod.execution import Agreed, run
-from lightning_ring.horovod.requests import Meta, Request, problem_of
+from lightning_ring.horovod.execution import Agreed, Planner, Step
+from lightning_ring.horovod.pending import ALL_LEAVE, HEAD, NO_NEWS, STAYS, Pending
+from lightning_ring.horovod.requests import JOIN, Meta, Request, problem_of
 from lightning_ring.horovod.timeline import Timeline
 
-CYCLE_SECONDS = 0.001
+CYCLE_SECONDS = 0.001  # after a submission, until the thread begins a cycle; and the longest pause between idle cycles
+SHORTEST_PAUSE = 50e-6
 STALL_SECONDS = 60.0
-_MOST_KNOWN = 8192  # calls without a name have another one each time
-JOIN = "join"
 _SHUTDOWN = "the Horovod API was shut down on some rank, or a rank has ended. Pending collectives end with this error."
+_MOST_PLANS = 64
 
 log = logging.getLogger("lightning_ring")
 
 
 class Negotiation:
-    """Of the ranks of one process set, over ``comm``, which belongs to it. Collectives run in its thread."""
+    """Of the ranks of one process set, over ``comm``, which belongs to it. ``ranks`` are their numbers in the job."""
 
     def __init__(self, comm: Communicator, ranks: list[int]) -> None:
         self.comm = comm
-        self.ranks = ranks  # of the job, by rank of the set
-        self._changed = threading.Condition()
-        self._new: list[Request] = []
-        self._open: dict[str, Request] = {}  # this rank's, until they are done
-        self._table: dict[str, dict[int, Meta]] = {}  # submitted by some rank, in the order of arrival
-        self._since: dict[str, float] = {}
-        self._numbers: dict[tuple[str, Meta], int] = {}
-        self._known: list[tuple[str, Meta]] = []
-        self._joined: dict[int, None] = {}  # in the order of joining
+        self.ranks = ranks
+        self.timeline: Timeline | None = None  # set by `start_timeline`
+        self.unnamed: defaultdict[str, count[int]] = defaultdict(count)  # calls without a name so far, by kind
+        self._pending = Pending(comm.rank)
         self._leaving = False
-        self._awaited = False  # the caller waits for what it has submitted
         self._ended: str | None = None
         self._cause: BaseException | None = None
-        self.timeline: Timeline | None = None  # set by `start_timeline`
-        self._thread = threading.Thread(target=self._loop, name="ring-horovod", daemon=True)
+        # -- of the cycles, whose lock is held by the thread that runs one
+        self._moving = threading.Lock()
+        self._sent = bytearray()  # the mask of this cycle
+        self._exchange: Work | None = None
+        self._told: list[Request] = []  # in this cycle
+        self._table: dict[str, dict[int, Meta]] = {}  # told by some rank, in the order of arrival
+        self._since: dict[str, float] = {}
+        self._joined: dict[int, None] = {}  # in the order of joining
+        self._planner = Planner(comm)
+        self._plans: OrderedDict[bytes, list[Step]] = OrderedDict()  # by mask
+        self._pause = SHORTEST_PAUSE
+        self._next_cycle = 0.0
+        # -- of the thread
+        self._waiters: deque[None] = deque()  # appending and popping are atomic, counting is not
+        self._alarm = Alarm(CYCLE_SECONDS)
+        self._alarm_is_set = False
+        self._closed = False
+        self._thread = threading.Thread(target=self._run_behind, name="ring-horovod", daemon=True)
         self._thread.start()
 
-    def submit(self, requests: list[Request]) -> None:
+    # -- for callers
+
+    def submit(self, requests: Sequence[Request]) -> None:
         """Have ``requests`` run once every rank has submitted them.
 
         Raises:
             ValueError: A request of that name is not done yet.
             HorovodInternalError: The job is over.
         """
-        with self._changed:
-            if self._ended is not None or self._leaving:
-                raise HorovodInternalError(self._ended or _SHUTDOWN) from self._cause
-            names = [request.name for request in requests]
-            if twice := [name for index, name in enumerate(names) if name in self._open or name in names[:index]]:
-                raise ValueError(
-                    f"{twice[0]}: a collective of this name was submitted and is not done yet. Give each a name of its "
-                    "own, or synchronize the first one before the second."
-                )
-            self._open.update(zip(names, requests, strict=True))
-            self._new += requests
-            self._changed.notify_all()
+        if self._ended is not None or self._leaving:
+            raise HorovodInternalError(self._ended or _SHUTDOWN) from self._cause
+        self._pending.add(requests)
+        if self._ended is not None:  # meanwhile
+            self._pending.finish_all(self._ended, self._cause)
+        if not self._alarm_is_set:
+            self._wake_thread()
 
-    def hurry(self) -> None:
-        """The caller waits: exchange what was submitted at once."""
-        with self._changed:
-            self._awaited = True
-            self._changed.notify_all()
+    def wait(self, requests: Sequence[Request]) -> None:
+        """Run cycles until all of ``requests`` are done."""
+        self._waiters.append(None)
+        try:
+            for request in requests:
+                while not request.done:
+                    self._move_in_this_thread()
+        finally:
+            self._waiters.pop()
+            if self._pending.requests:
+                self._wake_thread()
+
+    def poll(self, requests: Sequence[Request]) -> bool:
+        """Whether all of ``requests`` are done, after a step towards it that needs no waiting."""
+        if not all(request.done for request in requests) and self._moving.acquire(False):
+            try:
+                self._move(wait=False)
+            finally:
+                self._moving.release()
+        return all(request.done for request in requests)
 
     def close(self) -> None:
         """End on all ranks. Collective: a rank that has more to do gets an error there."""
-        with self._changed:
-            self._leaving = True
-            self._changed.notify_all()
-        self._thread.join()
-        self.comm.close()
+        self._leaving = self._pending.fresh = True
+        self._waiters.append(None)
+        while self._ended is None:
+            self._move_in_this_thread()
+        self._closed = True
+        self._alarm.ring()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+        if self._cause is None:
+            self.comm.close()
+        else:
+            self.comm.abandon()
 
-    # -- in the thread
+    # -- who runs the cycles
 
-    def _loop(self) -> None:
+    def _move_in_this_thread(self) -> None:
+        if self._moving.acquire(timeout=CHECK_SECONDS):
+            try:
+                self._move(wait=True)
+            finally:
+                self._moving.release()
+
+    def _wake_thread(self) -> None:
+        self._alarm_is_set = True
+        self._alarm.set()
+
+    def _run_behind(self) -> None:
+        """Run cycles while nobody waits; one who does runs them, and sets the alarm afterwards."""
+        while not self._closed:
+            self._alarm.wait()
+            self._alarm_is_set = False  # before it looks: what is submitted from now on sets it again
+            idle_since = time.monotonic()
+            while self._pending.requests and not self._waiters and self._ended is None:
+                waited = time.monotonic() - idle_since
+                with self._moving:  # a wait of its own tells of ranks that failed
+                    moved = self._move(wait=waited > CHECK_SECONDS)
+                if moved:
+                    idle_since = time.monotonic()
+                time.sleep(min(max(SHORTEST_PAUSE, waited * SLEEP_SHARE), CYCLE_SECONDS))
+
+    # -- a cycle, under `_moving`
+
+    def _move(self, *, wait: bool) -> bool:
+        """Begin a cycle, end the one that is under way, or both if ``wait``; whether a cycle ended."""
+        if self._ended is not None:
+            return False
         try:
-            while self._cycle():
-                pass
+            # no mode, and no transform, of the code that happens to wait takes part in this
+            with torch._C.DisableTorchFunction(), torch.inference_mode(False), torch.no_grad():
+                if self._exchange is None and not self._begin(wait=wait):
+                    return False
+                assert self._exchange is not None
+                if not wait and not self._exchange.done():
+                    return False
+                self._exchange.wait()
+                self._exchange = None
+                self._finish()
+        except RingError as error:
+            self._end(f"{type(error).__name__}: {error}", error)
         except Exception as error:
             self._end(f"{type(error).__name__}: {error}", error)
-
-    def _cycle(self) -> bool:
-        with self._changed:
-            self._changed.wait_for(lambda: self._new or self._open or self._leaving)
-            if self._new:  # more may follow, and one exchange for all is cheaper
-                self._changed.wait_for(lambda: self._awaited or self._leaving, CYCLE_SECONDS)
-            self._awaited = False
-            new, self._new = self._new, []
-            leaving = self._leaving and not self._open
-        mine = [self._numbers.get((one.name, one.meta), (one.name, one.meta)) for one in new]
-        if (timeline := self.timeline) is not None:
-            timeline.cycle()
-        told: list[tuple[bool, list[Any]]] = self.comm.all_gather_object((leaving, mine))
-        if any(left for left, _ in told):
-            self._end(_SHUTDOWN)
-            return False
-        for rank, (_, entries) in enumerate(told):
-            for entry in entries:
-                self._take(rank, self._known[entry] if isinstance(entry, int) else entry)
-        ready = self._ready()
-        if ready:
-            self._run(ready)
-        elif not any(entries for _, entries in told):
-            self._warn_of_stalls()
-            time.sleep(CYCLE_SECONDS)
+            self._leave_the_others()
+        except BaseException as error:
+            if self._exchange is None:  # in the middle of what other ranks do too
+                self._end("the script was interrupted inside a collective.", error)
+                self._leave_the_others()
+            raise
         return True
 
-    def _take(self, rank: int, entry: tuple[str, Meta]) -> None:
-        name, meta = entry
-        if entry not in self._numbers and len(self._known) < _MOST_KNOWN:  # on all ranks in one order
-            self._numbers[entry] = len(self._known)
-            self._known.append(entry)
-        if meta.kind == JOIN:
-            self._joined[rank] = None
+    def _leave_the_others(self) -> None:
+        """After an error of this rank alone: the others get one as soon as they need this rank."""
+        if self.comm.world_size > 1:
+            with suppress(RingError):
+                self.comm.all_reduce_(torch.zeros(1, dtype=torch.uint8), name="the end, after an error of some rank")
+
+    def _begin(self, *, wait: bool) -> bool:
+        """Tell what was submitted; returns whether there was a reason to."""
+        if not self._pending.fresh:
+            if not self._pending.requests and not self._leaving:
+                return False
+            pause = self._next_cycle - time.monotonic()
+            if pause > 0:
+                if not wait:
+                    return False
+                time.sleep(pause)
+        self._sent, self._told = self._pending.tell(leaving=self._leaving)
+        if self.comm.rank in self._joined:
+            self._sent[HEAD:] = b"\1" * (len(self._sent) - HEAD)
+        if self.timeline is not None:
+            self.timeline.cycle()
+        if self.comm.world_size == 1:
+            self._exchange = CompletedWork()
+        else:
+            sent = torch.frombuffer(self._sent, dtype=torch.uint8)
+            self._exchange = self.comm.all_reduce_(sent, op=ReduceOp.MIN, name="names that all ranks have submitted")
+        return True
+
+    def _finish(self) -> None:
+        """Run what all ranks have submitted."""
+        sent = self._sent
+        if not sent[STAYS]:
+            self._end(_SHUTDOWN)
             return
-        self._table.setdefault(name, {})[rank] = meta
-        self._since.setdefault(name, time.monotonic())
+        common = bytes(memoryview(sent)[HEAD:]) if len(self._joined) < self.comm.world_size else b""
+        ran = self._run_numbered(common) if 1 in common else False
+        if heard := not sent[NO_NEWS]:
+            self._hear()
+        if self._table or self._joined:
+            ran = self._run_named() or ran
+        if ran or heard:
+            self._pause, self._next_cycle = SHORTEST_PAUSE, 0.0
+        elif sent[ALL_LEAVE]:
+            self._end(_SHUTDOWN)  # nobody will submit what is missing
+        else:
+            self._look_for_stalls()
+            self._next_cycle = time.monotonic() + self._pause
+            self._pause = min(2 * self._pause, CYCLE_SECONDS)
 
-    def _ready(self) -> list[Agreed]:
-        """What every rank has submitted, or has joined; grouped collectives when the whole group is there."""
-        world_size = self.comm.world_size
-        absent = set(self._joined)
-        complete = [name for name, metas in self._table.items() if len(metas.keys() | absent) == world_size]
-        counts: dict[tuple[str, int], int] = {}
-        for name in complete:
-            group = self._table[name][min(self._table[name])].group
-            counts[group] = counts.get(group, 0) + 1
-        found = []
-        for name in complete:
-            metas = self._table[name]
-            group = metas[min(metas)].group
-            if group[0] and counts[group] < group[1]:
-                continue
-            if self.timeline is not None:
-                self.timeline.negotiated(name, metas[min(metas)].kind, self._since[name])
-            del self._table[name], self._since[name]
-            found.append(Agreed(name, metas, self._open.get(name) if self.comm.rank in metas else None))
-        return found + self._all_joined()
+    def _run_numbered(self, common: bytes) -> bool:
+        """Run what the mask tells. Its steps are planned once."""
+        steps = None if self._joined else self._plans.get(common)  # a rank that has joined takes part in less
+        if steps is None:
+            numbers = [number for number, byte in enumerate(common) if byte]
+            steps = self._planner.steps(self._fitting(whole_groups(map(self._agreed, numbers))))
+            if not self._joined:
+                self._plans[common] = steps
+                if len(self._plans) > _MOST_PLANS:
+                    self._plans.popitem(last=False)
+        else:
+            self._plans.move_to_end(common)
+        self._run(steps)
+        return bool(steps)
 
-    def _all_joined(self) -> list[Agreed]:
-        if len(self._joined) < self.comm.world_size or self._table:
-            return []
-        last, self._joined = next(reversed(self._joined)), {}
-        own = self._open[JOIN]
-        own.result = self.ranks[last]
-        return [Agreed(JOIN, {self.comm.rank: own.meta}, own)]
+    def _agreed(self, number: int) -> Agreed:
+        name = self._pending.cache.name(number)
+        return Agreed(name, self._pending.cache.metas(name))
 
-    def _run(self, ready: list[Agreed]) -> None:
-        good = []
-        for one in ready:
-            problem = None
-            if one.meta.kind != JOIN:
-                problem = problem_of(one.name, one.metas, [self.ranks[rank] for rank in self._joined])
-                if problem is None:
-                    good.append(one)
+    def _hear(self) -> None:
+        """Exchange names that some rank submits for the first time, or with another tensor than before."""
+        now = time.monotonic()
+        mine = [(request.name, request.meta, now - request.since) for request in self._told]
+        told: list[list[tuple[str, Meta, float]]] = self.comm.all_gather_object(mine)
+        for rank, entries in enumerate(told):
+            for name, meta, age in entries:
+                if meta.kind == JOIN:
+                    self._joined[rank] = None
                     continue
-            if one.own is not None:
-                one.own.error = problem
-            self._finished(one)
-        began = time.monotonic()
-        run(good, self.comm, self._finished)
-        if (timeline := self.timeline) is not None:
-            for kind in {one.meta.kind for one in good}:
-                names = [one.name for one in good if one.meta.kind == kind]
-                timeline.ran(names, kind, time.monotonic() - began)
+                if name in self._pending.cache:
+                    self._forget(name, changed=self._pending.cache.metas(name)[rank] != meta)
+                self._table.setdefault(name, {})[rank] = meta
+                self._since[name] = min(self._since.get(name, now), now - age)
 
-    def _finished(self, one: Agreed) -> None:
-        if one.own is not None:
-            with self._changed:  # first: the caller may submit the name again at once
-                self._open.pop(one.name, None)
-            one.own.done.set()
+    def _forget(self, name: str, *, changed: bool = False) -> None:
+        """Its number is free."""
+        self._plans.clear()
+        self._pending.forget(name, changed=changed)
+
+    def _run_named(self) -> bool:
+        """Run what every rank has submitted or has joined; a group when all of it is there."""
+        num_absent = len(self._joined)
+        complete = [
+            Agreed(name, metas)
+            for name, metas in self._table.items()
+            if len(metas) == self.comm.world_size
+            or (num_absent and len(metas.keys() | self._joined.keys()) == self.comm.world_size)
+        ]
+        ready = whole_groups(complete)
+        for one in ready:
+            del self._table[one.name], self._since[one.name]
+        fitting = self._fitting(ready)
+        for one in fitting:
+            if len(one.metas) == self.comm.world_size and self._pending.cache.takes(one.name, one.meta):
+                if self._pending.cache.is_full:
+                    self._forget(self._pending.cache.oldest)
+                self._pending.number(one.name, one.metas)
+        self._run(self._planner.steps(fitting))
+        return self._end_join() or bool(ready)
+
+    def _end_join(self) -> bool:
+        if len(self._joined) < self.comm.world_size or self._table:
+            return False
+        last = next(reversed(self._joined))
+        self._joined = {}
+        self._pending.requests[JOIN].result = self.ranks[last]
+        self._pending.finish([JOIN])
+        return True
+
+    def _fitting(self, ready: Sequence[Agreed]) -> list[Agreed]:
+        """Those of ``ready`` whose tensors fit together. The others end with an error, and their groups with them."""
+        joined = list(self._joined)
+        problems = {one.name: text for one in ready if (text := problem_of(*one, joined, self.ranks)) is not None}
+        if not problems:
+            return list(ready)
+        groups = {group: problems[one.name] for one in ready if one.name in problems for group in groups_of(one)}
+        good = []
+        for one in (*ready, *map(Agreed, self._table.keys(), self._table.values())):
+            problem = problems.get(one.name) or next((groups[group] for group in groups_of(one) & groups.keys()), None)
+            if problem is not None:
+                self._pending.finish([one.name], problem)
+                self._table.pop(one.name, None)
+                self._since.pop(one.name, None)
+            elif one.name not in self._table:
+                good.append(one)
+        return good
+
+    def _run(self, steps: Sequence[Step]) -> None:
+        for names, run in steps:
+            timeline, began = self.timeline, time.monotonic()
+            if timeline is None:
+                run(self._pending.requests)
+            else:
+                own = [request for name in names if (request := self._pending.requests.get(name)) is not None]
+                for request in own:
+                    timeline.negotiated(request.name, request.meta.kind, request.since)
+                run(self._pending.requests)
+                for request in own:
+                    timeline.ran([request.name], request.meta.kind, time.monotonic() - began)
+            self._pending.finish(names)
 
     def _end(self, why: str, cause: BaseException | None = None) -> None:
-        with self._changed:
-            self._ended, self._cause = why, cause
-            pending, self._open, self._new = list(self._open.values()), {}, []
-        for request in pending:
-            request.error, request.cause = why, cause
-            request.done.set()
+        self._ended, self._cause = why, cause
+        self._pending.finish_all(why, cause)
 
-    def _warn_of_stalls(self) -> None:
+    def _look_for_stalls(self) -> None:
         now = time.monotonic()
+        self._pending.tell_old_ones_by_name(now - STALL_SECONDS)
         late = [name for name, since in self._since.items() if now - since > STALL_SECONDS]
         for name in late:
             self._since[name] = now
@@ -204,3 +349,19 @@ class Negotiation:
                     ", ".join(map(str, missing)),
                     STALL_SECONDS,
                 )
+
+
+def whole_groups(agreed: Iterable[Agreed]) -> list[Agreed]:
+    """Without members of grouped calls of which others are missing."""
+    found = list(agreed)
+    counts = Counter(one.meta.group for one in found)
+    return [one for one in found if counts[one.meta.group] >= one.meta.group[1] or _differ(one)]
+
+
+def _differ(one: Agreed) -> bool:
+    return len({meta.group for meta in one.metas.values()}) > 1
+
+
+def groups_of(one: Agreed) -> set[str]:
+    """The grouped calls to which it belongs on some rank."""
+    return {meta.group[0] for meta in one.metas.values() if meta.group[0]}

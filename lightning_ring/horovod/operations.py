@@ -163,6 +163,8 @@ def sparse_allreduce_async(
     tensor: Tensor, name: str, op: str = Average, process_set: ProcessSet = _ALL
 ) -> Callable[[], Tensor]:
     """All-reduce a sparse tensor: every rank gets all entries. Returns a function that waits for the result."""
+    if reduction(None, op) not in (Average, Sum):
+        raise NotImplementedError(f"sparse_allreduce_async got op={op}, expected Average or Sum.")
     whole = tensor.coalesce()
     entries, places = whole.values(), whole.indices().t().contiguous()
     handles = [
@@ -323,7 +325,7 @@ def _start_reducescatter(
     if any(tensor.dim() == 0 for tensor in tensors):
         raise ValueError("reducescatter got a tensor without dimensions; rows of the first dimension are scattered.")
     if reduction(None, op) not in (Average, Sum):
-        raise ValueError(f"reducescatter got op={op}, expected Average or Sum.")
+        raise NotImplementedError(f"reducescatter got op={op}, expected Average or Sum.")
     return start_reduction("reducescatter", tensors, name, op, pre, post, own, grouped=grouped)
 
 

@@ -18,9 +18,10 @@ from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.recording import RecordedCommunicator
 from lightning_ring.gradients.compression import COMPRESSORS
 from lightning_ring.gradients.reducer import Reducer
-from lightning_ring.horovod.collectives import Average, Sum, reduction
+from lightning_ring.horovod.collectives import Adasum, Average, Sum, reduction
 from lightning_ring.horovod.compression import Compression
 from lightning_ring.horovod.context import ProcessSet, global_process_set, gradient_communicator
+from lightning_ring.horovod.delta_optimizer import Deltas
 
 _num_made = 0
 
@@ -46,7 +47,7 @@ def DistributedOptimizer(
         named_parameters: All parameters of the optimizer, with a name of its own each.
         compression: ``Compression.none``, ``fp16`` or ``bf16``.
         backward_passes_per_step: Backwards whose gradients are summed before they are reduced.
-        op: Average or Sum.
+        op: Average or Sum of the gradients; or Adasum, which combines what each rank's own step changes.
         gradient_predivide_factor: Only with Average; buckets divide by themselves, without overflow.
         num_groups, groups: Accepted; buckets take the place of groups.
         sparse_as_dense: Send sparse gradients as dense ones.
@@ -57,15 +58,18 @@ def DistributedOptimizer(
     """
     if gradient_predivide_factor != 1.0 and op != Average:
         raise ValueError("gradient_predivide_factor not supported with op != Average")
-    if reduction(None, op) not in (Average, Sum):
-        raise ValueError(f"DistributedOptimizer got op={op}, expected Average or Sum.")
+    if reduction(None, op) not in (Average, Sum, Adasum):
+        raise ValueError(f"DistributedOptimizer got op={op}, expected Average, Sum or Adasum.")
     if backward_passes_per_step < 1:
         raise ValueError("backward_passes_per_step must be > 0")
     name = getattr(compression, "name", None)
-    if name is None and compression is not Compression.none:
+    if name is None and compression is not Compression.none and op != Adasum:
         raise ValueError("DistributedOptimizer got a compression of your own; expected Compression.none, fp16 or bf16.")
     named = _named(optimizer, named_parameters)
     optimizer._parameter_names = {param: name for name, param in named}  # type: ignore[attr-defined]
+    if op == Adasum and process_set.included() and process_set.size() > 1:
+        Deltas(optimizer, named, process_set, compression)
+        return optimizer
     device = next((param.device for _, param in named), torch.device("cpu"))
     comm = gradient_communicator(process_set, device)
     if comm is not None and comm.world_size > 1:

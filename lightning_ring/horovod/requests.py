@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+JOIN = "join"  # the name and the kind of `join`
 
-@dataclass(frozen=True, slots=True)
-class Meta:
-    """What the other ranks have to know of a request. ``root`` is a rank of the process set."""
+
+class Meta(NamedTuple):
+    """What the other ranks have to know of a request. ``root`` is a rank of the process set.
+
+    A tuple, since a step makes and compares one a gradient.
+    """
 
     kind: str  # "allreduce", "allgather", "broadcast", "alltoall", "reducescatter", "barrier" or "join"
-    dtype: str = ""
+    dtype: torch.dtype = torch.float32
     shape: tuple[int, ...] = ()
     op: str = ""
     prescale: float = 1.0
@@ -27,24 +30,49 @@ class Meta:
     group: tuple[str, int] = ("", 1)  # of a grouped call: its name and the number of its tensors
 
 
-@dataclass(slots=True, eq=False)
 class Request:
-    """A submitted collective. ``result`` or ``error`` is there once ``done`` is set."""
+    """A submitted collective. ``result`` or ``error`` is there once it is ``done``."""
 
-    name: str
-    meta: Meta
-    tensor: Tensor | None = None
-    output: Tensor | None = None  # where the result goes; `None`: into new memory
-    done: threading.Event = field(default_factory=threading.Event)
-    result: Any = None
-    received_splits: Tensor | None = None
-    error: str | None = None
-    cause: BaseException | None = None  # of ``error``: another rank failed
+    __slots__ = (
+        "cause",
+        "done",
+        "error",
+        "meta",
+        "name",
+        "number",
+        "output",
+        "received_splits",
+        "result",
+        "since",
+        "tensor",
+    )
+
+    def __init__(self, name: str, meta: Meta, tensor: Tensor | None = None, output: Tensor | None = None) -> None:
+        self.name = name
+        self.meta = meta
+        self.tensor = tensor
+        self.output = output  # where the result goes; `None`: into new memory
+        self.since = time.monotonic()
+        self.number: int | None = None  # under which the others are told of it
+        self.done = False
+        self.result: Any = None
+        self.received_splits: Tensor | None = None
+        self.error: str | None = None
+        self.cause: BaseException | None = None  # of ``error``: another rank failed
 
 
-def problem_of(name: str, metas: dict[int, Meta], joined: Sequence[int]) -> str | None:
-    """Why the ranks' requests of one name cannot run together; the same text on every rank."""
-    ranks, first = sorted(metas), metas[min(metas)]
+Metas = Mapping[int, Meta]
+"""What each rank of a process set has submitted under one name."""
+
+
+def problem_of(name: str, metas: Metas, joined: Sequence[int], members: Sequence[int]) -> str | None:
+    """Why the ranks' requests of one name cannot run together; the same text on every rank.
+
+    ``members`` are the ranks of the process set by their numbers in the job, which the text shows.
+    """
+    ranks = sorted(metas)
+    shown = [members[rank] for rank in ranks]
+    first = metas[ranks[0]]
     for what, attribute in (
         ("operations", "kind"),
         ("data types", "dtype"),
@@ -57,20 +85,22 @@ def problem_of(name: str, metas: dict[int, Meta], joined: Sequence[int]) -> str 
     ):
         values = [getattr(metas[rank], attribute) for rank in ranks]
         if len(set(values)) > 1:
-            return f"{name}: the ranks submitted it with different {what}: {_by_rank(ranks, values)}."
+            return f"{name}: the ranks submitted it with different {what}: {_by_rank(shown, values)}."
     whole = first.kind in ("allreduce", "broadcast", "reducescatter")
     shapes = [metas[rank].shape if whole else metas[rank].shape[1:] for rank in ranks]
     if len(set(shapes)) > 1 or len({len(metas[rank].shape) for rank in ranks}) > 1:
         beyond = "" if whole else " beyond the first dimension"
-        told = _by_rank(ranks, [metas[rank].shape for rank in ranks])
+        told = _by_rank(shown, [tuple(metas[rank].shape) for rank in ranks])
         return f"{name}: the ranks submitted tensors of different shapes{beyond}: {told}."
     if joined and first.kind not in ("allreduce", "barrier"):
-        return f"{name}: {first.kind} needs every rank, and rank(s) {', '.join(map(str, joined))} have called join()."
+        absent = ", ".join(str(members[rank]) for rank in joined)
+        return f"{name}: {first.kind} needs every rank, and rank(s) {absent} have called join()."
     return None
 
 
 def _by_rank(ranks: Sequence[int], values: Sequence[Any]) -> str:
-    return ", ".join(f"rank {rank} {value}" for rank, value in zip(ranks, values, strict=True))
+    texts = (str(value).removeprefix("torch.") for value in values)
+    return ", ".join(f"rank {rank} {text}" for rank, text in zip(ranks, texts, strict=True))
 
 
 def scaled(tensor: Tensor, factor: float) -> Tensor:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
+import threading
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from mpi4py import MPI
@@ -33,6 +37,92 @@ def check_names_may_come_in_another_order_on_each_rank() -> None:
             assert hvd.synchronize(handles[name]).tolist() == [float(names.index(name))] * 3
 
 
+def check_a_steady_step_is_told_by_one_short_message() -> None:
+    hvd.init()
+    comm = hvd.global_process_set.negotiation.comm
+    calls: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        for method in ("all_reduce_", "all_gather_object"):
+            real = getattr(comm, method)
+            patch.setattr(comm, method, lambda *a, _m=method, _r=real, **k: (calls.append(_m), _r(*a, **k))[1])
+        for step in range(4):
+            hvd.barrier()
+            calls.clear()
+            handles = [hvd.allreduce_async_(torch.full((3,), 1.0), name=f"steady {i}", op=hvd.Sum) for i in range(20)]
+            assert all(hvd.synchronize(handle).tolist() == [SIZE] * 3 for handle in handles)
+            assert ("all_gather_object" in calls) == (step == 0)
+        assert calls.count("all_reduce_") <= 6  # 2, if the thread did not begin a cycle in the middle of the step
+
+
+def check_tensors_that_change_from_step_to_step() -> None:
+    hvd.init()
+    for step in range(6):
+        numel = 1 + step // 2
+        rows = 1 + (step + RANK) % 3  # other sizes on each rank, at each step
+        gathered = hvd.allgather_async(torch.full((rows, 2), float(RANK)), name="rows")
+        whole = hvd.allreduce_async(torch.ones(numel, dtype=torch.float64), name="numel", op=hvd.Sum)
+        group = hvd.grouped_allreduce_async([torch.ones(2), torch.ones(numel)], name="group", op=hvd.Max)
+        assert hvd.synchronize(gathered).shape[0] == sum(1 + (step + rank) % 3 for rank in range(SIZE))
+        assert hvd.synchronize(whole).tolist() == [SIZE] * numel
+        assert [part.tolist() for part in hvd.synchronize(group)] == [[1.0] * 2, [1.0] * numel]
+    for _ in range(2):
+        with pytest.raises(hvd.HorovodInternalError, match="submitted it with different groups"):
+            hvd.grouped_allreduce([torch.ones(1)] * (2 + RANK), name="group of other sizes")
+        assert hvd.grouped_allreduce([torch.ones(1)] * 3, name="group", op=hvd.Sum)[2].item() == SIZE
+
+
+def check_tensors_of_all_kinds() -> None:
+    hvd.init()
+    for _ in range(3):  # told by name, then by number
+        leaf = torch.full((2, 3), 1.0, requires_grad=True)
+        transposed, nothing = torch.arange(6.0).view(2, 3).t(), torch.empty(0, 4)
+        large = torch.ones(400_000)
+        with torch.inference_mode():
+            inferred = torch.ones(2)
+            handles = [hvd.allreduce_async_(inferred, name="inferred", op=hvd.Sum)]
+        named = {"leaf": leaf, "transposed": transposed, "nothing": nothing, "large": large}
+        handles += [hvd.allreduce_async_(tensor, name=name, op=hvd.Sum) for name, tensor in named.items()]
+        with torch.device("meta"):  # a mode of the thread that waits
+            results = [hvd.synchronize(handle) for handle in handles]
+        assert [result is tensor for result, tensor in zip(results, [inferred, *named.values()], strict=True)] == [
+            True
+        ] * 5
+        assert inferred.tolist() == [SIZE] * 2
+        assert leaf.tolist() == [[SIZE] * 3] * 2
+        assert leaf.requires_grad
+        assert torch.equal(transposed, torch.arange(6.0).view(2, 3).t() * SIZE)
+        assert nothing.shape == (0, 4)
+        assert large.eq(SIZE).all()
+        assert not hvd.allreduce(torch.ones(2), name="new memory").is_inference()
+    with pytest.raises(ValueError, match="expanded tensor cannot be written in place"):
+        hvd.allreduce_(torch.ones(1).expand(3))
+
+
+def check_threads_wait_for_collectives_of_their_own() -> None:
+    hvd.init()
+    failed: list[BaseException] = []
+
+    def work(number: int) -> None:
+        try:
+            for _ in range(30):
+                assert hvd.allreduce(torch.ones(5), name=f"thread {number}", op=hvd.Sum).tolist() == [SIZE] * 5
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert not failed
+    assert not any(thread.is_alive() for thread in threads)
+    handle = hvd.allreduce_async(torch.ones(1), name="nobody waits", op=hvd.Sum)
+    until = time.monotonic() + 10
+    while not hvd.poll(handle):
+        assert time.monotonic() < until
+    assert hvd.synchronize(handle).item() == SIZE
+
+
 def check_collectives_of_other_sizes_on_each_rank() -> None:
     hvd.init()
     rows = torch.full((RANK + 1, 2), RANK)
@@ -44,6 +134,8 @@ def check_collectives_of_other_sizes_on_each_rank() -> None:
     scattered = hvd.reducescatter(torch.arange(2 * SIZE + 1).float(), op=hvd.Sum)
     assert scattered.tolist() == [x * SIZE for x in torch.arange(2 * SIZE + 1).tensor_split(SIZE)[RANK].tolist()]
     assert hvd.broadcast_object({"from": RANK}, root_rank=SIZE - 1) == {"from": SIZE - 1}
+    assert hvd.broadcast_object([RANK] if RANK == 0 else None) == [0]
+    assert hvd.allgather_object("" if RANK else None) == [None, *[""] * (SIZE - 1)]
     assert hvd.allgather_object("x" * RANK) == ["x" * rank for rank in range(SIZE)]
     in_place = torch.tensor([RANK + 1])
     hvd.allreduce_(in_place, op=hvd.Max)
@@ -79,10 +171,13 @@ def check_what_does_not_fit_is_an_error_on_every_rank() -> None:
         with pytest.raises(ValueError, match=r"allreduce\.twice: a collective of this name was submitted"):
             hvd.allreduce_async(torch.zeros(1), name="twice")
     hvd.synchronize(handle)
-    with pytest.raises(ValueError, match="was not created here, or was synchronized before"):
-        hvd.synchronize(handle)
-    with pytest.raises(NotImplementedError, match="Adasum is not there"):
-        hvd.allreduce(torch.zeros(1), op=hvd.Adasum)
+    assert hvd.synchronize(handle) is None  # as Horovod
+    with pytest.raises(ValueError, match="was not created here"):
+        hvd.synchronize(10**9)
+    with pytest.raises(ValueError, match="a grouped allreduce got no tensors"):
+        hvd.grouped_allreduce_async([])
+    with pytest.raises(ValueError, match=r"op=Adasum got a tensor of torch.int32, expected floating point"):
+        hvd.allreduce(torch.zeros(1, dtype=torch.int32), op=hvd.Adasum)
 
 
 def check_join_adds_zeros_until_all_have_joined() -> None:
@@ -95,6 +190,17 @@ def check_join_adds_zeros_until_all_have_joined() -> None:
         assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 1  # a call without a name, on this rank alone
     assert hvd.join() == last
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == SIZE
+    for _ in range(2):  # names that are known, one of them pending where this rank joins
+        hvd.allreduce(torch.ones(2), name="known", op=hvd.Sum)
+        hvd.allgather(torch.ones(1), name="known rows")
+        assert hvd.allreduce(torch.ones(1), name="pending", op=hvd.Sum).item() == SIZE
+        if last == RANK:
+            assert hvd.allreduce(torch.ones(2), name="known", op=hvd.Sum).tolist() == [1, 1]
+            with pytest.raises(hvd.HorovodInternalError, match=r"allgather needs every rank, and rank\(s\) 0"):
+                hvd.allgather(torch.ones(1), name="known rows")
+        handle = hvd.allreduce_async(torch.ones(1), name="pending", op=hvd.Sum) if last != RANK else None
+        hvd.join()
+        assert handle is None or hvd.synchronize(handle).item() == SIZE - 1
 
 
 def check_process_sets_communicate_by_themselves() -> None:
@@ -106,8 +212,126 @@ def check_process_sets_communicate_by_themselves() -> None:
         hvd.allreduce(torch.ones(1), process_set=alone[(RANK + 1) % SIZE])
     with pytest.raises(ValueError, match=r"of ranks \[0\] is there already"):
         hvd.add_process_set([0])
+    with pytest.raises(ValueError, match=r"asked for different process sets: rank 0 \[0, 1\], rank 1 \[1\]"):
+        hvd.add_process_set([[0, 1], [1]][min(RANK, 1)])
+    if RANK == 0:
+        hvd.allreduce(torch.ones(1), process_set=alone[0])  # a call without a name, which others do not make
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == SIZE
     assert all(hvd.remove_process_set(one) for one in alone)
     assert not hvd.remove_process_set(hvd.global_process_set)
+
+
+def check_batch_norm_sees_the_samples_of_all_ranks() -> None:
+    hvd.init()
+    rows = [2 + rank for rank in range(SIZE)]
+    rows[-1] = 0 if SIZE > 2 else 1
+    torch.manual_seed(0)
+    for shape, options in (((3, 5), {"momentum": None}), ((4,), {"affine": False}), ((3, 2, 2), {}), ((3, 1), {})):
+        ours = hvd.SyncBatchNorm(shape[0], **options).double()
+        whole = torch.nn.BatchNorm1d(shape[0], **options) if len(shape) < 3 else torch.nn.BatchNorm2d(shape[0])
+        whole.double()
+        if ours.affine:
+            with torch.no_grad():
+                for module in (ours, whole):
+                    module.weight.copy_(torch.arange(1.0, shape[0] + 1))
+        for _ in range(2):
+            everyones = torch.randn(sum(rows), *shape, dtype=torch.float64).add_(100).requires_grad_()
+            factors = torch.randn(sum(rows), *shape, dtype=torch.float64)
+            mine = everyones.detach().split(rows)[RANK].clone().requires_grad_()
+            output = ours(mine)
+            expected = whole(everyones)
+            torch.testing.assert_close(output, expected.split(rows)[RANK], atol=1e-10, rtol=1e-10)
+            (output * factors.split(rows)[RANK]).sum().backward()
+            (expected * factors).sum().backward()
+            assert everyones.grad is not None
+            torch.testing.assert_close(mine.grad, everyones.grad.split(rows)[RANK], atol=1e-10, rtol=1e-10)
+        for name, buffer in whole.named_buffers():
+            torch.testing.assert_close(ours.get_buffer(name), buffer, atol=1e-10, rtol=1e-10)
+        for name, param in whole.named_parameters():
+            total = hvd.allreduce(ours.get_parameter(name).grad, op=hvd.Sum)
+            torch.testing.assert_close(total, param.grad, atol=1e-10, rtol=1e-10)
+        inputs = torch.randn(2, *shape, dtype=torch.float64)
+        torch.testing.assert_close(ours.eval()(inputs), whole.eval()(inputs))
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel when training, got 1"):
+        hvd.SyncBatchNorm(2)(torch.zeros(int(RANK == 0), 2))
+    half = hvd.SyncBatchNorm(2)(torch.randn(3, 2).to(torch.bfloat16))
+    assert half.dtype == torch.bfloat16
+
+
+def adasum(vectors: list[Any]) -> Any:
+    """Of the ranks' vectors, in NumPy: lower ranks with upper ones, in pairs, then pairs of pairs."""
+    if len(vectors) == 1:
+        return vectors[0]
+    pairs = []
+    for a, b in zip(vectors[::2], vectors[1::2], strict=True):
+        dot = float(np.dot(a, b))
+        own = 1 - dot / (2 * np.dot(a, a)) if np.any(a) else 1.0
+        other = 1 - dot / (2 * np.dot(b, b)) if np.any(b) else 1.0
+        pairs.append(own * a + other * b)
+    return adasum(pairs)
+
+
+def check_adasum_equals_its_definition() -> None:
+    hvd.init()
+    random = np.random.default_rng(0)
+    for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5), (torch.float16, 1e-2)):
+        for numel in (1, 2, 7, 300_000):
+            vectors = list(random.standard_normal((SIZE, numel)))
+            vectors[1] = vectors[0] * 2 + vectors[1] / 10  # almost parallel
+            if numel == 2:
+                vectors[0] *= 0
+            mine = torch.tensor(vectors[RANK]).to(dtype)
+            for _ in range(2):
+                found = hvd.allreduce(mine, name=f"adasum {numel} {dtype}", op=hvd.Adasum)
+                np.testing.assert_allclose(found.double(), adasum(vectors), rtol=tolerance, atol=3 * tolerance)
+                assert len({bytes(bits) for bits in MPI.COMM_WORLD.allgather(found.numpy().tobytes())}) == 1
+    shapes = [(3, 2), (0,), (), (5,), (1,), (4, 4)]
+    group = [[random.standard_normal(shape) for _ in range(SIZE)] for shape in shapes]
+    found = hvd.grouped_allreduce([torch.tensor(ranks[RANK]) for ranks in group], op=hvd.Adasum, prescale_factor=2.0)
+    for one, ranks in zip(found, group, strict=True):  # each tensor by itself
+        np.testing.assert_allclose(one.flatten(), adasum([2 * vector.flatten() for vector in ranks]), rtol=1e-12)
+    equal = torch.arange(4.0)
+    assert torch.equal(hvd.allreduce(equal, op=hvd.Adasum), equal)
+    orthogonal = torch.zeros(SIZE).index_fill_(0, torch.tensor([RANK]), 1.0)
+    assert torch.equal(hvd.allreduce_(orthogonal, op=hvd.Adasum), torch.ones(SIZE))
+    if SIZE > 2:
+        three = hvd.add_process_set([0, 1, 2])
+        with pytest.raises(NotImplementedError, match="needs a power of two of them; there are 3"):
+            hvd.allreduce(torch.ones(1), op=hvd.Adasum, process_set=three)
+        hvd.remove_process_set(three)
+
+
+def check_the_optimizer_combines_steps_by_adasum() -> None:
+    hvd.init()
+    model = network().double()
+    references = [copy.deepcopy(model) for _ in range(SIZE)]
+    make = functools.partial(torch.optim.Adam, lr=0.1)
+    optimizer = hvd.DistributedOptimizer(
+        make(model.parameters()), model.named_parameters(), backward_passes_per_step=2, op=hvd.Adasum
+    )
+    others = [make(reference.parameters()) for reference in references]
+    everyones: list[Any] = MPI.COMM_WORLD.allgather([batch.double() for batch in batches(6)])
+    for step in range(3):
+        starts = [param.detach().clone() for param in model.parameters()]
+        for net, one, loader in zip(
+            [model, *references], [optimizer, *others], [everyones[RANK], *everyones], strict=True
+        ):
+            one.zero_grad()
+            for inputs in loader[2 * step : 2 * step + 2]:
+                loss_of(net(inputs)).backward()
+            one.step()
+        for index, (start, param) in enumerate(zip(starts, model.parameters(), strict=True)):
+            ranks = [list(reference.parameters())[index] for reference in references]
+            deltas = [(param.detach() - start).flatten().numpy() for param in ranks]
+            after = start.flatten().numpy() + adasum(deltas)
+            np.testing.assert_allclose(
+                list(model.parameters())[index].detach().flatten(), after, rtol=1e-10, atol=1e-12
+            )
+            for param in ranks:
+                param.data.copy_(torch.tensor(after).view_as(param))
+    with pytest.raises(AssertionError, match="Skipping synchronization is not supported"), optimizer.skip_synchronize():
+        pass
+    optimizer.synchronize()
 
 
 def check_the_optimizer_equals_ddp() -> None:
@@ -190,6 +414,40 @@ def check_the_timeline_has_rows_of_names(tmp_path: Path) -> None:
         named = [(rows[event["tid"]], event["name"]) for event in events if event["ph"] == "X"]
         assert named == [("allreduce.gradient", "NEGOTIATE_ALLREDUCE"), ("allreduce.gradient", "ALLREDUCE")]
         assert any(event["name"] == "CYCLE_START" for event in events)
+
+
+def check_an_error_of_one_rank_reaches_the_others() -> None:
+    hvd.init()
+    tensors = [torch.ones(2), torch.ones(3)]
+    handles = [hvd.allreduce_async_(tensor, name=f"resized {i}") for i, tensor in enumerate(tensors)]
+    if RANK == 0:
+        tensors[0].resize_(7)  # after it was told
+    for handle in handles:
+        with pytest.raises(hvd.HorovodInternalError):
+            hvd.synchronize(handle)
+    with pytest.raises(hvd.HorovodInternalError):
+        hvd.allreduce(torch.ones(1))
+    hvd.shutdown()
+    hvd.init()
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == SIZE
+
+
+def check_shutdown_ends_what_is_pending() -> None:
+    hvd.init()
+    handle = hvd.allreduce_async(torch.ones(1), name=f"of rank {RANK} alone")
+    hvd.shutdown()
+    with pytest.raises(hvd.HorovodInternalError, match="was shut down on some rank"):
+        hvd.synchronize(handle)
+    hvd.init()
+    handle = hvd.allreduce_async(torch.ones(1), name="pending") if RANK == 0 else None
+    if handle is None:
+        hvd.shutdown()
+    else:
+        with pytest.raises(hvd.HorovodInternalError, match="was shut down on some rank"):
+            hvd.synchronize(handle)
+        hvd.shutdown()
+    hvd.init()
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == SIZE
 
 
 def check_shut_down_and_begin_again() -> None:

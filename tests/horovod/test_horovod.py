@@ -27,6 +27,21 @@ def test_on_two_ranks(battery: Any, check: str) -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize(
+    "check",
+    [
+        "check_names_may_come_in_another_order_on_each_rank",
+        "check_join_adds_zeros_until_all_have_joined",
+        "check_batch_norm_sees_the_samples_of_all_ranks",
+        "check_adasum_equals_its_definition",
+        "check_the_optimizer_combines_steps_by_adasum",
+    ],
+)
+def test_on_four_ranks(battery: Any, check: str) -> None:
+    battery(MODULE, 4, check)
+
+
+@pytest.mark.ranks
 def test_the_script_of_the_guide_runs_with_one_changed_import(tmp_path: Path) -> None:
     before = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)[0]
     assert before.count("import horovod.torch as hvd") == 1
@@ -45,12 +60,20 @@ def test_a_rank_that_dies_ends_the_job_and_is_named(tmp_path: Path) -> None:
         "for step in range(4):\n"
         "    if step == 2 and hvd.rank() == 1:\n"
         "        os.kill(os.getpid(), signal.SIGKILL)\n"
-        "    hvd.allreduce(torch.ones(2))\n"
+        "    handle = hvd.allreduce_async(torch.ones(2), name='gradient')\n"
+        "    while not hvd.poll(handle):\n"
+        "        pass\n"
+        "    try:\n"
+        "        hvd.synchronize(handle)\n"
+        "    except hvd.HorovodInternalError as error:\n"
+        "        print('caught', type(error.__cause__).__name__)\n"
+        "        raise\n"
         "print('the end')\n"
     )
     ringrun = [sys.executable, "-m", "lightning_ring.cli.ringrun", "--no-mpi", "-n", "2"]
     done = run([*ringrun, *forked.python(), str(tmp_path / "script.py")], timeout=90)
     assert done.returncode == 137, done.stdout
+    assert "caught PeerFailedError" in done.stdout
     assert "rank 0 ends: rank 1 (host" in done.stdout
     assert "rank 0 failed" not in done.stdout
     assert "the end" not in done.stdout
@@ -87,7 +110,7 @@ def test_a_single_process_is_a_job_of_one_rank() -> None:
         ({"named_parameters": []}, r"not named \(2 of them\)"),
         ({"backward_passes_per_step": 0}, "backward_passes_per_step must be > 0"),
         ({"gradient_predivide_factor": 2.0, "op": hvd.Sum}, "not supported with op != Average"),
-        ({"op": hvd.Max}, "got op=Max, expected Average or Sum"),
+        ({"op": hvd.Max}, "got op=Max, expected Average, Sum or Adasum"),
     ],
 )
 def test_bad_arguments_of_the_optimizer(arguments: dict[str, Any], expected: str) -> None:
