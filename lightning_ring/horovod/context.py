@@ -16,6 +16,7 @@ from lightning_ring.comm.backends.gloo import GlooCommunicator
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.waiting import WaitPolicy
 from lightning_ring.horovod.negotiation import Negotiation
+from lightning_ring.horovod.start_timeout import within_start_timeout
 from lightning_ring.horovod.timeline import Timeline
 from lightning_ring.host.accelerator import gpu_module
 from lightning_ring.job.communicators import open_communicator
@@ -93,9 +94,10 @@ def init(comm: Any = None, process_sets: Iterable[ProcessSet] | None = None) -> 
         return
     if comm is not None:
         raise ValueError(f"init got comm={comm!r}; only the ranks of the launcher are taken. Use process_sets.")
-    info = discover_ranks()
-    job = connect(info, torch.device("cpu"), TIMEOUT)
-    negotiated = _open(job)
+    with within_start_timeout():
+        info = discover_ranks()
+        job = connect(info, torch.device("cpu"), TIMEOUT)
+        negotiated = _open(job)
     job.communicator = None  # the next one would close it
     _context = _Context(info, job)
     atexit.register(shutdown)  # here: before the job says goodbye, whose handler was registered by `connect`

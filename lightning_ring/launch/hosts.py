@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,6 +47,12 @@ def read_hostfile(path: str) -> list[Host]:
     if not hosts:
         raise ConfigurationError(f"--hostfile {path} names no host. Write one a line, such as `gpu01 slots=4`.")
     return _distinct(hosts)
+
+
+def listed_hosts(lines: Iterable[str], slots: int, where: str) -> list[Host]:
+    """``host`` or ``host:slots`` a line, as a command that lists hosts writes them; there may be none."""
+    entries = [entry for line in lines if (entry := line.split("#")[0].strip())]
+    return _distinct([_host(entry if ":" in entry else f"{entry}:{slots}", entry, where) for entry in entries])
 
 
 def _host(entry: str, shown: str, where: str) -> Host:

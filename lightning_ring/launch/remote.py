@@ -21,7 +21,6 @@ from lightning_ring.launch.hosts import Host
 from lightning_ring.launch.mpirun import exported_names
 
 LOST_SECONDS = 1.4  # without a sign of life, after which a host's ranks count as dead
-_START_SECONDS = 60.0  # for ssh and Python on the other host
 _END_SECONDS = 5.0
 
 HostLine = Callable[[Host, str], list[str]]
@@ -98,6 +97,7 @@ class RemoteHost:
     host: Host
     order: Callable[[Host, str], Order]
     line: HostLine
+    start_seconds: float  # for ssh and Python there
     children: dict[int, RemoteChild] = field(default_factory=dict)
     token: str = ""
     connection: MessageConnection | None = None
@@ -131,8 +131,8 @@ class RemoteHost:
         if self.connection is None:
             if (code := self._process.poll()) is not None:
                 self._lose(f"`{shlex.join(self.line(self.host, '...'))}` ended with exit code {code}", code or 1)
-            elif now - self._started > _START_SECONDS:
-                self._lose(f"its agent was not up within {_START_SECONDS:.0f} s", 1)
+            elif now - self._started > self.start_seconds:
+                self._lose(f"its agent was not up within {self.start_seconds:g} s (--start-timeout)", 1)
             return
         messages, over = self.connection.receive()
         self._heard = now if messages else self._heard + gap
@@ -205,16 +205,20 @@ class RemoteHosts:
     """The hosts whose agents connect to this process."""
 
     def __init__(
-        self, hosts: Sequence[Host], command: Sequence[str], environ: Mapping[str, str], line: HostLine
+        self, command: Sequence[str], environ: Mapping[str, str], line: HostLine, start_seconds: float = 60.0
     ) -> None:
         self._command, self._environ = list(command), environ
+        self._line, self._start_seconds = line, start_seconds
         self._listener = socket.create_server(("", 0), backlog=64)
         self._listener.setblocking(False)
         self._strangers: list[MessageConnection] = []
         self._next_alive = 0.0
         self._last_look = time.monotonic()
         self.steward_port = 0
-        self.hosts = {host.name: RemoteHost(host, self._order, line) for host in hosts}
+        self.hosts: dict[str, RemoteHost] = {}
+
+    def add(self, host: Host) -> None:
+        self.hosts[host.name] = RemoteHost(host, self._order, self._line, self._start_seconds)
 
     def look(self, now: float) -> None:
         """Serve all agents. Called again and again."""
