@@ -57,7 +57,12 @@ def listed_hosts(lines: Iterable[str], slots: int, where: str) -> list[Host]:
 
 def _host(entry: str, shown: str, where: str) -> Host:
     name, colon, slots = entry.partition(":")
-    if not name or (colon and not (slots.isdigit() and int(slots) > 0)) or set(name) & set(" =/;"):
+    if (
+        not name
+        or name.startswith("-")
+        or (colon and not (slots.isdigit() and int(slots) > 0))
+        or set(name) & set(" =/;")
+    ):
         raise ConfigurationError(f"{where}: {shown!r} is not host:slots with slots > 0, such as gpu01:4.")
     return Host(name, int(slots) if colon else 1)
 
