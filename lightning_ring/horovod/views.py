@@ -93,9 +93,15 @@ class Views:
         return job, negotiated, gradients
 
     def is_over(self, error: BaseException) -> bool:
-        """Whether ``error`` comes from a death or from newcomers, so that the job goes on after it."""
+        """Whether ``error`` may come from a death or from newcomers, so that the job goes on after it.
+
+        Raises:
+            JobEnded: It comes from the end of the job.
+        """
         if isinstance(error, HorovodInternalError):
-            return not isinstance(error.__cause__, JobEnded)
+            if isinstance(error.__cause__, JobEnded):
+                raise error.__cause__
+            return True
         return is_from_a_peer(error) and self._member.is_over(BLAME_SECONDS)
 
     def break_off(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from collections import Counter
@@ -17,6 +18,7 @@ from lightning_ring.horovod.elastic import sampler as sampler_module
 from lightning_ring.horovod.elastic.state import StateHandler, get_handler_registry, set_handler_registry
 from tests.processes import ROOT, run
 
+run_module = importlib.import_module("lightning_ring.horovod.elastic.run")  # the package names the function
 SCRIPT = str(ROOT / "tests" / "horovod" / "elastic_script.py")
 EVERY_SAMPLE = {(epoch, index) for epoch in range(2) for index in range(48)}
 
@@ -159,6 +161,37 @@ def test_run_calls_again_after_an_interrupt_and_raises_other_errors() -> None:
     assert calls == ["train", "reset", "train"]
     with pytest.raises(hvd.HorovodInternalError):  # no job that goes on when ranks die
         train(state, "", error=hvd.HorovodInternalError)
+
+
+def test_an_error_that_no_death_explains_is_raised_after_some_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Views:
+        has_state = False
+        members: tuple[int, ...] = (0, 1)
+
+        def is_over(self, error: Exception) -> bool:
+            return isinstance(error, hvd.HorovodInternalError)
+
+    class Nothing(hvd.elastic.State):
+        def sync(self) -> None:
+            calls.append("sync")
+
+        restore = save = lambda self: None
+
+    views, calls = Views(), list[str]()
+    monkeypatch.setattr(run_module, "elastic_views", lambda: views)
+
+    def train(state: Nothing) -> None:
+        calls.append("train")
+        raise hvd.HorovodInternalError("shapes differ")
+
+    def meet() -> None:
+        if calls.count("train") == 3:
+            views.members = (0, 1, 2)  # somebody came: the count begins anew
+
+    with pytest.raises(hvd.HorovodInternalError, match="shapes differ"):
+        run_module.run_fn(train, meet)(Nothing(lambda value: value, lambda: 0))
+    assert calls == ["sync", "train"] * (3 + 6)
+    assert views.has_state
 
 
 def test_a_handler_of_the_users_own() -> None:
