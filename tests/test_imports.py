@@ -40,7 +40,7 @@ ALLOWED = {  # room: the rooms that it may import
     "loops": {
         *("algorithms", "comm", "errors", "gradients", "host", "job", "launch", "options", "timeline"),
     },
-    "horovod": {"comm", "errors", "gradients", "host", "job"},
+    "horovod": {"comm", "elastic", "errors", "gradients", "host", "job", "membership"},
     "__init__": {"errors", "integrations", "loops"},
 }
 

@@ -6,15 +6,18 @@ import argparse
 import importlib.util
 import os
 from pathlib import Path
+from typing import Any
 
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.launch.hosts import Host, parse_hosts, read_hostfile
 
 
-def add_hosts(parser: argparse.ArgumentParser, what: str = "hosts, and ranks on each") -> None:
+def add_hosts(parser: argparse.ArgumentParser, what: str = "hosts, and ranks on each") -> Any:
+    """Returns the group, of whose options one at most may be given."""
     where = parser.add_mutually_exclusive_group()
-    where.add_argument("-H", "--host", dest="hosts", metavar="HOST:SLOTS,...", help=what)
-    where.add_argument("--hostfile", metavar="FILE", help="the same, one host a line: `gpu01 slots=4`")
+    where.add_argument("-H", "--host", "--hosts", dest="hosts", metavar="HOST:SLOTS,...", help=what)
+    where.add_argument("-hostfile", "--hostfile", metavar="FILE", help="the same, one host a line: `gpu01 slots=4`")
+    return where
 
 
 def chosen_hosts(options: argparse.Namespace) -> list[Host]:

@@ -10,11 +10,15 @@ import sys
 from collections.abc import Sequence
 
 from lightning_ring.cli.arguments import add_hosts, chosen_hosts
+from lightning_ring.cli.horovodrun import add_horovodrun, check_build, variables
 from lightning_ring.errors import ConfigurationError, RingError
-from lightning_ring.launch.elastic import ElasticJob, ElasticLimits, RespawnLimits
-from lightning_ring.launch.hosts import Host, check_slots, hosts_of_allocation
+from lightning_ring.launch.discovery import Discovery
+from lightning_ring.launch.elastic import ElasticJob
+from lightning_ring.launch.hosts import check_slots, hosts_of_allocation
+from lightning_ring.launch.limits import ElasticLimits
 from lightning_ring.launch.mpirun import mpirun_line, rank_environment, require_mpirun
 from lightning_ring.launch.remote import srun_line, ssh_line
+from lightning_ring.launch.respawn import RespawnLimits
 from lightning_ring.launch.start import mpirun_job, plain_job
 from lightning_ring.launch.supervisor import STOP_SIGNAL
 
@@ -23,8 +27,11 @@ _LIMITS = ("min_ranks", "max_ranks", "wait_for_ranks", "respawn_limit")  # of jo
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``ringrun``; the exit code is the job's, or 2 where the command line was wrong."""
-    options = _parser().parse_args(arguments)
     try:
+        options = _parser().parse_args(arguments)
+        if options.check_build:
+            print(check_build())
+            return 0
         return _run(options)
     except RingError as error:
         print(f"ringrun: {error}", file=sys.stderr)
@@ -37,24 +44,43 @@ def _parser() -> argparse.ArgumentParser:
         description="Start COMMAND as N ranks through mpirun, on this host or on several; show the line that is run.",
         epilog="Ctrl-C and SIGTERM ask the ranks to stop and save; RING_STOP_GRACE (30 s) later they are ended.",
     )
-    parser.add_argument("-n", "-np", dest="ranks", type=int, metavar="N", help="number of ranks (default: all slots)")
-    add_hosts(parser)
+    parser.add_argument(
+        "-n", "-np", "--num-proc", dest="ranks", type=int, metavar="N", help="number of ranks (default: all slots)"
+    )
+    where = add_hosts(parser)
+    where.add_argument(
+        "--discover", "--host-discovery-script", dest="discover", metavar="COMMAND",
+        help="a command that writes one host a line, run again and again: ranks start on new hosts",
+    )  # fmt: skip
     parser.add_argument("--dry-run", action="store_true", help="show the line and run nothing")
     parser.add_argument("--no-mpi", action="store_true", help="plain processes on this host (Gloo or NCCL), no mpirun")
     elastic = parser.add_argument_group("a job that goes on when ranks die (plain processes, an elastic strategy)")
-    elastic.add_argument("--min-ranks", type=int, metavar="N", help="go on with N ranks or more")
-    elastic.add_argument("--max-ranks", type=int, metavar="N", help="never more than N ranks")
+    elastic.add_argument(
+        "--min-ranks", "--min-np", "--min-num-proc", type=int, metavar="N", help="go on with N ranks or more"
+    )
+    elastic.add_argument(
+        "--max-ranks", "--max-np", "--max-num-proc", type=int, metavar="N", help="never more than N ranks"
+    )
     elastic.add_argument("--wait-for-ranks", type=float, metavar="S", help="seconds to wait for N ranks (default: 600)")
     elastic.add_argument("--respawn", action="store_true", help="start a new process for each that dies")
     elastic.add_argument("--respawn-limit", type=int, metavar="N", help="deaths of a rank in a row (default: 5)")
+    elastic.add_argument(
+        "--slots-per-host",
+        type=int,
+        metavar="N",
+        help="ranks on a host that --discover lists without slots (default: 1)",
+    )
+    add_horovodrun(parser)
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND", help="a .py file runs in this Python")
     return parser
 
 
 def _run(options: argparse.Namespace) -> int:
-    hosts = chosen_hosts(options)
-    if _is_elastic(options) and not hosts and "SLURM_JOB_ID" in os.environ:
+    hosts, discovery = chosen_hosts(options), _discovery(options)
+    if _is_elastic(options) and not hosts and discovery is None and "SLURM_JOB_ID" in os.environ:
         hosts = hosts_of_allocation(os.environ)
+    if discovery is not None and options.ranks is None:
+        options.ranks = options.min_ranks or 1
     if options.ranks is None and not hosts:
         raise ConfigurationError("how many ranks? Say -n N, or give hosts and their slots, as in -H host1:4,host2:4.")
     ranks = options.ranks if options.ranks is not None else sum(host.slots for host in hosts)
@@ -62,28 +88,39 @@ def _run(options: argparse.Namespace) -> int:
         raise ConfigurationError(f"-n {ranks}: the number of ranks must be 1 or more.")
     if hosts:
         check_slots(ranks, hosts)
+    here = discovery is None and (not hosts or any(host.is_local for host in hosts))
+    environ = dict(os.environ) | variables(options, here=here)
     command = resolve_command(options.command)
     limits = _elastic_limits(options, ranks)
     if limits is not None:
-        return _run_elastic(options, limits, command, hosts)
+        if options.dry_run:
+            others = [host.name for host in hosts if not host.is_local]
+            agents = f", started by agents on {', '.join(others)}" if others else ""
+            print(f"{limits.ranks} processes{agents} of: {shlex.join(command)}")
+            return 0
+        chosen = discovery is not None or options.hosts is not None or options.hostfile is not None
+        through = srun_line if "SLURM_JOB_ID" in os.environ and not chosen else ssh_line
+        return ElasticJob(command, limits, environ, hosts, through, discovery).run()
     if options.no_mpi:
         if any(not host.is_local for host in hosts):
             raise ConfigurationError("--no-mpi starts processes on this host only; leave -H and --hostfile out.")
         if options.dry_run:
             print(f"{ranks} processes of: {shlex.join(command)}")
             return 0
-        return plain_job(ranks, command, os.environ).run()
+        return plain_job(ranks, command, environ).run()
     mpirun = require_mpirun()
     if options.dry_run:
-        environ = rank_environment(ranks, hosts, os.environ, STOP_SIGNAL)
+        environ = rank_environment(ranks, hosts, environ, STOP_SIGNAL)
         line = mpirun_line(mpirun, ranks, command, hosts, environ)
         print(f"OMP_NUM_THREADS={environ['OMP_NUM_THREADS']} {shlex.join(line)}")
         return 0
-    return mpirun_job(mpirun, ranks, command, hosts, os.environ).run()
+    return mpirun_job(mpirun, ranks, command, hosts, environ).run()
 
 
 def _is_elastic(options: argparse.Namespace) -> bool:
-    return options.respawn or any(getattr(options, name) is not None for name in _LIMITS)
+    return (
+        options.respawn or options.discover is not None or any(getattr(options, name) is not None for name in _LIMITS)
+    )
 
 
 def _elastic_limits(options: argparse.Namespace, ranks: int) -> ElasticLimits | None:
@@ -96,23 +133,24 @@ def _elastic_limits(options: argparse.Namespace, ranks: int) -> ElasticLimits | 
         raise ConfigurationError(f"--respawn-limit {limit}: it is 1 or more, and goes with --respawn.")
     if given.get("wait_for_ranks", 0.0) < 0:
         raise ConfigurationError(f"--wait-for-ranks {given['wait_for_ranks']:g}: the seconds must be 0 or more.")
+    if options.start_timeout is not None:
+        given["start_seconds"] = options.start_timeout
     respawn = None
     if options.respawn:
         respawn = RespawnLimits() if limit is None else RespawnLimits(limit)
     return ElasticLimits(ranks, respawn=respawn, **given)
 
 
-def _run_elastic(
-    options: argparse.Namespace, limits: ElasticLimits, command: Sequence[str], hosts: Sequence[Host]
-) -> int:
-    if options.dry_run:
-        others = [host.name for host in hosts if not host.is_local]
-        agents = f", started by agents on {', '.join(others)}" if others else ""
-        print(f"{limits.ranks} processes{agents} of: {shlex.join(command)}")
-        return 0
-    chosen = options.hosts is not None or options.hostfile is not None
-    line = srun_line if "SLURM_JOB_ID" in os.environ and not chosen else ssh_line
-    return ElasticJob(command, limits, hosts=hosts, line=line).run()
+def _discovery(options: argparse.Namespace) -> Discovery | None:
+    slots = options.slots_per_host
+    if slots is not None and (options.discover is None or slots < 1):
+        raise ConfigurationError(f"--slots-per-host {slots}: it is 1 or more, and goes with --discover.")
+    if options.discover is None:
+        return None
+    words = shlex.split(options.discover)
+    if not words or shutil.which(words[0]) is None:
+        raise ConfigurationError(f"--discover {options.discover!r}: no such command. It writes one host:slots a line.")
+    return Discovery(words, slots or 1)
 
 
 def resolve_command(command: Sequence[str]) -> list[str]:

@@ -1,5 +1,6 @@
 """Horovod's API for PyTorch, over the ring: ``import lightning_ring.horovod as hvd``."""
 
+from lightning_ring.horovod import elastic
 from lightning_ring.horovod.builds import (
     ccl_built,
     cuda_built,
@@ -32,7 +33,7 @@ from lightning_ring.horovod.context import (
     start_timeline,
     stop_timeline,
 )
-from lightning_ring.horovod.errors import HorovodInternalError
+from lightning_ring.horovod.errors import HorovodInternalError, HostsUpdatedInterrupt
 from lightning_ring.horovod.functions import (
     allgather_object,
     broadcast_object,
@@ -73,6 +74,7 @@ __all__ = [
     "Compression",
     "DistributedOptimizer",
     "HorovodInternalError",
+    "HostsUpdatedInterrupt",
     "Max",
     "Min",
     "ProcessSet",
@@ -102,6 +104,7 @@ __all__ = [
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "elastic",
     "global_process_set",
     "gloo_built",
     "gloo_enabled",

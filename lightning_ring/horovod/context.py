@@ -15,13 +15,17 @@ import torch.distributed as dist
 from lightning_ring.comm.backends.gloo import GlooCommunicator
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.waiting import WaitPolicy
+from lightning_ring.horovod.attachments import attach_all, detach_all
 from lightning_ring.horovod.negotiation import Negotiation
+from lightning_ring.horovod.start_timeout import within_start_timeout
 from lightning_ring.horovod.timeline import Timeline
+from lightning_ring.horovod.views import Views
 from lightning_ring.host.accelerator import gpu_module
 from lightning_ring.host.malloc import keep_freed_memory, return_freed_memory
 from lightning_ring.job.communicators import open_communicator
 from lightning_ring.job.job import Job, connect
 from lightning_ring.job.ranks import RankInfo, discover_ranks
+from lightning_ring.membership.member import Member
 
 TIMEOUT = timedelta(hours=12)  # Horovod waits for ever; a rank that died ends the wait at once
 STALL_WARNING = timedelta(seconds=60)
@@ -70,6 +74,7 @@ class _Context:
 
 global_process_set = ProcessSet([])
 _context: _Context | None = None
+_views: Views | None = None  # where a steward started the ranks (`ringrun --min-ranks`); until the process ends
 
 
 def context() -> _Context:
@@ -90,23 +95,80 @@ def init(comm: Any = None, process_sets: Iterable[ProcessSet] | None = None) -> 
         comm: Not taken: the ranks are those that the launcher started. Use ``process_sets``.
         process_sets: Added at once, as by `add_process_set`.
     """
-    global _context
     if _context is not None:
         return
     if comm is not None:
         raise ValueError(f"init got comm={comm!r}; only the ranks of the launcher are taken. Use process_sets.")
-    info = discover_ranks()
-    job = connect(info, torch.device("cpu"), TIMEOUT)
-    negotiated = _open(job)
-    job.communicator = None  # the next one would close it
-    _context = _Context(info, job)
-    atexit.register(shutdown)  # here: before the job says goodbye, whose handler was registered by `connect`
-    global_process_set.ranks = list(range(info.world_size))
-    _enter(global_process_set, negotiated, _open(job))
+    with within_start_timeout():
+        if Member.is_wanted():
+            _open_view()
+        else:
+            job = connect(discover_ranks(), torch.device("cpu"), TIMEOUT)
+            negotiated = _open(job)
+            job.communicator = None  # the next one would close it
+            _begin(job, negotiated, _open(job))
+    atexit.register(shutdown)  # here: before the job says goodbye, whose handler was registered before
     for process_set in process_sets or ():
         add_process_set(process_set)
     if (path := os.environ.get("HOROVOD_TIMELINE")) and path != "DYNAMIC":
         start_timeline(path, mark_cycles=os.environ.get("HOROVOD_TIMELINE_MARK_CYCLES", "0") not in ("", "0"))
+
+
+def _begin(job: Job, negotiated: Communicator, gradients: Communicator) -> None:
+    global _context
+    _context = _Context(job.info, job)
+    global_process_set.ranks = list(range(job.info.world_size))
+    _enter(global_process_set, negotiated, gradients)
+
+
+def _open_view() -> None:
+    global _views
+    if _views is None:
+        _views = Views(TIMEOUT, STALL_WARNING)
+    _views.open(_begin, _leave)
+
+
+def reset() -> None:
+    """Meet the ranks that there are now: `shutdown` and `init`, where the others may be gone. Collective.
+
+    Every `DistributedOptimizer` goes on over the new ranks, without gradients.
+    """
+    if _views is None:
+        shutdown()
+        init()
+        return
+    _views.break_off()
+    detach_all()
+    stop_timeline()
+    _leave()
+    _views.close(broken=True)
+    _open_view()
+    attach_all()
+
+
+def _leave() -> None:
+    """Close what this generation has opened, without the others."""
+    global _context
+    if _context is not None:
+        for process_set in reversed(_context.sets.values()):
+            if process_set.gradients is not None:
+                process_set.gradients.abandon()
+            _close(process_set)
+        if _context.on_gpu is not None:
+            _context.on_gpu.abandon()
+        if _context.keeps_freed_memory:
+            return_freed_memory()
+        _context = None
+
+
+def elastic_views() -> Views | None:
+    """The ranks of this job, if it goes on when some die."""
+    return _views
+
+
+def newcomers_wait() -> bool | None:
+    """Whether ranks wait to take part, as far as this one knows; `None` in a job that takes no others."""
+    return None if _views is None else _views.newcomers_wait
 
 
 def _open(job: Job) -> Communicator:
@@ -152,7 +214,10 @@ def shutdown() -> None:
         _context.on_gpu.close()
     if _context.keeps_freed_memory:
         return_freed_memory()
-    _context.job.close()
+    if _views is not None:
+        _views.close(broken=False)
+    else:
+        _context.job.close()
     _context = None
 
 

@@ -6,8 +6,9 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
-from weakref import finalize
+from weakref import finalize, ref
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.recording import RecordedCommunicator
 from lightning_ring.gradients.compression import COMPRESSORS
 from lightning_ring.gradients.reducer import Reducer
+from lightning_ring.horovod.attachments import attachments
 from lightning_ring.horovod.collectives import Adasum, Average, Sum, reduction
 from lightning_ring.horovod.compression import Compression
 from lightning_ring.horovod.context import ProcessSet, global_process_set, gradient_communicator
@@ -67,16 +69,13 @@ def DistributedOptimizer(
         raise ValueError("DistributedOptimizer got a compression of your own; expected Compression.none, fp16 or bf16.")
     named = _named(optimizer, named_parameters)
     optimizer._parameter_names = {param: name for name, param in named}  # type: ignore[attr-defined]
+    attachments.pop(optimizer, None)
     if op == Adasum and process_set.included() and process_set.size() > 1:
         Deltas(optimizer, named, process_set, compression)
         return optimizer
-    device = next((param.device for _, param in named), torch.device("cpu"))
-    comm = gradient_communicator(process_set, device)
-    if comm is not None and comm.world_size > 1:
-        _Gradients(optimizer, named, comm, name, backward_passes_per_step, op, sparse_as_dense=sparse_as_dense)
-    else:
-        optimizer.synchronize = lambda: None  # type: ignore[attr-defined]
-        optimizer.skip_synchronize = ExitStack  # type: ignore[attr-defined]
+    attachment = _Attachment(ref(optimizer), named, process_set, (name, backward_passes_per_step, op), sparse_as_dense)
+    attachment.attach()
+    attachments[optimizer] = attachment
     return optimizer
 
 
@@ -99,6 +98,44 @@ def _named(
             f"named_parameters was specified, but one or more model parameters were not named ({len(unnamed)} of them)."
         )
     return named
+
+
+@dataclass(slots=True)
+class _Attachment:
+    """An optimizer and how its gradients are reduced, over the ranks of one generation after the other."""
+
+    optimizer: ref[Optimizer]
+    named: list[tuple[str, Parameter]]
+    process_set: ProcessSet
+    how: tuple[str | None, int, str]
+    sparse_as_dense: bool
+    gradients: _Gradients | None = None
+
+    def attach(self) -> None:
+        optimizer = self.optimizer()
+        if self.process_set.process_set_id is None:
+            raise ValueError(
+                f"DistributedOptimizer: the process set of ranks {self.process_set.ranks} is not there. Add it first, "
+                "with hvd.add_process_set; it ends when the ranks of an elastic job change."
+            )
+        device = next((param.device for _, param in self.named), torch.device("cpu"))
+        comm = gradient_communicator(self.process_set, device)
+        if optimizer is None:
+            return
+        if comm is not None and comm.world_size > 1:
+            self.gradients = _Gradients(optimizer, self.named, comm, *self.how, sparse_as_dense=self.sparse_as_dense)
+        else:
+            optimizer.synchronize = lambda: None  # type: ignore[attr-defined]
+            optimizer.skip_synchronize = ExitStack  # type: ignore[attr-defined]
+
+    def detach(self) -> None:
+        global _num_made
+        _num_made = 0  # newcomers count from the beginning
+        gradients, self.gradients = self.gradients, None
+        if gradients is not None:
+            gradients.remove()
+            for _, param in self.named:
+                param.grad = None  # part of a step that is done again, in memory of the last generation
 
 
 class _Gradients:
@@ -130,8 +167,9 @@ class _Gradients:
         frozen = [param for _, param in named if not param.requires_grad and param.is_floating_point()]
         for param in frozen:
             param.requires_grad_(True)  # for a moment: those that become trainable later are reduced too
+        self._hooks = hooks = list[Any]()
         for param in dict.fromkeys(param for _, param in named if param.requires_grad):
-            param.register_post_accumulate_grad_hook(self._count)  # before the reducer's
+            hooks.append(param.register_post_accumulate_grad_hook(self._count))  # before the reducer's
         compressor = COMPRESSORS[compression].build() if compression else None
         self._reducer = kind(RecordedCommunicator(comm, [], label), named, compressor=compressor, warn=_quiet)
         for param in frozen:
@@ -140,11 +178,18 @@ class _Gradients:
         self._whole.enter_context(self._reducer.plain_backwards(reduced=True))
         self._pause = ExitStack()
         self._begin_step()
-        optimizer.register_step_pre_hook(self._before_step)
-        optimizer.register_step_post_hook(self._after_step)
+        hooks.append(optimizer.register_step_pre_hook(self._before_step))
+        hooks.append(optimizer.register_step_post_hook(self._after_step))
         optimizer.synchronize = self.synchronize  # type: ignore[attr-defined]
         optimizer.skip_synchronize = self.skip_synchronize  # type: ignore[attr-defined]
-        finalize(optimizer, self._reducer.remove).atexit = False
+        self._finalizer = finalize(optimizer, self._reducer.remove)
+        self._finalizer.atexit = False
+
+    def remove(self) -> None:
+        """Leave the optimizer and its parameters as they were. What is under way is not waited for."""
+        for hook in self._hooks:
+            hook.remove()
+        self._finalizer()  # removes the reducer's
 
     def synchronize(self) -> None:
         """Complete the gradients. Collective: a rank without gradients takes part with zeros."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import signal
 import socket
 import sys
@@ -19,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 from lightning_ring.errors import RankDiscoveryError
-from lightning_ring.job.watch.messages import Message, MessageConnection
+from lightning_ring.job.watch.messages import Message, MessageConnection, is_token
 from lightning_ring.launch.child import Child
 from lightning_ring.launch.hosts import Host
 from lightning_ring.launch.mpirun import rank_environment
@@ -34,10 +33,15 @@ _CONNECT_SECONDS = 5.0  # for each address
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What an agent is to do. ``addresses`` are those of the steward's host, one of which leads there."""
+    """What an agent is to do. ``addresses`` are those of the steward's host, one of which leads there.
+
+    The agent shows ``token`` and expects ``answer``: another host may have such an address too (a bridge of
+    containers), with another program at that port.
+    """
 
     host: str
     token: str
+    answer: str
     addresses: Sequence[str]
     port: int
     steward_port: int
@@ -55,6 +59,7 @@ class Agent:
         self._order = order
         self._children: dict[int, Child] = {}
         self._told: dict[int, str] = {}  # what the steward knows of each
+        self._first: list[Message] = []  # that came with the welcome
         self._connection = self._connect()
         self._guard = OrphanGuard(f"the agent of {order.host} (pid {os.getpid()}) has gone: its ranks end")
         self._over = False
@@ -63,8 +68,10 @@ class Agent:
         """Serve until the job ends (0) or the steward is lost (1). No rank is left."""
         heard = last_look = time.monotonic()
         next_alive = 0.0
+        for message in self._first:
+            self._take(message)
         while not self._over:
-            select.select([self._connection.socket], [], [], _LOOK_SECONDS)
+            self._connection.wait(_LOOK_SECONDS)
             messages, over = self._connection.receive()
             for message in messages:
                 self._take(message)
@@ -95,14 +102,30 @@ class Agent:
                 failures.append(f"{address}: {error}")
                 continue
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._address = address
             messages = MessageConnection(connection)
             messages.send({"kind": "hello", "token": self._order.token, "host": self._order.host})
-            return messages
+            if self._is_welcome(messages):
+                self._address = address
+                return messages
+            messages.close()
+            failures.append(f"{address}: another program answers there, or none")
         raise RankDiscoveryError(
             f"The agent of {self._order.host} could not reach port {self._order.port} of the host that started it "
             f"({'; '.join(failures)}). Open the hosts' firewalls for each other."
         )
+
+    def _is_welcome(self, messages: MessageConnection) -> bool:
+        """Whether the other side is who gave the order. What came behind its welcome is taken by `run`."""
+        until = time.monotonic() + _CONNECT_SECONDS
+        while (left := until - time.monotonic()) > 0:
+            messages.wait(left)
+            received, over = messages.receive()
+            if received:
+                self._first = received[1:]
+                return received[0]["kind"] == "welcome" and is_token(received[0].get("answer"), self._order.answer)
+            if over is not None:
+                return False
+        return False
 
     def _take(self, message: Message) -> None:
         kind = message["kind"]
@@ -153,7 +176,13 @@ def main() -> int:
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         # of a cancelled Slurm job: the steward says what the ranks do. A handler is not inherited, as SIG_IGN would be
         signal.signal(signum, lambda number, frame: None)
-    order = Order(**json.loads(sys.stdin.readline()))
+    line = sys.stdin.readline()
+    if not line.endswith("\n"):  # the process that started this one has gone, or what runs commands here gives no input
+        print(
+            "lightning_ring: an agent was started without an order on its standard input", file=sys.stderr, flush=True
+        )
+        return 1
+    order = Order(**json.loads(line))
     try:
         return Agent(order).run()
     except RankDiscoveryError as error:

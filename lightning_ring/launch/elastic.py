@@ -13,66 +13,24 @@ from lightning_ring.errors import ConfigurationError
 from lightning_ring.job.exit import say
 from lightning_ring.launch.child import Child
 from lightning_ring.launch.deaths import Deaths
+from lightning_ring.launch.discovery import Discovery
 from lightning_ring.launch.hosts import Host
+from lightning_ring.launch.job_process import JobProcess, by_signal
+from lightning_ring.launch.limits import ElasticLimits
 from lightning_ring.launch.orphan_guard import OrphanGuard
 from lightning_ring.launch.remote import HostLine, RemoteChild, ssh_line
 from lightning_ring.launch.respawn import RespawnLimits
 from lightning_ring.launch.slots import Slots
-from lightning_ring.launch.supervisor import PEERS_SECONDS, Supervisor, signal_name, stop_grace
+from lightning_ring.launch.supervisor import PEERS_SECONDS, Supervisor, stop_grace
 from lightning_ring.membership.membership import Membership
-from lightning_ring.membership.silence import SilenceLimits
 from lightning_ring.membership.steward import Steward
 
 LOOK_SECONDS = 0.01  # how often the kernel is asked whether a process is on its way out
 _IDLE_SECONDS = 1.0  # how often it is asked for processor time
 _WRAPPER_SECONDS = 2.0  # for the end of a wrapper whose rank has died
 _FAIL_SECONDS = 1.0  # for the exit code of a rank that failed
-_CODES_OF_SIGNALS = range(129, 193)  # a shell's, for a program that a signal ended
 
 __all__ = ["ElasticJob", "ElasticLimits", "RespawnLimits"]
-
-
-@dataclass(frozen=True, slots=True)
-class ElasticLimits:
-    """How many ranks a job has.
-
-    ``ranks`` start. The job goes on with ``min_ranks`` or more; with fewer it waits ``wait_for_ranks`` seconds for
-    others, then ends. It never has more than ``max_ranks``. With ``respawn`` a new process replaces a dead one.
-    ``silence`` says when a process that does not answer counts as dead.
-    """
-
-    ranks: int
-    min_ranks: int = 1
-    max_ranks: int | None = None
-    wait_for_ranks: float = 600.0
-    respawn: RespawnLimits | None = None
-    silence: SilenceLimits = field(default_factory=SilenceLimits)
-
-    def __post_init__(self) -> None:
-        most = self.ranks if self.max_ranks is None else self.max_ranks
-        if not 1 <= self.min_ranks <= self.ranks <= most:
-            raise ConfigurationError(
-                f"{self.ranks} ranks, at least {self.min_ranks} and at most {most}: the numbers have to ascend, from 1 "
-                "on. Change the number of ranks, --min-ranks or --max-ranks."
-            )
-
-
-@dataclass(slots=True, eq=False)
-class _Process:
-    """A process of the job. Its ``slot`` is the same as that of the process that it replaces."""
-
-    number: int
-    slot: int
-    child: Child | RemoteChild
-    joins: bool  # a job whose ranks train already
-    started: float
-    guarded: bool = False
-    identified: bool = False
-    removed: str = ""  # why the steward had it killed, where that is not its own death
-    kill_at: float | None = None  # when what is left of its session ends
-    died: float | None = None  # when it was seen to be dead
-    ended: bool = False  # the kernel has told its exit code, which may take seconds longer
-    outlived: bool = False  # the job went on without it, and ends for another reason, if it ends
 
 
 @dataclass(slots=True)
@@ -84,7 +42,8 @@ class ElasticJob:
     said that it has finished.
 
     Without ``hosts`` all ranks are on this host. Each other one gets an agent, which is started by ``line``; this
-    host, where the steward is, stays the one that must not die.
+    host, where the steward is, stays the one that must not die. ``discovery`` takes the place of ``hosts``: ranks start
+    on hosts that it lists later too, and nothing more starts on those that it lists no more, whose ranks go on.
 
     Raises:
         ConfigurationError: Not on Linux.
@@ -95,8 +54,10 @@ class ElasticJob:
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     hosts: Sequence[Host] = ()
     line: HostLine = ssh_line
-    _processes: list[_Process] = field(default_factory=list, init=False)  # by number
-    _by_child: dict[Child | RemoteChild, _Process] = field(default_factory=dict, init=False)
+    discovery: Discovery | None = None
+    _processes: list[JobProcess] = field(default_factory=list, init=False)  # by number
+    _by_child: dict[Child | RemoteChild, JobProcess] = field(default_factory=dict, init=False)
+    _filled: set[int] = field(default_factory=set, init=False)  # slots that have had a process
     _left: str = field(default="", init=False)  # who ended with exit code 0 and had not finished
     _below_since: float | None = field(default=None, init=False)
     _ended_since: float | None = field(default=None, init=False)
@@ -115,16 +76,22 @@ class ElasticJob:
                 f"A job that outlives its ranks runs on Linux only, and this is {sys.platform}: the kernel has to tell "
                 "that a rank is dead. Leave --min-ranks out, and use strategy='ring'."
             )
-        limits = self.limits
-        say(f"{limits.ranks} processes of: {shlex.join(self.command)} (goes on with {limits.min_ranks} or more)")
+        limits, hosts, ranks = self.limits, self.hosts, self.limits.ranks
+        if self.discovery is not None:
+            hosts = self.discovery.wait_for(ranks, limits.wait_for_ranks)
+            ranks = min(sum(host.slots for host in hosts), limits.max_ranks or sys.maxsize)
+        say(f"{ranks} processes of: {shlex.join(self.command)} (goes on with {limits.min_ranks} or more)")
         membership = Membership(limits.min_ranks, limits.max_ranks)
-        self._slots = Slots(limits.ranks, self.command, self.environ, self.hosts, self.line)
+        grows = self.discovery is not None
+        self._slots = Slots(
+            ranks, self.command, self.environ, hosts, self.line, grows=grows, start_seconds=limits.start_seconds
+        )
         self._steward = Steward(membership, self._kill, self._slots.listens[0], limits.silence, self._idle)
         if self._slots.remote is not None:
             self._slots.remote.steward_port = self._steward.port
         self._deaths = Deaths(limits.respawn)
         self._guard = OrphanGuard(f"the process that started the ranks (pid {os.getpid()}) has gone: they end")
-        children = [self._next_child(slot) for slot in range(limits.ranks)]
+        children = [self._next_child(slot) for slot in range(ranks)]
         self._supervisor = Supervisor(
             children, grace=stop_grace(self.environ), excuses=self._outlives, wait=self._look_after
         )
@@ -134,6 +101,8 @@ class ElasticJob:
             for process in self._processes:
                 if process.died is not None and process.number not in membership.finishers:
                     process.child.kill_session()
+            if self.discovery is not None:
+                self.discovery.close()
             if self._slots.remote is not None:
                 self._slots.remote.close()
             self._steward.close()
@@ -152,9 +121,10 @@ class ElasticJob:
 
     def _next_child(self, slot: int) -> Child | RemoteChild:
         number = len(self._processes)
+        self._filled.add(slot)
         child = self._slots.child(slot, number, self._steward.variables(number, self._slots.listens[1]))
         joins = self._steward.membership.view is not None
-        process = self._by_child[child] = _Process(number, slot, child, joins, time.monotonic())
+        process = self._by_child[child] = JobProcess(number, slot, child, joins, time.monotonic())
         self._processes.append(process)
         self._steward.expect(number)
         return child
@@ -167,7 +137,7 @@ class ElasticJob:
         now = time.monotonic()
         if self._slots.remote is not None:
             self._slots.remote.look(now)
-        running = [process for process in self._processes if not process.ended]
+        running = self._unended
         for process in running:
             self._look_at(process, now)
         if now >= self._next_idle:
@@ -176,7 +146,10 @@ class ElasticJob:
                 process.child.idle(now)
         if not self._is_over:
             for slot in self._deaths.take_due(now):
-                self._supervisor.start(self._next_child(slot))
+                if self._slots.is_open(slot):
+                    self._supervisor.start(self._next_child(slot))
+            if self.discovery is not None:
+                self._grow(self.discovery, now)
         self._show_view()
         self._end_if_below_min_ranks(now)
         if self._left and self._steward.pids and not self._is_over:  # else none of the ranks takes part: a plain script
@@ -187,11 +160,27 @@ class ElasticJob:
         if self._steward.ended is not None:
             self._end(now)
 
+    def _grow(self, discovery: Discovery, now: float) -> None:
+        """Start ranks in slots that have had none, or whose host was gone for a while, up to the most ranks."""
+        hosts = discovery.look(now)
+        if hosts is not None:
+            new = self._slots.list_hosts(hosts)
+            self._filled -= {slot for slot in new if not any(other.slot == slot for other in self._unended)}
+        if self._steward.membership.finishers:
+            return
+        room = (self.limits.max_ranks or sys.maxsize) - len(self._unended) - self._deaths.pending
+        for slot in [slot for slot in self._slots.open_slots() if slot not in self._filled][: max(0, room)]:
+            self._supervisor.start(self._next_child(slot))
+
+    @property
+    def _unended(self) -> list[JobProcess]:
+        return [process for process in self._processes if not process.ended]
+
     @property
     def _is_over(self) -> bool:
         return self._supervisor.ending or self._steward.ended is not None
 
-    def _look_at(self, process: _Process, now: float) -> None:
+    def _look_at(self, process: JobProcess, now: float) -> None:
         child, number, steward = process.child, process.number, self._steward
         if not child.is_started:
             return
@@ -213,7 +202,7 @@ class ElasticJob:
             process.kill_at = now + _WRAPPER_SECONDS
             child.kill_session()
 
-    def _note_end(self, process: _Process, code: int) -> None:
+    def _note_end(self, process: JobProcess, code: int) -> None:
         """A process has ended: tell whether the job outlives that, and start another one in its slot."""
         if process.ended:
             return
@@ -226,27 +215,24 @@ class ElasticJob:
         if isinstance(process.child, Child):
             self._guard.forget(process.child.pid)
         if self._is_over or (finished and code == 0):
-            process.outlived = steward.membership.finished and not self._supervisor.ending and _by_signal(code)
+            process.outlived = steward.membership.finished and not self._supervisor.ending and by_signal(code)
             if process.outlived:
                 self._note_death(process, code)
             return
         if code == 0:
-            self._left = self._left or self._name(process)
+            self._left = self._left or process.name
             return
         is_new = process.joins and not steward.membership.was_member(number)
         others = (other.child.poll() for other in self._processes if other is not process)
-        if (_by_signal(code) or is_new) and any(other in (None, 0) for other in others):
+        if (by_signal(code) or is_new) and any(other in (None, 0) for other in others):
             process.outlived = True
             self._note_death(process, code)
 
-    def _note_death(self, process: _Process, code: int) -> None:
-        how = f"was killed by signal {-code} ({signal_name(-code)})" if code < 0 else f"ended with exit code {code}"
-        if isinstance(process.child, RemoteChild) and process.child.is_lost:
-            how = "is lost with its host"
-        reason = process.removed or self._steward.last_words.get(process.number, "")
-        death = f"{self._name(process)} {how}" + f" ({reason})" * bool(reason)
+    def _note_death(self, process: JobProcess, code: int) -> None:
+        death = process.death(code, process.removed or self._steward.last_words.get(process.number, ""))
         trains = not self._is_over and not self._steward.membership.finishers
-        rest = self._deaths.add(death, process.slot, time.monotonic() - process.started, replaced=trains)
+        replaced = trains and self._slots.is_open(process.slot)
+        rest = self._deaths.add(death, process.slot, time.monotonic() - process.started, replaced=replaced)
         say(f"{death}; {len(self.pids())} ranks are left{rest}")
 
     def _outlives(self, child: Child | RemoteChild, code: int) -> bool:
@@ -267,12 +253,6 @@ class ElasticJob:
     def _idle(self, number: int) -> float:
         return self._processes[number].child.idle(time.monotonic())
 
-    @staticmethod
-    def _name(process: _Process) -> str:
-        child = process.child
-        where = f"host {child.host.host.name}, " if isinstance(child, RemoteChild) else ""
-        return f"{child.name} ({where}pid {child.program or child.pid})"
-
     def _show_view(self) -> None:
         view = self._steward.membership.view
         if view is not None and view.generation > self._shown:
@@ -287,7 +267,7 @@ class ElasticJob:
             return
         self._below_since = self._below_since or now
         unreplaced = any(process.died is not None and not process.ended for process in self._processes)
-        others_may_come = unreplaced or self._deaths.pending or membership.expected
+        others_may_come = unreplaced or self._deaths.pending or membership.expected or self.discovery is not None
         if not others_may_come or now - self._below_since > self.limits.wait_for_ranks:
             left = len(membership.members) or len(membership.newcomers)
             waited = f" for {now - self._below_since:.0f} s" if others_may_come else ""
@@ -315,7 +295,3 @@ class ElasticJob:
         ended = self._steward.ended
         if code and ended is not None and not self._steward.membership.finished and self._supervisor.cause != ended:
             say(f"the job has ended: {ended}")
-
-
-def _by_signal(code: int) -> bool:
-    return code < 0 or code in _CODES_OF_SIGNALS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,9 +49,20 @@ def read_hostfile(path: str) -> list[Host]:
     return _distinct(hosts)
 
 
+def listed_hosts(lines: Iterable[str], slots: int, where: str) -> list[Host]:
+    """``host`` or ``host:slots`` a line, as a command that lists hosts writes them; there may be none."""
+    entries = [entry for line in lines if (entry := line.split("#")[0].strip())]
+    return _distinct([_host(entry if ":" in entry else f"{entry}:{slots}", entry, where) for entry in entries])
+
+
 def _host(entry: str, shown: str, where: str) -> Host:
     name, colon, slots = entry.partition(":")
-    if not name or (colon and not (slots.isdigit() and int(slots) > 0)) or set(name) & set(" =/;"):
+    if (
+        not name
+        or name.startswith("-")
+        or (colon and not (slots.isdigit() and int(slots) > 0))
+        or set(name) & set(" =/;")
+    ):
         raise ConfigurationError(f"{where}: {shown!r} is not host:slots with slots > 0, such as gpu01:4.")
     return Host(name, int(slots) if colon else 1)
 

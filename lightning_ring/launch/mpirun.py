@@ -25,7 +25,21 @@ _NAMES = (
     "CONDA_PREFIX",
     "HYDRA_FULL_ERROR",
 )
-_PREFIXES = ("RING_", "NCCL_", "GLOO_", "OMP_", "MKL_", "TORCH_", "CUDA_", "PL_", "HF_", "WANDB_", "UCX_", "FI_")
+_PREFIXES = (
+    "RING_",
+    "HOROVOD_",
+    "NCCL_",
+    "GLOO_",
+    "OMP_",
+    "MKL_",
+    "TORCH_",
+    "CUDA_",
+    "PL_",
+    "HF_",
+    "WANDB_",
+    "UCX_",
+    "FI_",
+)
 
 
 @dataclass(frozen=True, slots=True)

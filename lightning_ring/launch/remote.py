@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import shlex
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,14 +17,16 @@ from dataclasses import dataclass, field
 from lightning_ring.job.exit import say
 from lightning_ring.job.launchers.slurm import tasks_per_node
 from lightning_ring.job.rendezvous.interfaces import reachable_candidates
-from lightning_ring.job.watch.messages import Message, MessageConnection
+from lightning_ring.job.watch.messages import LONGEST_LINE, Message, MessageConnection, is_token
 from lightning_ring.launch.agent import ALIVE_SECONDS, Order
 from lightning_ring.launch.hosts import Host
 from lightning_ring.launch.mpirun import exported_names
 
 LOST_SECONDS = 1.4  # without a sign of life, after which a host's ranks count as dead
-_START_SECONDS = 60.0  # for ssh and Python on the other host
 _END_SECONDS = 5.0
+_HELLO_SECONDS = 10.0  # in which a connection has to say whose agent it is
+_HELLO_BYTES = 4096
+_MOST_STRANGERS = 64
 
 HostLine = Callable[[Host, str], list[str]]
 """The line that runs a shell command on a host, standard input passed on."""
@@ -96,10 +100,12 @@ class RemoteHost:
     """One other host. Its agent is started with its first process, and again after it was lost."""
 
     host: Host
-    order: Callable[[Host, str], Order]
+    order: Callable[[Host, str, str], Order]
     line: HostLine
+    start_seconds: float  # for ssh and Python there
     children: dict[int, RemoteChild] = field(default_factory=dict)
-    token: str = ""
+    token: str = ""  # that its agent shows; "" while none is expected
+    answer: str = ""  # that its agent expects
     connection: MessageConnection | None = None
     _process: subprocess.Popen[bytes] | None = None
     _started: float = 0.0
@@ -120,6 +126,7 @@ class RemoteHost:
 
     def connected(self, connection: MessageConnection, now: float) -> None:
         self.connection, self._heard = connection, now
+        connection.send({"kind": "welcome", "answer": self.answer})
         unsent, self._unsent = self._unsent, []
         for message in unsent:
             connection.send(message)
@@ -131,8 +138,8 @@ class RemoteHost:
         if self.connection is None:
             if (code := self._process.poll()) is not None:
                 self._lose(f"`{shlex.join(self.line(self.host, '...'))}` ended with exit code {code}", code or 1)
-            elif now - self._started > _START_SECONDS:
-                self._lose(f"its agent was not up within {_START_SECONDS:.0f} s", 1)
+            elif now - self._started > self.start_seconds:
+                self._lose(f"its agent was not up within {self.start_seconds:g} s (--start-timeout)", 1)
             return
         messages, over = self.connection.receive()
         self._heard = now if messages else self._heard + gap
@@ -143,32 +150,40 @@ class RemoteHost:
         elif now - self._heard > LOST_SECONDS:
             self._lose(f"its agent has said nothing for {now - self._heard:.1f} s: the host or the way to it is gone")
 
-    def close(self) -> None:
-        self.send({"kind": "end"})
+    def ask_to_end(self) -> None:
+        """The agent ends its ranks and itself. One that has not connected yet finds nobody, and ends too."""
+        if self.connection is not None:
+            self.connection.send({"kind": "end"})
+        elif self._process is not None:
+            self._process.kill()
+
+    def close(self, until: float) -> None:
+        """Wait until the agent has ended, up to the monotonic clock's ``until``, after `ask_to_end`."""
         if self._process is not None:
             try:
-                self._process.wait(_END_SECONDS)
+                self._process.wait(max(0.0, until - time.monotonic()))
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
         if self.connection is not None:
-            self.connection.socket.close()
+            self.connection.close()
 
     def _start_agent(self) -> None:
-        self.token = secrets.token_hex(16)
+        self.token, self.answer = secrets.token_hex(16), secrets.token_hex(16)
         names = {name: os.environ[name] for name in ("PYTHONPATH", "PATH") if name in os.environ}
         variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in names.items())
         command = f"exec env {variables} {shlex.quote(sys.executable)} -m lightning_ring.launch.agent"
         self._started = time.monotonic()
-        self._process = subprocess.Popen(
-            self.line(self.host, command), stdin=subprocess.PIPE, start_new_session=True, env=os.environ
-        )
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(self.order(self.host, self.token).as_line().encode())
-            self._process.stdin.close()
-        except OSError:  # it has ended: `look` says so
-            pass
+        environ = {**os.environ, "SSH_ASKPASS_REQUIRE": "never"}  # no window that asks for a password
+        # a file: ssh reads a pipe once it is connected, and an order that does not fit into it would block this process
+        with tempfile.TemporaryFile() as order:
+            order.write(self.order(self.host, self.token, self.answer).as_line().encode())
+            order.seek(0)
+            line = self.line(self.host, command)
+            try:
+                self._process = subprocess.Popen(line, stdin=order, start_new_session=True, env=environ)
+            except OSError as error:
+                self._lose(f"`{line[0]}` could not be run: {error.strerror}", 127)
 
     def _take(self, message: Message, now: float) -> None:
         if message["kind"] == "alive":
@@ -192,7 +207,7 @@ class RemoteHost:
         if left:
             say(f"host {self.host.name} is lost with {len(left)} ranks: {why}")
         if self.connection is not None:
-            self.connection.socket.close()
+            self.connection.close()
         if self._process is not None and self._process.poll() is None:
             self._process.kill()
             self._process.wait()
@@ -205,16 +220,20 @@ class RemoteHosts:
     """The hosts whose agents connect to this process."""
 
     def __init__(
-        self, hosts: Sequence[Host], command: Sequence[str], environ: Mapping[str, str], line: HostLine
+        self, command: Sequence[str], environ: Mapping[str, str], line: HostLine, start_seconds: float = 60.0
     ) -> None:
         self._command, self._environ = list(command), environ
+        self._line, self._start_seconds = line, start_seconds
         self._listener = socket.create_server(("", 0), backlog=64)
         self._listener.setblocking(False)
-        self._strangers: list[MessageConnection] = []
+        self._strangers: dict[MessageConnection, float] = {}  # that have not said who they are, and since when
         self._next_alive = 0.0
         self._last_look = time.monotonic()
         self.steward_port = 0
-        self.hosts = {host.name: RemoteHost(host, self._order, line) for host in hosts}
+        self.hosts: dict[str, RemoteHost] = {}
+
+    def add(self, host: Host) -> None:
+        self.hosts[host.name] = RemoteHost(host, self._order, self._line, self._start_seconds)
 
     def look(self, now: float) -> None:
         """Serve all agents. Called again and again."""
@@ -230,35 +249,48 @@ class RemoteHosts:
                     host.send({"kind": "alive"})
 
     def close(self) -> None:
-        for host in self.hosts.values():
-            host.close()
+        self._listener.close()
         for stranger in self._strangers:
             stranger.close()
-        self._listener.close()
+        for host in self.hosts.values():
+            host.ask_to_end()
+        until = time.monotonic() + _END_SECONDS
+        for host in self.hosts.values():
+            host.close(until)
 
     def _accept(self, now: float) -> None:
-        try:
-            while True:
+        with contextlib.suppress(OSError):  # none waits; or this process can open no more files
+            while len(self._strangers) < _MOST_STRANGERS:
                 accepted, _ = self._listener.accept()
                 accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                self._strangers.append(MessageConnection(accepted))
-        except OSError:
-            pass
-        for stranger in list(self._strangers):
+                stranger = MessageConnection(accepted)
+                stranger.longest_line = _HELLO_BYTES
+                self._strangers[stranger] = now
+        for stranger, since in list(self._strangers.items()):
             messages, over = stranger.receive()
-            if not messages and over is None:
+            if not messages and over is None and now - since < _HELLO_SECONDS:
                 continue
-            self._strangers.remove(stranger)
-            hello = messages[0] if messages else {"kind": ""}
-            host = self.hosts.get(hello.get("host", ""))
-            if host is None or not host.token or hello.get("token") != host.token or host.connection is not None:
+            del self._strangers[stranger]
+            host = self._host_of(messages[0]) if messages and over is None else None
+            if host is None:
                 stranger.close()
-                continue
-            host.connected(stranger, now)
+            else:
+                stranger.longest_line = LONGEST_LINE
+                host.connected(stranger, now)
 
-    def _order(self, host: Host, token: str) -> Order:
+    def _host_of(self, hello: Message) -> RemoteHost | None:
+        """The host whose agent says ``hello``; `None` for anybody else's message, whatever it is."""
+        name = hello.get("host")
+        host = self.hosts.get(name) if isinstance(name, str) else None
+        if host is None or host.connection is not None or not is_token(hello.get("token"), host.token):
+            return None
+        return host
+
+    def _order(self, host: Host, token: str, answer: str) -> Order:
         exported = {name: self._environ[name] for name in exported_names(self._environ)}
         addresses = reachable_candidates(self._environ)
         port = self._listener.getsockname()[1]
         cwd = os.getcwd()
-        return Order(host.name, token, addresses, port, self.steward_port, self._command, cwd, host.slots, exported)
+        return Order(
+            host.name, token, answer, addresses, port, self.steward_port, self._command, cwd, host.slots, exported
+        )

@@ -12,9 +12,10 @@ from secrets import token_hex
 from typing import Protocol
 
 from lightning_ring.job.exit import say
-from lightning_ring.job.watch.messages import Message, MessageConnection
+from lightning_ring.job.watch.messages import LONGEST_LINE, Message, MessageConnection, is_token
 
 _HELLO_SECONDS = 10.0  # in which a connection has to say which process it is
+_HELLO_BYTES = 4096
 _FULL_SECONDS = 0.5  # without accepting connections, when this process can open no more files
 
 
@@ -120,6 +121,7 @@ class Connections:
             return
         accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         client = _Client(MessageConnection(accepted), time.monotonic())
+        client.connection.longest_line = _HELLO_BYTES  # a stranger must not fill this process's memory
         self._unknown.add(client)
         self._selector.register(accepted, selectors.EVENT_READ, client)
 
@@ -137,15 +139,18 @@ class Connections:
                 self._server.hung_up(client.member)
 
     def _welcome(self, client: _Client, message: Message) -> bool:
-        member = message.get("member")
-        if message["kind"] != "hello" or message.get("token") != self._token or not isinstance(member, int):
+        member, pid = message.get("member"), message.get("pid")
+        if message["kind"] != "hello" or not is_token(message.get("token"), self._token):
+            return False
+        if type(member) is not int or type(pid) is not int:  # not a bool either
             return False
         if member in self._clients or not self._knows(member):
             taken = f"is process {self.pids[member]} already" if member in self._clients else "takes part no more"
             client.connection.send({"kind": "refused", "why": f"process {member} of the job {taken}"})
             return False
         client.member = member
-        self.pids[member] = message["pid"]
+        client.connection.longest_line = LONGEST_LINE
+        self.pids[member] = pid
         self._unknown.discard(client)
         self._clients[member] = client
         self.tell(member, {"kind": "welcome"})

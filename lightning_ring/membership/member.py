@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import socket
 import threading
 import time
@@ -39,7 +38,8 @@ class Member:
 
     ``on_stop`` is called in the member's thread when the current generation is over, with the error that ends its
     collectives. It must be quick. ``on_lost`` is called when the steward has gone, and ends this process: nobody can
-    tell any more who takes part, and two halves of a job must not go on apart.
+    tell any more who takes part, and two halves of a job must not go on apart. ``over_error`` is the class of the error
+    that says that a generation is over.
     """
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
@@ -53,6 +53,7 @@ class Member:
         self.begun: bool | None = None
         self.on_stop: Callable[[PeerFailedError], None] = lambda error: None
         self.on_lost: Callable[[], None] = self._end_process
+        self.over_error: type[GenerationOver] = GenerationOver
         self._stopped_generation = -1
         self._connection: MessageConnection | None = None
         self._sending = threading.Lock()
@@ -167,7 +168,7 @@ class Member:
             raise TimeoutError(f"{message['op']} of {message.get('keys') or message.get('key')}: none in {timeout:g} s")
         if "refused" in answer:
             self.check()
-            raise GenerationOver(answer["refused"])
+            raise self.over_error(answer["refused"])
         return answer["value"]
 
     # -- the end
@@ -200,7 +201,7 @@ class Member:
         until = time.monotonic() + CONNECT_SECONDS
         messages, over = connection.receive()
         while not messages and over is None and time.monotonic() < until:
-            select.select([connection.socket], [], [], 1.0)
+            connection.wait(1.0)
             messages, over = connection.receive()
         first = messages[0] if messages else {"kind": "refused", "why": f"the steward did not answer ({over})"}
         if first["kind"] == "refused":
@@ -219,7 +220,7 @@ class Member:
             connection.send(message)
             until = time.monotonic() + CONNECT_SECONDS
             while connection.unsent and time.monotonic() < until:
-                select.select([], [connection.socket], [], 1.0)
+                connection.wait(1.0, to_send=True)
                 connection.flush()
 
     def _listen(self) -> None:
@@ -227,7 +228,7 @@ class Member:
         assert connection is not None
         over = None
         while over is None and not self._closed:
-            select.select([connection.socket], [], [], 1.0)
+            connection.wait(1.0)
             messages, over = connection.receive()
             for message in messages:
                 self._take(message)
@@ -264,7 +265,7 @@ class Member:
                     self._answers[message["number"]] = message
             elif kind == "stop":
                 self._stopped_generation = message["generation"]
-                stop = GenerationOver(f"Generation {message['generation']} is over: {message['why']}.")
+                stop = self.over_error(f"Generation {message['generation']} is over: {message['why']}.")
             elif kind == "end":
                 stop = JobEnded(f"The job ends: {message['why']}.", message["finished"])
             if stop is not None and not isinstance(self._over, JobEnded):

@@ -174,3 +174,48 @@ def test_told_to_stop_the_ranks_of_an_agent_end_too(tmp_path: Path) -> None:
     assert {path.suffix for path in tmp_path.glob("stopped.*")} == {".0", ".1", ".3"}
     assert all(is_dead(pid) for pid in pids)
     assert f"{pids[2]}) was killed by signal 9 (SIGKILL); 3 ranks are left" in said(tmp_path)
+
+
+@pytest.mark.ranks
+@pytest.mark.skipif(not reachable_candidates({}), reason="this host has no address but its own loopback")
+def test_ranks_start_on_a_host_that_is_listed_later_and_not_on_one_that_is_listed_no_more(tmp_path: Path) -> None:
+    ssh, listed = tmp_path / "ssh", tmp_path / "listed"
+    ssh.write_text('#!/bin/sh\nshift; exec sh -c "$*"\n')
+    ssh.chmod(0o755)
+    listed.write_text("localhost:1\n")
+    ringrun = [sys.executable, "-m", "lightning_ring.cli.ringrun", "-np", "1", "--host-discovery-script"]
+    options = [f"cat {listed}", "--max-np", "3", "--respawn", sys.executable, *counting(tmp_path, 100000)]
+    with (tmp_path / "output").open("w") as output:
+        process = subprocess.Popen(
+            [*ringrun, *options], env=clean_env(RING_SSH=str(ssh)), stdout=output, stderr=output, start_new_session=True
+        )
+    try:
+        wait_for(lambda: "generation 0: 1 ranks" in said(tmp_path))
+        listed.write_text("localhost:1\nelsewhere:5\n")
+        wait_for(lambda: "3 ranks" in said(tmp_path) and len(list(tmp_path.glob("*.log"))) == 3)
+        listed.write_text("localhost:1\n")
+        time.sleep(2.5)  # it is asked every second
+        agent = next(line for line in ps(process.pid) if "lightning_ring.launch.agent" in line)
+        os.kill(int(agent.split()[0]), signal.SIGKILL)
+        wait_for(lambda: "1 ranks are left" in said(tmp_path))
+        wait_for(lambda: said(tmp_path).count(": 1 ranks, after") == 2)  # in generation 0, and again
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == 143, said(tmp_path)
+    finally:
+        end_session(process)
+        process.wait(timeout=20)
+    assert "host elsewhere is lost with 2 ranks" in said(tmp_path)
+    assert "replaces it" not in said(tmp_path)
+
+
+def ps(parent: int) -> list[str]:
+    """Pid and command of the children of ``parent``, and theirs."""
+    found = []
+    lines = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, timeout=20).stdout
+    parents = {parent}
+    for line in lines.splitlines()[1:]:
+        pid, ppid, command = line.split(maxsplit=2)
+        if int(ppid) in parents:
+            parents.add(int(pid))
+            found.append(f"{pid} {command}")
+    return found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import socket
 import threading
 
@@ -113,6 +115,14 @@ def test_a_stranger_is_sent_away() -> None:
         with socket.create_connection((stranger._host, stranger._port), timeout=WAIT) as connection:
             connection.sendall(b'{"kind": "hello", "token": "guess", "member": 0}\n{"kind": "failed", "text": "!"}\n')
             assert connection.recv(1) == b""
+        token, odd = server.steward.variables(0)["RING_STEWARD_TOKEN"], []
+        odd += [{"member": 0}, {"member": True, "pid": 1}, {"member": 0, "pid": "1"}, {"member": [0], "pid": 1}]
+        for said in [*({"kind": "hello", "token": token, **message} for message in odd), "x" * 5000]:
+            with socket.create_connection((stranger._host, stranger._port), timeout=WAIT) as connection:
+                connection.sendall(json.dumps(said).encode() + b"\n")
+                with contextlib.suppress(ConnectionResetError):  # what it has not read is lost with the connection
+                    assert connection.recv(1) == b""
+        assert server.thread.is_alive()
         assert server.steward.ended is None
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hmac
 import json
 import os
+import select
 import socket
 import sys
 import weakref
@@ -12,7 +14,7 @@ from typing import Any
 
 Message = dict[str, Any]
 
-_LONGEST_LINE = 4 * 1024 * 1024  # bytes; the stacks of all ranks fit
+LONGEST_LINE = 4 * 1024 * 1024  # bytes; the stacks of all ranks fit
 LOST_SECONDS = 15  # a peer that acknowledges nothing for so long is lost: its host is down, or the link is cut
 
 
@@ -36,6 +38,7 @@ class MessageConnection:
         connection.setblocking(False)
         watch_for_loss(connection)
         self.socket = connection
+        self.longest_line = LONGEST_LINE  # bytes
         self._received = b""
         self._unsent = b""
 
@@ -58,6 +61,15 @@ class MessageConnection:
         except OSError:
             self._unsent = b""
 
+    def wait(self, seconds: float, *, to_send: bool = False) -> None:
+        """Return when something has arrived, or when the kernel takes more, or after ``seconds``.
+
+        Not by `select`, which refuses file descriptors above 1023.
+        """
+        poll = select.poll()
+        poll.register(self.socket, select.POLLOUT if to_send else select.POLLIN)
+        poll.poll(seconds * 1000)
+
     def receive(self) -> tuple[list[Message], str | None]:
         """Whole messages that have arrived, and, once the connection is over, why (``"closed"`` or the error)."""
         over: str | None = None
@@ -68,9 +80,10 @@ class MessageConnection:
                     over = "closed"
                     break
                 self._received += part
-                if len(self._received) > _LONGEST_LINE:
-                    over = "a message too long"
-                    break
+                if len(self._received) > self.longest_line:
+                    if max(map(len, self._received.split(b"\n"))) > self.longest_line:
+                        over = "a message too long"
+                    break  # of many messages the rest comes with the next call
         except BlockingIOError:
             pass
         except OSError as error:
@@ -91,6 +104,13 @@ def in_forked_children(method: Callable[[], None]) -> None:
             alive()
 
     os.register_at_fork(after_in_child=call)
+
+
+def is_token(given: object, token: str) -> bool:
+    """Whether a message's ``given`` is the secret ``token``, in a time that does not tell how much of it is right."""
+    return (
+        isinstance(given, str) and bool(token) and hmac.compare_digest(given.encode(errors="replace"), token.encode())
+    )
 
 
 def parse(line: bytes) -> Message | None:

@@ -1,0 +1,8 @@
+"""``python -m lightning_ring.horovod script.py``: run a script for Horovod as it is, over the ring."""
+
+import sys
+
+from lightning_ring.horovod.as_horovod.run import main
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

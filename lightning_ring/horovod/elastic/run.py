@@ -1,0 +1,62 @@
+"""`run`: a training function that is called again whenever the ranks have changed."""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from lightning_ring.elastic.recovery import NUM_ATTEMPTS
+from lightning_ring.horovod.collectives import barrier
+from lightning_ring.horovod.context import elastic_views, reset
+from lightning_ring.horovod.elastic.state import State
+from lightning_ring.horovod.errors import HostsUpdatedInterrupt
+
+T = TypeVar("T")
+
+
+def run(func: Callable[..., T]) -> Callable[..., T]:
+    """Decorate ``func(state, ...)``, whose first argument is a `State`. It begins at what ``state`` says.
+
+    Before it is called ``state.sync()`` hands rank 0's state to all ranks; rank 0 is one of those that have been there
+    longest. When a rank dies the others go back to the last commit, meet anew, call the reset callbacks, and call
+    ``func`` again; when ranks come they do the same without going back. All ranks return together.
+
+    Outside of a job that goes on when ranks die (``ringrun --min-ranks``) an error ends the job, as everywhere.
+    """
+    return run_fn(func, reset)
+
+
+def run_fn(func: Callable[..., T], reset: Callable[[], None]) -> Callable[..., T]:
+    """`run` with a function of its own that meets the other ranks anew."""
+
+    @functools.wraps(func)
+    def wrapper(state: State, *args: Any, **kwargs: Any) -> T:
+        skip_sync = False
+        attempts = 0  # after an error that no change of the ranks explains
+        while True:
+            views = elastic_views()
+            members = views.members if views is not None else ()
+            try:
+                if not skip_sync:
+                    state.sync()
+                if views is not None:
+                    views.has_state = True
+                result = func(state, *args, **kwargs)
+                if views is not None:
+                    barrier()  # else who has returned would be missing where a rank dies in the last steps
+                return result
+            except HostsUpdatedInterrupt as interrupt:
+                skip_sync = interrupt.skip_sync
+            except Exception as error:
+                if views is None or not views.is_over(error) or attempts >= NUM_ATTEMPTS:
+                    raise
+                state.restore()
+                skip_sync = False
+            gc.collect()  # optimizers that the function had made
+            reset()
+            attempts = attempts + 1 if views is not None and views.members == members else 0
+            state.on_reset()
+
+    return wrapper

@@ -1,0 +1,124 @@
+"""The ranks of a job that goes on when ranks die (`lightning_ring.membership`), as `init` opens them."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+
+from lightning_ring.comm.communicator import Communicator
+from lightning_ring.comm.waiting import WaitPolicy
+from lightning_ring.elastic.ending import end_job_on_error
+from lightning_ring.elastic.generations import Generations
+from lightning_ring.elastic.recovery import BLAME_SECONDS, NUM_ATTEMPTS, VIEW_SECONDS, is_from_a_peer
+from lightning_ring.errors import ConfigurationError, RingError
+from lightning_ring.horovod.errors import HorovodInternalError
+from lightning_ring.job.communicators import open_communicator
+from lightning_ring.job.job import Job
+from lightning_ring.membership.agreement import Report
+from lightning_ring.membership.member import GenerationOver, JobEnded, Member
+from lightning_ring.membership.view import View
+
+
+class RanksChanged(HorovodInternalError, GenerationOver):
+    """A rank died, or others stop to let newcomers in: the collectives of this generation are over."""
+
+
+class Views:
+    """This process in the job of a steward, from the first `init` to its end. Constructing it connects.
+
+    Attributes:
+        has_state: Whether this rank has synchronised, so that others can get the state from it.
+    """
+
+    def __init__(self, timeout: timedelta, stall_warning: timedelta) -> None:
+        self.has_state = False
+        self._limits = timeout, stall_warning
+        self._member = Member()
+        self._member.over_error = RanksChanged
+        self._member.open()
+        end_job_on_error(self._member)
+        atexit.register(self._finish)
+        self._generations = Generations(self._member, "auto", torch.device("cpu"), timeout, stall_warning)
+        self._policies: list[WaitPolicy] = []
+
+    @property
+    def newcomers_wait(self) -> bool:
+        return self._member.newcomers_wait
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Numbers of the processes, by rank."""
+        view = self._member.view
+        assert view is not None, "open() comes first"
+        return view.members
+
+    def open(self, enter: Callable[[Job, Communicator, Communicator], None], leave: Callable[[], None]) -> None:
+        """Take part in the next view, and call ``enter`` with its job and two communicators. Collective.
+
+        Blocks until all its ranks are there, and begins again where one dies meanwhile: ``leave`` closes what ``enter``
+        has opened.
+        """
+        attempts = 0
+        while True:
+            self._member.report(Report(0 if self.has_state else None))
+            view = self._member.next_view(VIEW_SECONDS)
+            try:
+                enter(*self._connect(view))
+                return
+            except (JobEnded, ConfigurationError):
+                raise
+            except (RingError, RuntimeError, TimeoutError) as error:
+                if not self._member.is_over():  # a connection did not come up in time
+                    attempts += 1
+                    if attempts >= NUM_ATTEMPTS or not is_from_a_peer(error):
+                        raise
+            self.break_off()
+            leave()
+            self.close(broken=True)
+
+    def _connect(self, view: View) -> tuple[Job, Communicator, Communicator]:
+        negotiated = self._generations.open(view)
+        job = self._generations.job
+        assert job is not None
+        assert job.policy is not None
+        self._policies = [job.policy]
+        job.communicator = None  # the next one would close it
+        gradients = open_communicator(job, "auto", torch.device("cpu"), *self._limits)
+        self._policies.append(job.policy)
+        job.communicator = None
+        return job, negotiated, gradients
+
+    def is_over(self, error: BaseException) -> bool:
+        """Whether ``error`` may come from a death or from newcomers, so that the job goes on after it.
+
+        Raises:
+            JobEnded: It comes from the end of the job.
+        """
+        if isinstance(error, HorovodInternalError):
+            if isinstance(error.__cause__, JobEnded):
+                raise error.__cause__
+            return True
+        return is_from_a_peer(error) and self._member.is_over(BLAME_SECONDS)
+
+    def break_off(self) -> None:
+        """End every wait of this rank for another one, in any thread."""
+        over = RanksChanged("the ranks of this generation do not go on together.")
+        for policy in self._policies:
+            policy.fail(over)
+        self._member.on_stop(over)
+
+    def close(self, *, broken: bool) -> None:
+        """End the generation, whose communicators are closed already."""
+        error = RanksChanged("the generation is over.") if broken else None
+        self._generations.close(error)
+        self._policies = []
+
+    def _finish(self) -> None:
+        """At the end of the process."""
+        with contextlib.suppress(RingError):
+            self._member.finish()
+            self._member.close()

@@ -1,0 +1,34 @@
+"""HOROVOD_START_TIMEOUT."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from lightning_ring.errors import ConfigurationError
+from lightning_ring.horovod import start_timeout
+from lightning_ring.horovod.start_timeout import within_start_timeout
+
+
+def test_ranks_that_do_not_meet_in_time_end(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    codes: list[int] = []
+    monkeypatch.setattr(start_timeout, "end_process", codes.append)
+    monkeypatch.setenv("HOROVOD_START_TIMEOUT", "0.05")
+    with within_start_timeout():
+        time.sleep(0.5)
+    assert codes == [1]
+    assert "has waited 0.05 s for the other ranks" in capsys.readouterr().err
+    monkeypatch.setenv("HOROVOD_START_TIMEOUT", "0.3")
+    with within_start_timeout():
+        pass
+    time.sleep(0.5)
+    assert codes == [1]
+
+
+def test_a_time_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOROVOD_START_TIMEOUT", "soon")
+    with pytest.raises(ConfigurationError, match="HOROVOD_START_TIMEOUT='soon': expected a number of seconds above 0"):
+        within_start_timeout().__enter__()

@@ -1,0 +1,80 @@
+"""Lines of JSON over a connection."""
+
+from __future__ import annotations
+
+import fcntl
+import resource
+import socket
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from lightning_ring.job.watch.messages import MessageConnection, is_token
+
+
+def connected() -> tuple[socket.socket, MessageConnection]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        one = socket.create_connection(listener.getsockname())
+        other, _ = listener.accept()
+    return one, MessageConnection(other)
+
+
+def received(connection: MessageConnection, until_over: bool = False, number: int = 0) -> tuple[list[Any], str | None]:
+    found: list[Any] = []
+    until = time.monotonic() + 20
+    over = None
+    while over is None and time.monotonic() < until and (until_over or len(found) < number):
+        connection.wait(1.0)
+        messages, over = connection.receive()
+        found += messages
+    return found, over
+
+
+def test_many_messages_are_not_one_that_is_too_long() -> None:
+    sender, connection = connected()
+    line = b'{"kind": "x", "text": "' + 1000 * b"x" + b'"}\n'
+    thread = threading.Thread(target=sender.sendall, args=(5000 * line,))
+    thread.start()
+    time.sleep(0.2)  # the receiver is held up
+    messages, over = received(connection, number=5000)
+    thread.join()
+    assert (len(messages), over) == (5000, None)
+    sender.close()
+    connection.close()
+
+
+def test_a_message_without_an_end_ends_the_connection() -> None:
+    sender, connection = connected()
+    connection.longest_line = 1000
+    sender.sendall(b'{"kind": "first"}\n' + 200_000 * b"x")
+    messages, over = received(connection, until_over=True)
+    assert ([message["kind"] for message in messages], over) == (["first"], "a message too long")
+    sender.close()
+    connection.close()
+
+
+def test_waiting_works_with_many_open_files() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 2048:
+        pytest.skip("this process may open no 2048 files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    sender, low = connected()
+    high = MessageConnection(socket.socket(fileno=fcntl.fcntl(low.socket.fileno(), fcntl.F_DUPFD, 1500)))
+    try:
+        high.wait(0.01)
+        high.wait(1.0, to_send=True)
+        sender.sendall(b'{"kind": "late"}\n')
+        assert received(high, number=1)[0] == [{"kind": "late"}]
+    finally:
+        for used in (sender, low, high):
+            used.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_tokens() -> None:
+    assert is_token("abc", "abc")
+    for given in ("", "ab", "abd", "äbc", None, 3, ["abc"]):
+        assert not is_token(given, "abc")
+    assert not is_token("", "")

@@ -1,0 +1,91 @@
+"""The command that lists hosts, and the slots that follow from its lists."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from pathlib import Path
+
+import pytest
+
+from lightning_ring.errors import ConfigurationError
+from lightning_ring.launch import discovery as module
+from lightning_ring.launch.discovery import Discovery
+from lightning_ring.launch.hosts import Host, listed_hosts
+from lightning_ring.launch.remote import ssh_line
+from lightning_ring.launch.slots import Slots
+
+
+def test_a_list_of_hosts() -> None:
+    lines = ["a:2", "", "  b  ", "# c", "a:1 # again"]
+    assert listed_hosts(lines, 4, "here") == [Host("a", 3), Host("b", 4)]
+    assert listed_hosts([], 4, "here") == []
+    with pytest.raises(ConfigurationError, match="here: 'a:x' is not host:slots"):
+        listed_hosts(["a:x"], 1, "here")
+
+
+def test_slots_keep_their_numbers_when_hosts_come_and_go() -> None:
+    slots = Slots(2, ["true"], {}, [Host("localhost", 1), Host("b", 1)], ssh_line, grows=True)
+    assert slots.remote is not None
+    try:
+        assert slots.open_slots() == [0, 1]
+        assert slots.list_hosts([Host("localhost", 1), Host("b", 2), Host("c", 1)]) == [2, 3]
+        assert slots.list_hosts([Host("localhost", 1), Host("c", 1)]) == []
+        assert slots.open_slots() == [0, 3]
+        assert not slots.is_open(2)
+        assert slots.list_hosts([Host("localhost", 1), Host("b", 1), Host("c", 1)]) == [1]
+        assert set(slots.remote.hosts) == {"b", "c"}
+        assert slots.child(3, 9, {}).environ["RING_NODE_RANK"] == "2"
+    finally:
+        slots.remote.close()
+
+
+def look(discovery: Discovery, seconds: float = 20.0) -> list[Host] | None:
+    until = time.monotonic() + seconds
+    discovery.look(time.monotonic())  # begins
+    while time.monotonic() < until:
+        if (hosts := discovery.look(time.monotonic())) is not None or discovery._process is None:
+            return hosts
+        time.sleep(0.01)
+    raise AssertionError("it has not ended")
+
+
+@pytest.mark.ranks
+def test_a_later_failure_leaves_the_hosts_of_before_and_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(module, "EVERY_SECONDS", 0.0)
+    answer = tmp_path / "hosts"
+    discovery = Discovery(["sh", "-c", f". {shlex.quote(str(answer))}"], slots=2)
+    answer.write_text("echo a; echo b:3")
+    assert look(discovery) == [Host("a", 2), Host("b", 3)]
+    answer.write_text("exit 3")
+    assert [look(discovery), look(discovery)] == [None, None]
+    assert capsys.readouterr().err.count("ended with exit code 3; the hosts of before count") == 1
+    answer.write_text("echo a:0")
+    assert look(discovery) is None
+    assert "'a:0' is not host:slots" in capsys.readouterr().err
+    monkeypatch.setattr(module, "LONGEST_SECONDS", 0.1)
+    answer.write_text("sleep 100")
+    assert look(discovery) is None
+    assert "was ended after" in capsys.readouterr().err
+    answer.write_text("sleep 100 & wait")
+    discovery.look(time.monotonic())
+    process = discovery._process
+    assert process is not None
+    discovery.close()
+    assert process.returncode == -9
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("command", "text"),
+    [
+        ("exit 4", "ended with exit code 4. It writes one host a line"),
+        ("echo a:b", "'a:b' is not host:slots"),
+        ("echo a:1", "has not listed 2 slots within 0.3 s"),
+    ],
+)
+def test_a_command_that_does_not_list_enough_ends_the_start(command: str, text: str) -> None:
+    with pytest.raises(ConfigurationError, match=text):
+        Discovery(["sh", "-c", command]).wait_for(2, 0.3)
