@@ -77,9 +77,10 @@ class RingStrategy(RankedStrategy):
         topology: ``"hierarchical"`` reduces in each node first, then across nodes, so that every byte crosses the wire
             once; ``"flat"`` is one ring over all ranks. ``"auto"``: hierarchical on CPU where there are several nodes,
             each with the same number of ranks and more than one.
-        compression: Format of gradients on the wire: ``"fp16"``, ``"bf16"``, ``"powersgd"`` or a `Compressor` for
-            float32 gradients, ``"fp32"`` for 16-bit ones, which are then summed in float32 over NCCL too; `None` keeps
-            their dtype. Parameters and buffers are never compressed.
+        compression: Format of gradients on the wire: ``"fp16"``, ``"bf16"``, ``"int8"``, ``"onebit"``,
+            ``"terngrad"``, ``"topk"``, ``"dgc"``, ``"powersgd"`` or a `Compressor` for float32 gradients, ``"fp32"``
+            for 16-bit ones, which are then summed in float32 over NCCL too; `None` keeps their dtype. Parameters and
+            buffers are never compressed.
         shard_optimizer: Each rank steps 1/N of the parameters and holds 1/N of the optimizer's state; new parameters
             arrive while the next forward runs. ``Trainer(strategy="ring_sharded")``.
         algorithm: The training algorithm: a name of `lightning_ring.algorithms.ALGORITHMS`, or an `Algorithm`,
