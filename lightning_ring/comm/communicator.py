@@ -248,8 +248,20 @@ class ChainedWork:
         while self._steps:
             self._steps.pop(0)()
 
+    def advance(self) -> None:
+        advance(self._work)
+
     def done(self) -> bool:
         return not self._steps and self._work.done()
+
+
+def advance(work: Work) -> None:
+    """Have ``work`` start its next collective, if it consists of several: wait for the one under way. Collective.
+
+    Called for several works before the first is waited for, it keeps the wire busy while their results are decoded.
+    """
+    if (go_on := getattr(work, "advance", None)) is not None:
+        go_on()
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import SGD, Adam
 
 from lightning_ring.algorithms.averaging import Averaging
-from lightning_ring.comm.communicator import shard
+from lightning_ring.comm.communicator import ChainedWork, Work, shard
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.gradients.compression import COMPRESSORS, DGC, Compressor, Int8, OneBit, TernGrad, TopK
+from lightning_ring.gradients.reducer import Reducer
 from tests.checks.compression import references
 from tests.checks.compression.formulas import SIZES, OneTensor, Sender, gradient
 from tests.comm.test_hierarchical import run_nested
@@ -126,6 +128,28 @@ def test_what_is_owed_survives_new_buckets(run: Callable[[Any], list[Any]]) -> N
     totals, errors, owners = (torch.stack(each) for each in zip(*run(rank), strict=True))
     wanted = 12 * torch.stack([gradient(rank, 0) for rank in range(4)]).mean(0)
     torch.testing.assert_close(totals[0] + errors.mean(0) + owners.sum(0), wanted, rtol=1e-4, atol=1e-3)
+
+
+def test_second_legs_of_all_buckets_leave_before_the_first_is_decoded() -> None:
+    def rank(comm: Any) -> list[str]:
+        params = [(str(index), Parameter(torch.zeros(5000))) for index in range(3)]
+        reducer = Reducer(comm, params, bucket_cap_mb=0.01, compressor=Int8())
+        told: list[str] = []
+        gather = comm.all_gather_
+
+        def noted(flat: Tensor, *, name: str = "") -> Work:
+            if "averages" not in name:
+                return gather(flat, name=name)
+            told.append("starts")
+            return ChainedWork(gather(flat, name=name), lambda: told.append("ends"))
+
+        comm.all_gather_ = noted
+        with reducer.backward():
+            sum((param * 2).sum() for _, param in params).backward()
+        torch.testing.assert_close(params[0][1].grad, torch.full((5000,), 2.0))
+        return told
+
+    assert run_ranks(2, rank)[0] == ["starts"] * 3 + ["ends"] * 3
 
 
 @pytest.mark.parametrize(
