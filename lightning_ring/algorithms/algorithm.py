@@ -40,9 +40,12 @@ class Algorithm:
 
     Attributes:
         sharded: Whether parameters and optimizer state are sharded over the ranks between two steps.
+        steps_alone: Whether ranks step with gradients of their own, so that their parameters differ between two steps.
+            Each rank then needs data for every step, and a loss scaler would skip different ones.
     """
 
     sharded: ClassVar[bool] = False
+    steps_alone: ClassVar[bool] = False
 
     # -- begin and end
 
@@ -130,6 +133,12 @@ class Algorithm:
 
     def wait_parameters(self) -> None:
         """Return when every parameter has its new values on this rank: all parameters are complete."""
+
+    def show_averages(self) -> None:
+        """Before an evaluation, a checkpoint or the end: have parameters be what the training stands for. Collective.
+
+        Until the next `begin_batch`, where ranks hold different parameters in a training.
+        """
 
     def clip_grad_norm_(self, parameters: Iterable[Parameter], max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale gradients so that their norm over ``parameters`` is at most ``max_norm``; returns the norm before."""

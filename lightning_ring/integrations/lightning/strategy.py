@@ -32,6 +32,7 @@ from lightning_ring.comm.replicate import broadcast_module, broadcast_optimizer_
 from lightning_ring.errors import RingError
 from lightning_ring.gradients.compression import Compressor
 from lightning_ring.host.malloc import keep_freed_memory, return_freed_memory
+from lightning_ring.integrations.lightning.averaged_weights import ShowAverages
 from lightning_ring.integrations.lightning.buffers import BroadcastAfterSwap, BufferBroadcast
 from lightning_ring.integrations.lightning.checkpoints import SavedStates, count_trained_batches
 from lightning_ring.integrations.lightning.combined_loader import TrainingLoaders
@@ -48,6 +49,7 @@ from lightning_ring.integrations.lightning.stop_requests import (
 )
 from lightning_ring.integrations.lightning.worker_signals import ignore_in_workers
 from lightning_ring.integrations.lightning.zero_loss import ZeroLoss
+from lightning_ring.integrations.ranks.loss_scaling import refuse_scaler
 from lightning_ring.monitor.ring_monitor import add_monitor
 from lightning_ring.options import (
     Backend,
@@ -182,6 +184,7 @@ class RingStrategy(RankedStrategy):
         self._saved_states = SavedStates()
         self._buffers = BufferBroadcast(self.options.broadcast_buffers, _warn)
         self._after_swap = BroadcastAfterSwap(self._broadcast_buffers)
+        self._averages = ShowAverages(self._show_averages)
 
     # -- what users call
 
@@ -249,6 +252,9 @@ class RingStrategy(RankedStrategy):
         assert self.model is not None
         self._calls_manual_backward = calls_manual_backward(trainer.lightning_module)
         self._recorded = RecordedCommunicator(comm, self.listeners)
+        if self.algorithm.steps_alone:
+            refuse_scaler(self.precision_plugin, type(self.algorithm).__name__)
+            self._averages.follow(trainer)
         self._step_hooks = StepHooks(self.algorithm)
         self.algorithm.attach(self.model, self.optimizers, self._recorded, _warn, _inform)
         if isinstance(self.algorithm, Sharded):
@@ -279,6 +285,7 @@ class RingStrategy(RankedStrategy):
             remove_no_sync(self.model)
         if self._trainer is not None:
             self._after_swap.leave(self._trainer)
+            self._averages.leave(self._trainer)
             self._training_loaders.release(self._trainer)
         if self._sharded_hooks is not None:
             self._sharded_hooks.remove()
@@ -407,6 +414,11 @@ class RingStrategy(RankedStrategy):
                 "after the last step: go on from an earlier checkpoint."
             )
 
+    def _show_averages(self) -> None:
+        if self._step_hooks is not None and not self._alone:
+            with self._reporting_failures():
+                self.algorithm.show_averages()
+
     def _progress(self) -> str:
         text, more = super()._progress(), self.algorithm.progress()
         return f"{text} and {more}" if text and more else text
@@ -465,6 +477,7 @@ class RingStrategy(RankedStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         self._wait_parameters()
+        self._show_averages()
         return super().lightning_module_state_dict()
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
