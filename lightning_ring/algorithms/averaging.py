@@ -91,6 +91,8 @@ class Averaging(Algorithm):
         self.reducer.stop_requested = self._asked_to_stop
 
     def set_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        if self._compressor is not None:
+            self._compressor.check_optimizers(optimizers)
         self._optimizers = optimizers
 
     def detach(self, *, wait: bool = True) -> None:

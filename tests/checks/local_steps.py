@@ -18,9 +18,11 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_ring import RingStrategy, distribute
+from lightning_ring import RingFabricStrategy, RingStrategy, distribute
 from lightning_ring.algorithms.local import DiLoCo, LocalSGD
 from lightning_ring.errors import ConfigurationError
+from lightning_ring.monitor import RingProfile
+from tests.checks.fabric import ring
 from tests.checks.loops import batches, loss_of, network
 from tests.checks.models import Classifier, assert_all_ranks_equal, loader, parameters, trainer
 from tests.checks.strategy.references import scaler_plugin
@@ -125,9 +127,41 @@ def check_evaluations_and_checkpoints_see_averages_and_resume_within_a_round(tmp
         assert torch.equal(parameters(resumed), parameters(whole))
 
 
+def check_fabric_saves_averages_and_resumes_within_a_round(tmp_path: Path) -> None:
+    path = MPI.COMM_WORLD.bcast(str(tmp_path / "saved.ckpt"))
+    inputs = batches(8)
+
+    def build(seed: int) -> tuple[Any, Any, Any]:
+        fabric = ring(RingFabricStrategy(algorithm=LocalSGD(every=3)))
+        module = network(norm=True, seed=seed)
+        return fabric, *fabric.setup(module, torch.optim.AdamW(module.parameters(), 0.01))
+
+    def train(fabric: Any, model: Any, optimizer: Any, steps: range) -> Tensor:
+        for step in steps:
+            fabric.backward(loss_of(model(inputs[step])))
+            optimizer.step()
+            optimizer.zero_grad()
+        return parameters(model)
+
+    fabric, model, optimizer = build(3)
+    own = MPI.COMM_WORLD.allgather(train(fabric, model, optimizer, range(4)))
+    assert not torch.equal(own[0], own[-1])
+    fabric.save(path, {"model": model, "optimizer": optimizer})
+    torch.testing.assert_close(parameters(model), torch.stack(own).mean(0), rtol=1e-5, atol=1e-7)
+    straight = train(fabric, model, optimizer, range(4, 8))
+    fabric, model, optimizer = build(9)
+    fabric.load(path, {"model": model, "optimizer": optimizer})
+    assert torch.equal(train(fabric, model, optimizer, range(4, 8)), straight)
+    fabric.strategy.show_averages()
+    assert_all_ranks_equal(parameters(model))
+
+
 def check_what_cannot_work_is_refused() -> None:
     run = trainer(RingStrategy(algorithm="ring_local"), plugins=[scaler_plugin()])
     with pytest.raises(ConfigurationError, match="loss scaler"):
+        run.fit(Classifier(), loader())
+    run = trainer(RingStrategy(algorithm="ring_local"), callbacks=[RingProfile("profile.json")])
+    with pytest.raises(ConfigurationError, match="LocalSGD sends none"):
         run.fit(Classifier(), loader())
     nets = nn.Linear(2, 2), nn.Linear(2, 2)
     both = nn.ModuleList(nets)

@@ -160,7 +160,10 @@ def test_momentum_twice_is_refused(optimizer: Callable[..., Any]) -> None:
 
     def rank(comm: Any) -> None:
         Averaging(compression=DGC(momentum=0)).attach(net, [optimizer(net.parameters())], comm)
-        Averaging(compression="dgc").attach(net, [SGD(net.parameters(), 0.1)], comm)
+        without = Averaging(compression="dgc")
+        without.attach(net, [SGD(net.parameters(), 0.1)], comm)
+        with pytest.raises(ConfigurationError, match="momentum twice"):
+            without.set_optimizers([optimizer(net.parameters())])
         with pytest.raises(ConfigurationError, match=r"'dgc' has momentum=0.9, and an optimizer has (momentum|betas)"):
             Averaging(compression="dgc").attach(net, [optimizer(net.parameters())], comm)
 

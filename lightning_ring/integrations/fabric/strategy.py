@@ -177,6 +177,14 @@ class RingFabricStrategy(DDPStrategy):
     def _all_replicas(self) -> list[Replicas]:
         return [_replicas(module) for module in self._modules.values()]
 
+    def show_averages(self) -> None:
+        """Before an evaluation, where ranks train alone (``"ring_local"``): parameters become the ranks' average.
+
+        Until the next forward of the training. All ranks call it. `Fabric.save` does it by itself.
+        """
+        for replicas in self._all_replicas():
+            replicas.show_averages()
+
     # -- modules and optimizers
 
     def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]
