@@ -184,6 +184,10 @@ class Algorithm:
         """Position within the training for stall reports, such as ``"backward 12"``. Called from another thread."""
         return ""
 
+    def metrics(self) -> dict[str, float]:
+        """Numbers about the training for the loggers, by name; the monitor logs rank 0's under ``ring/``."""
+        return {}
+
     def description(self) -> str:
         """How gradients or parameters travel, for one line in the log."""
         return ""

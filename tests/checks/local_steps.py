@@ -19,7 +19,7 @@ from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ring import RingFabricStrategy, RingStrategy, distribute
-from lightning_ring.algorithms.local import DiLoCo, LocalSGD
+from lightning_ring.algorithms.local import DiLoCo, Gossip, LocalSGD
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.monitor import RingProfile
 from tests.checks.fabric import ring
@@ -109,6 +109,7 @@ def check_evaluations_and_checkpoints_see_averages_and_resume_within_a_round(tmp
             lambda: LocalSGD(every=3),
             lambda: LocalSGD(every=3, warmup_steps=2, average_optimizer=True),
             lambda: DiLoCo(every=3, outer_lr=0.5),
+            lambda: Gossip("exponential", warmup_steps=1),
         )
     ):
         whole = run(make, f"whole {number}")
