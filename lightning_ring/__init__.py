@@ -1,6 +1,6 @@
 """Synchronous data-parallel training for PyTorch Lightning over a ring all-reduce.
 
-Importing it registers ``strategy="ring"`` and ``strategy="ring_sharded"`` with the Trainer and with Fabric.
+Importing it registers ``strategy="ring"``, ``"ring_sharded"`` and ``"ring_local"`` with the Trainer and with Fabric.
 `distribute` serves plain PyTorch loops.
 """
 

@@ -87,6 +87,7 @@ class RingOptions:
         if self.timeline is not None:
             checked_path(self.timeline, f"{self.caller} got timeline={self.timeline!r}")
         self._check_elastic()
+        self._check_local_steps()
         compressor = self.new_compressor()
         if self.bucket_cap_mb == "auto" and compressor and compressor.wire_bytes(1, 2) is None:
             raise ConfigurationError(
@@ -120,6 +121,23 @@ class RingOptions:
                 f"settings of its own. Give them to {type(chosen).__name__}, or name the algorithm by a string."
             )
         object.__setattr__(self, "shard_optimizer", chosen.sharded)
+
+    def _check_local_steps(self) -> None:
+        chosen = self.algorithm
+        if not (chosen if isinstance(chosen, Algorithm) else algorithm_class(str(chosen))).steps_alone:
+            return
+        name = repr(chosen) if isinstance(chosen, str) else type(chosen).__name__
+        if self.uneven == "join":
+            raise ConfigurationError(
+                f"{self.caller} got uneven='join' with algorithm={name}, whose ranks step with gradients of their own: "
+                "a rank without data has none. Use uneven='error', or algorithm='ring'."
+            )
+        if isinstance(chosen, str) and self.compression is not None:
+            raise ConfigurationError(
+                f"{self.caller} got compression={self.compression!r} with algorithm={name}, which sends parameters, "
+                "whole. Leave compression out, use algorithm='ring', or, for the gradients of a warm-up, "
+                "algorithm=LocalSGD(warmup_steps=..., compression=...)."
+            )
 
     def _check_elastic(self) -> None:
         if not callable(self.resize_lr):

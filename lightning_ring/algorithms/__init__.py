@@ -11,6 +11,7 @@ from typing import Any
 ALGORITHMS = {  # name of a Lightning strategy: path of its class
     "ring": "lightning_ring.algorithms.averaging.Averaging",
     "ring_sharded": "lightning_ring.algorithms.sharded.Sharded",
+    "ring_local": "lightning_ring.algorithms.local.LocalSGD",
 }
 
 

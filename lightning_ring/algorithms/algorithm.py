@@ -40,11 +40,14 @@ class Algorithm:
 
     Attributes:
         sharded: Whether parameters and optimizer state are sharded over the ranks between two steps.
+        steps_alone: Whether ranks step with gradients of their own, so that their parameters differ between two steps.
+            Each rank then needs data for every step, and a loss scaler would skip different ones.
         mirrors_shards: Set before `attach`, where ranks may die: each rank holds what another one alone would have.
         mirror_order: Then, all ranks: each holds what the one before it has. `None`: by number.
     """
 
     sharded: ClassVar[bool] = False
+    steps_alone: ClassVar[bool] = False
     mirrors_shards: bool = False
     mirror_order: Sequence[int] | None = None
 
@@ -151,6 +154,12 @@ class Algorithm:
     def wait_parameters(self) -> None:
         """Return when every parameter has its new values on this rank: all parameters are complete."""
 
+    def show_averages(self) -> None:
+        """Before an evaluation, a checkpoint or the end: have parameters be what the training stands for. Collective.
+
+        Until the next `begin_batch`, where ranks hold different parameters in a training.
+        """
+
     def clip_grad_norm_(self, parameters: Iterable[Parameter], max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale gradients so that their norm over ``parameters`` is at most ``max_norm``; returns the norm before."""
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
@@ -194,6 +203,10 @@ class Algorithm:
     def progress(self) -> str:
         """Position within the training for stall reports, such as ``"backward 12"``. Called from another thread."""
         return ""
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers about the training for the loggers, by name; the monitor logs rank 0's under ``ring/``."""
+        return {}
 
     def description(self) -> str:
         """How gradients or parameters travel, for one line in the log."""

@@ -70,6 +70,8 @@ class Averaging(Algorithm):
         # a new one, without the residual of an earlier training
         chosen = self._compression
         self._compressor = COMPRESSORS[chosen].build() if isinstance(chosen, str) else copy.deepcopy(chosen)
+        if self._compressor is not None:
+            self._compressor.check_optimizers(optimizers)
         default = default_cap_mb(next((p.device.type for p in module.parameters()), "cpu"), comm.world_size)
         cap, auto = self._bucket_cap_mb or default, None
         if cap == "auto":
@@ -89,6 +91,8 @@ class Averaging(Algorithm):
         self.reducer.stop_requested = self._asked_to_stop
 
     def set_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        if self._compressor is not None:
+            self._compressor.check_optimizers(optimizers)
         self._optimizers = optimizers
 
     def detach(self, *, wait: bool = True) -> None:

@@ -139,6 +139,20 @@ class Communicator(Protocol):
             target.copy_(row[start : start + target.numel()])
         return CompletedWork()
 
+    @property
+    def is_nested(self) -> bool:
+        """Whether ranks of a node reduce among themselves first, and then with the other nodes."""
+        return False
+
+    def average_by(self, flat: Tensor, average: Callable[[Tensor, Communicator], Work], *, name: str = "") -> Work:
+        """Average 1-D ``flat`` in place over all ranks, in the caller's way between nodes.
+
+        ``average(part, group)`` averages ``part`` of it over the ranks of ``group``, and returns its `Work`. On one
+        ring these are ``flat`` and all ranks. On nested rings they are this rank's part of the node's average and its
+        peers on the other nodes: ``average`` then runs, and is waited for, in another thread, one call after another.
+        """
+        return average(flat, self)
+
     def broadcast_object(self, obj: T, *, src: int = 0) -> T:
         """Rank ``src``'s picklable ``obj``, on every rank. Blocks."""
         check_rank(src, self.world_size, "src")
@@ -234,8 +248,20 @@ class ChainedWork:
         while self._steps:
             self._steps.pop(0)()
 
+    def advance(self) -> None:
+        advance(self._work)
+
     def done(self) -> bool:
         return not self._steps and self._work.done()
+
+
+def advance(work: Work) -> None:
+    """Have ``work`` start its next collective, if it consists of several: wait for the one under way. Collective.
+
+    Called for several works before the first is waited for, it keeps the wire busy while their results are decoded.
+    """
+    if (go_on := getattr(work, "advance", None)) is not None:
+        go_on()
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

@@ -188,6 +188,27 @@ class HierarchicalCommunicator(RingCommunicator):
 
         return self._send(what, pieces, finish=rows.store)
 
+    @property
+    def is_nested(self) -> bool:
+        return True
+
+    def average_by(self, flat: Tensor, average: Callable[[Tensor, Communicator], Work], *, name: str = "") -> Work:
+        flat = contiguous_flat(flat, "average_by")
+        what = describe("average_by", flat.dtype, f"{flat.numel()} elements", name=name)
+        part = shard(flat, self._intra_first.world_size, self._intra_first.rank)
+
+        def across() -> Work:
+            # To its end: `average` may start several collectives, which must not mix with those of the next tensor.
+            average(part, self._across).wait()
+            return CompletedWork()
+
+        stages = _PieceStages(
+            intra_first=lambda: self._intra_first.reduce_scatter_(flat, op=ReduceOp.AVG, name=name),
+            across=across,
+            intra_last=lambda: self._intra_last.all_gather_(flat, name=name),
+        )
+        return self._send(what, lambda: [stages])
+
     def broadcast_(self, tensor: Tensor, *, src: int = 0, name: str = "") -> Work:
         if tensor.nbytes <= DIRECT_BYTES:
             return super().broadcast_(tensor, src=src, name=name)

@@ -72,6 +72,7 @@ class RecordedCommunicator(Communicator):
         self._side: Any = None  # a stream
 
     shard_indices = passed_on("_comm", "shard_indices")
+    is_nested = passed_on("_comm", "is_nested")
     empty = passed_on("_comm", "empty")
     all_gather = passed_on("_comm", "all_gather")
     broadcast_object = passed_on("_comm", "broadcast_object")
@@ -98,6 +99,12 @@ class RecordedCommunicator(Communicator):
         if record is not None:
             record.nbytes = sum(tensor.nbytes for tensor in outputs)
         return self._returned(record, self._comm.all_to_all(inputs, outputs, name=self._label + name))
+
+    def average_by(self, flat: Tensor, average: Callable[[Tensor, Communicator], Work], *, name: str = "") -> Work:
+        if not self.is_nested:
+            return average(flat, self)
+        record = self._called("all_reduce", flat, name)
+        return self._returned(record, self._comm.average_by(flat, average, name=self._label + name))
 
     def broadcast_(self, tensor: Tensor, *, src: int = 0, name: str = "") -> Work:
         record = self._called("broadcast", tensor, name)

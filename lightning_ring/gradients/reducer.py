@@ -13,7 +13,7 @@ import torch
 from torch.autograd import Variable
 from torch.nn import Parameter
 
-from lightning_ring.comm.communicator import Communicator, Work
+from lightning_ring.comm.communicator import Communicator, Work, advance
 from lightning_ring.comm.cost import DEFAULT_CAP_MB
 from lightning_ring.gradients.backward_passes import BackwardPasses
 from lightning_ring.gradients.bucket import Bucket
@@ -146,6 +146,8 @@ class Reducer:
             self._launch()
         fresh = {param for param in self._sparse.params if param in self._produced_sparse or param in self._unreduced}
         told_to_stop = self._sparse.average(fresh, self.active_ranks, stop=self.stop_requested, prefix=self._named(""))
+        for _, work in self._works:
+            advance(work)
         for _, work in self._works:
             work.wait()
         self._parts.average_late(self._queue, self._comm, self.active_ranks, self._named(""))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from lightning_ring.comm.communicator import ChainedWork, Communicator, ReduceOp, Work, shard
+from lightning_ring.comm.communicator import ChainedWork, Communicator, ReduceOp, Work, advance, shard
 from lightning_ring.gradients.bucket import Bucket
 from lightning_ring.gradients.compression.compressor import Compressor
 
@@ -33,7 +33,26 @@ def average_compressed_(
         return _converted_back(work, bucket.flat, bucket.wire.flat, comm, active_ranks)
     flags = comm.all_reduce_(bucket.flags, name=f"{name}, flags")
     work = compressor.all_reduce(bucket.gradients, comm, name=name)
-    return ChainedWork(flags, work.wait, lambda: _rescale_(bucket.gradients, comm, active_ranks))
+    return ChainedWork(_BehindFlags(flags, work), lambda: _rescale_(bucket.gradients, comm, active_ranks))
+
+
+class _BehindFlags:
+    """``work``, which may read flags when it ends."""
+
+    __slots__ = ("_flags", "_work")
+
+    def __init__(self, flags: Work, work: Work) -> None:
+        self._flags, self._work = flags, work
+
+    def advance(self) -> None:
+        advance(self._work)
+
+    def wait(self) -> None:
+        self._flags.wait()
+        self._work.wait()
+
+    def done(self) -> bool:
+        return self._flags.done() and self._work.done()
 
 
 def scatter_compressed_(

@@ -106,6 +106,15 @@ class Replicas:
         """Return when all parameters are complete. For code whose reads are not detected (threads, compiled code)."""
         self.algorithm.wait_parameters()
 
+    def show_averages(self) -> None:
+        """Before an evaluation or a checkpoint: where ranks train alone, have parameters be their average. Collective.
+
+        Until the next forward of the training. Other algorithms do nothing.
+        """
+        self.algorithm.show_averages()
+        if self.algorithm.steps_alone and self._broadcasts_buffers and self.comm is not None:
+            broadcast_buffers(self.module, self.comm)
+
     def clip_grad_norm_(self, parameters: Iterable[Parameter], max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale gradients so that their norm over ``parameters`` is at most ``max_norm``; returns the norm before.
 
@@ -145,6 +154,7 @@ class Replicas:
             hook.remove()
         self._hooks = []
         if wait:
+            self.show_averages()
             self._training.close()
         self._training = ExitStack()
         self.algorithm.detach(wait=wait)
@@ -175,7 +185,7 @@ class Replicas:
         return any(id(param) in own for group in optimizer.param_groups for param in group["params"])
 
     def after_step(self) -> None:
-        if self._broadcasts_buffers and self.comm is not None:
+        if self._broadcasts_buffers and self.comm is not None and not self.algorithm.steps_alone:
             broadcast_buffers(self.module, self.comm)
 
 

@@ -88,6 +88,7 @@ def layout(
             "exposed, share of a step": ["ring/communication_share$"],
             "bus bandwidth, GB/s": ["ring/bus_bandwidth_gb_per_s$"],
             "sent, MB a step and rank": ["ring/sent_mb_per_step$"],
+            "distance of the ranks' parameters from their mean": ["ring/consensus_distance$"],
             "slowest rank, ms behind the others": ["ring/slowest_rank_behind_ms/.*"],
         }
     }

@@ -44,6 +44,11 @@ def check_can_record(path: Path, trainer: Trainer, module: LightningModule) -> N
             f"{name} records {type(trainer.strategy).__name__} on one rank only, and there are {trainer.world_size}. "
             "Use strategy='ring', or devices=1."
         )
+    if (algorithm := getattr(trainer.strategy, "algorithm", None)) is not None and algorithm.steps_alone:
+        raise ConfigurationError(
+            f"{name} records when gradients are there to be sent, and {type(algorithm).__name__} sends none. Record "
+            "with strategy='ring'."
+        )
     if is_sharded(trainer) and is_gpu(trainer.strategy.root_device):
         raise ConfigurationError(
             f"{name} cannot tell, on a GPU, a forward that waits for sharded parameters from one that computes. Record "

@@ -214,6 +214,8 @@ class RingMonitor(Callback):
         if not trainer.is_global_zero:
             return
         scalars = fit.left_out.run(_REPORT, {}, report.scalars)
+        if (algorithm := getattr(trainer.strategy, "algorithm", None)) is not None:
+            scalars |= {f"ring/{name}": value for name, value in algorithm.metrics().items()}
         fit.logged.update(name for name, value in scalars.items() if value)  # what is always 0 gets no chart
         scalars = {name: value for name, value in scalars.items() if name in fit.logged}
         for logger in trainer.loggers if scalars else ():

@@ -52,8 +52,17 @@ def test_a_compressor_from_outside_is_given_as_an_instance() -> None:
         RingStrategy(compression=Sent(), shard_optimizer=True)
     with pytest.raises(ConfigurationError, match="bucket_cap_mb"):
         RingStrategy(compression=Sent(), bucket_cap_mb="auto")
-    with pytest.raises(ConfigurationError, match="'fp16', 'bf16', 'fp32', 'powersgd' or a Compressor"):
+    with pytest.raises(ConfigurationError, match=r"'fp16', 'bf16', 'fp32', 'int8', .* or a Compressor"):
         RingStrategy(compression=Sent)  # type: ignore[arg-type]
+
+
+def test_what_cannot_be_sharded_is_refused_by_both_names() -> None:
+    for name, known in COMPRESSORS.items():
+        if known.build().can_shard:
+            assert RingStrategy(compression=name, shard_optimizer=True).options.shard_optimizer
+            continue
+        with pytest.raises(ConfigurationError, match=f"shard_optimizer=True with compression='{name}'"):
+            RingStrategy(compression=name, shard_optimizer=True)
 
 
 def test_predictions_know_the_compressors_without_torch() -> None:

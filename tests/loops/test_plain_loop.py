@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from lightning_ring.algorithms import ALGORITHMS
+from lightning_ring.algorithms import ALGORITHMS, algorithm_class
 from tests import forked
 from tests.processes import ROOT, run
 
@@ -45,7 +45,7 @@ def trained_by_one_process() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", [name for name in ALGORITHMS if not algorithm_class(name).steps_alone])
 def test_two_ranks_train_as_one_process_on_all_samples(name: str, tmp_path: Path) -> None:
     path = str(tmp_path / "model.pt")
     done = run([*RINGRUN, *forked.python(), str(EXAMPLE), name, path], timeout=100)

@@ -7,22 +7,46 @@ from lightning_ring.gradients.compression.registry import COMPRESSORS
 
 if TYPE_CHECKING:
     from lightning_ring.gradients.compression.compressor import Compressor, GradientLayout
+    from lightning_ring.gradients.compression.dgc import DGC
     from lightning_ring.gradients.compression.error_feedback import ErrorFeedback
     from lightning_ring.gradients.compression.float32 import FP32
+    from lightning_ring.gradients.compression.int8 import Int8
+    from lightning_ring.gradients.compression.one_bit import OneBit
     from lightning_ring.gradients.compression.powersgd import PowerSGD
     from lightning_ring.gradients.compression.sixteen_bit import BF16, FP16
+    from lightning_ring.gradients.compression.terngrad import TernGrad
+    from lightning_ring.gradients.compression.top_k import TopK
 
 _MODULES = {
     "BF16": "sixteen_bit",
     "Compressor": "compressor",
+    "DGC": "dgc",
     "ErrorFeedback": "error_feedback",
     "FP16": "sixteen_bit",
     "FP32": "float32",
     "GradientLayout": "compressor",
+    "Int8": "int8",
+    "OneBit": "one_bit",
     "PowerSGD": "powersgd",
+    "TernGrad": "terngrad",
+    "TopK": "top_k",
 }
 
-__all__ = ["BF16", "COMPRESSORS", "FP16", "FP32", "Compressor", "ErrorFeedback", "GradientLayout", "PowerSGD"]
+__all__ = [
+    "BF16",
+    "COMPRESSORS",
+    "DGC",
+    "FP16",
+    "FP32",
+    "Compressor",
+    "ErrorFeedback",
+    "GradientLayout",
+    "Int8",
+    "OneBit",
+    "PowerSGD",
+    "TernGrad",
+    "TopK",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_ring.comm.communicator import Communicator, Work
 from lightning_ring.errors import ConfigurationError
@@ -61,6 +63,9 @@ class Compressor(ABC):
     def is_lossy(self) -> bool:
         """Whether the messages of this backward lose anything."""
         return True
+
+    def check_optimizers(self, optimizers: Sequence[Optimizer]) -> None:  # noqa: B027
+        """Raise `ConfigurationError` for optimizers that this compressor does not work with."""
 
     def prepare(self, flat: Tensor, layout: GradientLayout) -> None:  # noqa: B027
         """The tensor ``flat`` will be sent, again and again. It replaces those that held the same parameters."""

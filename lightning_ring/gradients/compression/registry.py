@@ -5,8 +5,10 @@ It imports no torch, so that a prediction does not either.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -21,6 +23,8 @@ class RegisteredCompressor:
     module: str  # of this package
     class_name: str  # its arguments have defaults
     wire_bytes: Callable[[int, int], float] | None = None  # as `Compressor.wire_bytes`; `None` where that gives `None`
+
+    between_nodes: bool = False  # whether gradients travel in full precision inside a node
 
     def build(self) -> Compressor:
         module = import_module(f"lightning_ring.gradients.compression.{self.module}")
@@ -37,9 +41,39 @@ def four_bytes(numel: int, world_size: int) -> float:
     return 4 * numel
 
 
+def int8_bytes(numel: int, world_size: int) -> float:
+    """A byte an element, and a float32 scale for each block of 256."""
+    return numel * (1 + 4 / 256)
+
+
+def one_bit_bytes(numel: int, world_size: int) -> float:
+    """A bit an element, and a float32 scale for each block of 256."""
+    return numel * (1 / 8 + 4 / 256)
+
+
+def sparse_bytes(ratio: float, numel: int, world_size: int) -> float:
+    """A value and a place of 4 bytes each for a share of the elements, which every rank gathers from all."""
+    return min(8 * math.ceil(ratio * numel) * world_size / 2, 4 * numel)
+
+
+def ternary_bytes(numel: int, world_size: int) -> float:
+    """Ternary digits on the way to the sum, digits of base 2N + 1 on the way back."""
+    return numel * (1 / digits_a_byte(3) + 1 / digits_a_byte(2 * world_size + 1)) / 2
+
+
+def digits_a_byte(base: int) -> float:
+    """How many digits of ``base`` fit into a byte; a half where each takes two bytes."""
+    return next((count for count in (8, 5, 4, 3, 2, 1) if base**count <= 256), 0.5)
+
+
 COMPRESSORS: Mapping[str, RegisteredCompressor] = {
     "fp16": RegisteredCompressor("sixteen_bit", "FP16", two_bytes),
     "bf16": RegisteredCompressor("sixteen_bit", "BF16", two_bytes),
     "fp32": RegisteredCompressor("float32", "FP32", four_bytes),
+    "int8": RegisteredCompressor("int8", "Int8", int8_bytes, between_nodes=True),
+    "onebit": RegisteredCompressor("one_bit", "OneBit", one_bit_bytes, between_nodes=True),
+    "terngrad": RegisteredCompressor("terngrad", "TernGrad", ternary_bytes, between_nodes=True),
+    "topk": RegisteredCompressor("top_k", "TopK", partial(sparse_bytes, 0.01), between_nodes=True),
+    "dgc": RegisteredCompressor("dgc", "DGC", partial(sparse_bytes, 0.001), between_nodes=True),
     "powersgd": RegisteredCompressor("powersgd", "PowerSGD"),
 }

@@ -32,6 +32,7 @@ from lightning_ring.integrations.fabric.module import BackwardSyncControl, RingM
 from lightning_ring.integrations.lightning.uneven import warn_of_padding
 from lightning_ring.integrations.ranks.devices import check_request, choose_launcher, devices_for, requested_devices
 from lightning_ring.integrations.ranks.environment import RingEnvironment
+from lightning_ring.integrations.ranks.loss_scaling import refuse_scaler
 from lightning_ring.integrations.ranks.messages import ignore_deprecations_between_libraries
 from lightning_ring.integrations.ranks.reduce import reduce_, reduce_op_of
 from lightning_ring.job.job import Job
@@ -176,9 +177,20 @@ class RingFabricStrategy(DDPStrategy):
     def _all_replicas(self) -> list[Replicas]:
         return [_replicas(module) for module in self._modules.values()]
 
+    def show_averages(self) -> None:
+        """Before an evaluation, where ranks train alone (``"ring_local"``): parameters become the ranks' average.
+
+        Until the next forward of the training. All ranks call it. `Fabric.save` does it by itself.
+        """
+        for replicas in self._all_replicas():
+            replicas.show_averages()
+
     # -- modules and optimizers
 
     def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]
+        algorithm = self.options.new_algorithm()
+        if algorithm.steps_alone and self.communicator is not None:
+            refuse_scaler(self.precision, type(algorithm).__name__)
         called = RingModule(module)
         label = f"module {self._num_modules}: " if self._num_modules else ""
         self._num_modules += 1
@@ -186,7 +198,7 @@ class RingFabricStrategy(DDPStrategy):
         replicas = Replicas(
             module,
             (),
-            self.options.new_algorithm(),
+            algorithm,
             comm,
             called=called,
             broadcast_buffers=self._broadcasts_buffers,
@@ -326,6 +338,8 @@ class RingFabricStrategy(DDPStrategy):
     def save_checkpoint(
         self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: dict[str, Any] | None = None
     ) -> None:
+        for _, module in _ring_modules(state):
+            _replicas(module).show_averages()
         kept = {name: _replicas(one).algorithm.state_dict() for name, one in _ring_modules(state)}
         if any(kept.values()) and self.communicator is not None:
             state = state | {ALGORITHM_KEY: kept}

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def register_strategies() -> None:
-    """Register "ring", "ring_sharded" and "ring_elastic", now or as soon as ``lightning.pytorch`` is imported."""
+    """Register the names of `ALGORITHMS` and "ring_elastic", now or as soon as ``lightning.pytorch`` is imported."""
     _after_import("lightning.pytorch", _register)
     _after_import("pytorch_lightning", _register_with_the_other_package)
 

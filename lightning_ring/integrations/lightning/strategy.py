@@ -32,6 +32,7 @@ from lightning_ring.comm.replicate import broadcast_module, broadcast_optimizer_
 from lightning_ring.errors import RingError
 from lightning_ring.gradients.compression import Compressor
 from lightning_ring.host.malloc import keep_freed_memory, return_freed_memory
+from lightning_ring.integrations.lightning.averaged_weights import ShowAverages
 from lightning_ring.integrations.lightning.buffers import BroadcastAfterSwap, BufferBroadcast
 from lightning_ring.integrations.lightning.checkpoints import SavedStates, count_trained_batches
 from lightning_ring.integrations.lightning.combined_loader import TrainingLoaders
@@ -48,6 +49,7 @@ from lightning_ring.integrations.lightning.stop_requests import (
 )
 from lightning_ring.integrations.lightning.worker_signals import ignore_in_workers
 from lightning_ring.integrations.lightning.zero_loss import ZeroLoss
+from lightning_ring.integrations.ranks.loss_scaling import refuse_scaler
 from lightning_ring.monitor.ring_monitor import add_monitor
 from lightning_ring.options import (
     Backend,
@@ -77,9 +79,10 @@ class RingStrategy(RankedStrategy):
         topology: ``"hierarchical"`` reduces in each node first, then across nodes, so that every byte crosses the wire
             once; ``"flat"`` is one ring over all ranks. ``"auto"``: hierarchical on CPU where there are several nodes,
             each with the same number of ranks and more than one.
-        compression: Format of gradients on the wire: ``"fp16"``, ``"bf16"``, ``"powersgd"`` or a `Compressor` for
-            float32 gradients, ``"fp32"`` for 16-bit ones, which are then summed in float32 over NCCL too; `None` keeps
-            their dtype. Parameters and buffers are never compressed.
+        compression: Format of gradients on the wire: ``"fp16"``, ``"bf16"``, ``"int8"``, ``"onebit"``,
+            ``"terngrad"``, ``"topk"``, ``"dgc"``, ``"powersgd"`` or a `Compressor` for float32 gradients, ``"fp32"``
+            for 16-bit ones, which are then summed in float32 over NCCL too; `None` keeps their dtype. Parameters and
+            buffers are never compressed.
         shard_optimizer: Each rank steps 1/N of the parameters and holds 1/N of the optimizer's state; new parameters
             arrive while the next forward runs. ``Trainer(strategy="ring_sharded")``.
         algorithm: The training algorithm: a name of `lightning_ring.algorithms.ALGORITHMS`, or an `Algorithm`,
@@ -181,6 +184,7 @@ class RingStrategy(RankedStrategy):
         self._saved_states = SavedStates()
         self._buffers = BufferBroadcast(self.options.broadcast_buffers, _warn)
         self._after_swap = BroadcastAfterSwap(self._broadcast_buffers)
+        self._averages = ShowAverages(self._show_averages)
 
     # -- what users call
 
@@ -248,6 +252,9 @@ class RingStrategy(RankedStrategy):
         assert self.model is not None
         self._calls_manual_backward = calls_manual_backward(trainer.lightning_module)
         self._recorded = RecordedCommunicator(comm, self.listeners)
+        if self.algorithm.steps_alone:
+            refuse_scaler(self.precision_plugin, type(self.algorithm).__name__)
+            self._averages.follow(trainer)
         self._step_hooks = StepHooks(self.algorithm)
         self.algorithm.attach(self.model, self.optimizers, self._recorded, _warn, _inform)
         if isinstance(self.algorithm, Sharded):
@@ -278,6 +285,7 @@ class RingStrategy(RankedStrategy):
             remove_no_sync(self.model)
         if self._trainer is not None:
             self._after_swap.leave(self._trainer)
+            self._averages.leave(self._trainer)
             self._training_loaders.release(self._trainer)
         if self._sharded_hooks is not None:
             self._sharded_hooks.remove()
@@ -406,6 +414,11 @@ class RingStrategy(RankedStrategy):
                 "after the last step: go on from an earlier checkpoint."
             )
 
+    def _show_averages(self) -> None:
+        if self._step_hooks is not None and not self._alone:
+            with self._reporting_failures():
+                self.algorithm.show_averages()
+
     def _progress(self) -> str:
         text, more = super()._progress(), self.algorithm.progress()
         return f"{text} and {more}" if text and more else text
@@ -464,6 +477,7 @@ class RingStrategy(RankedStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         self._wait_parameters()
+        self._show_averages()
         return super().lightning_module_state_dict()
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -116,11 +116,16 @@ def predict(profile: Profile, cluster: Cluster, settings: Settings) -> Predicted
     if profile.run.device == "cpu" and cluster.num_nodes > 1 and not nested:
         cluster = replace(cluster, node=cluster.network)  # inside a node, too, one ring over all ranks talks TCP
     cap = settings.bucket_cap_mb or default_cap_mb(profile.run.device, cluster.world_size)
-    buckets = cut_buckets(profile.gradients, cap, settings.compression, cluster.world_size)
+    only_across = nested and settings.compression is not None and COMPRESSORS[settings.compression].between_nodes
+    group = cluster.num_nodes if only_across else cluster.world_size
+    buckets = cut_buckets(profile.gradients, cap, settings.compression, group)
     between = phases.data + phases.copy + phases.other
     if not settings.shard_optimizer:
         reduced = _Wire("all_reduce", cluster, nested)
-        ends = [reduced.send(bucket.ready, bucket.wire_bytes) for bucket in buckets]
+        ends = [
+            reduced.send(bucket.ready, bucket.wire_bytes, inside=bucket.num_bytes if only_across else None)
+            for bucket in buckets
+        ]
         exposed = max(0.0, ends[-1] - phases.backward)
         return PredictedStep(cluster.world_size, phases.alone + exposed, exposed, reduced.busy, phases.alone)
     scattered = _Wire("reduce_scatter", cluster, nested)
@@ -186,13 +191,16 @@ class _Wire:
         """Seconds of work of the slowest stage."""
         return max(self._busy)
 
-    def send(self, ready: float, num_bytes: float) -> float:
-        """When a message is over that could be sent at ``ready``."""
-        pieces = self._num_pieces(num_bytes)
+    def send(self, ready: float, num_bytes: float, *, inside: float | None = None) -> float:
+        """When a message is over that could be sent at ``ready``.
+
+        ``inside``: its bytes within a node, where they differ from those between nodes. It is in one piece then.
+        """
+        pieces = self._num_pieces(num_bytes) if inside is None else 1
         for _ in range(pieces):
             at = ready
             for index, seconds in enumerate(self._stages):
-                took = seconds(num_bytes / pieces)
+                took = seconds(num_bytes / pieces if inside is None or index == 1 else inside)
                 at = self._free[index] = max(at, self._free[index]) + took
                 self._busy[index] += took
         return self.free

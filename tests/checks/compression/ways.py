@@ -14,7 +14,18 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_ring.comm.communicator import ChainedWork, ReduceOp, Work
-from lightning_ring.gradients.compression import BF16, COMPRESSORS, Compressor, ErrorFeedback, PowerSGD
+from lightning_ring.gradients.compression import (
+    BF16,
+    COMPRESSORS,
+    DGC,
+    Compressor,
+    ErrorFeedback,
+    Int8,
+    OneBit,
+    PowerSGD,
+    TernGrad,
+    TopK,
+)
 from lightning_ring.gradients.reducer import Reducer
 from tests.checks.world import communicator
 
@@ -35,10 +46,10 @@ class Signs(Compressor):
         return comm.all_reduce_(flat, op=ReduceOp.AVG, name=name)
 
 
-class TopK(Compressor):
+class Tenth(Compressor):
     """Another one: every rank's largest tenth, as values and indices, in one all-gather."""
 
-    name = "topk"
+    name = "tenth"
 
     def wire_bytes(self, numel: int, world_size: int) -> float:
         return 8 * math.ceil(numel / 10) * world_size / 2
@@ -61,12 +72,24 @@ class TopK(Compressor):
 
 WAYS: dict[str, Callable[[], Compressor]] = {name: known.build for name, known in COMPRESSORS.items()}
 WAYS["signs"] = lambda: ErrorFeedback(Signs())
-WAYS["topk"] = lambda: ErrorFeedback(TopK())
+WAYS["tenth"] = lambda: ErrorFeedback(Tenth())
 WAYS["bf16 with error feedback"] = lambda: ErrorFeedback(BF16())
+WAYS["int8 with error feedback"] = lambda: ErrorFeedback(Int8(min_numel=0))
 WAYS["powersgd"] = partial(PowerSGD, rank=2, start_iter=0)
+WAYS["int8"] = partial(Int8, min_numel=0)
+WAYS["onebit"] = partial(OneBit, min_numel=0)
+WAYS["terngrad"] = partial(TernGrad, min_numel=0)
+WAYS["topk"] = partial(TopK, 0.1, min_numel=0)
+WAYS["dgc"] = partial(DGC, 0.1, momentum=0, warmup_steps=0, min_numel=0)
 
 
-ERROR_FED = ("powersgd", "signs", "topk")
+ERROR_FED = ("powersgd", "signs", "tenth", "onebit", "topk", "dgc")
+COARSE = (*ERROR_FED, "terngrad")  # right over several steps only
+ERROR_OF_THE_MEAN = dict.fromkeys(ERROR_FED, 0.15) | {
+    "terngrad": 0.25,
+    "int8": 0.015,
+    "int8 with error feedback": 0.015,
+}  # the others: 0.004
 
 
 def parameters(seed: int = 0) -> list[tuple[str, Parameter]]:

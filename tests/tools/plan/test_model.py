@@ -10,7 +10,7 @@ from torch import nn
 from lightning_ring.comm.cost import CostModel, num_nested_pieces
 from lightning_ring.gradients.bucket import plan_buckets
 from lightning_ring.tools.plan.advice import advise, in_words
-from lightning_ring.tools.plan.model import Cluster, Link, Settings, cut_buckets, predict, world_sizes
+from lightning_ring.tools.plan.model import PREDICTABLE, Cluster, Link, Settings, cut_buckets, predict, world_sizes
 from lightning_ring.tools.plan.networks import NETWORKS
 from lightning_ring.tools.plan.profile import Profile, Run
 from tests.tools.plan.profiles import MIB, gradient, link, profile, several
@@ -103,6 +103,24 @@ def test_nested_rings_of_one_piece_take_the_sum_of_their_stages() -> None:
     step = predict(large, Cluster(8, 2, network, node), Settings("hierarchical"))
     inside, across = 2e-6 + 40 * MIB / count / 2 / 10e9, 6 * (50e-6 + 40 * MIB / count / 4 / 1e9)
     assert step.exposed == pytest.approx(inside + count * across + inside)  # pieces follow each other
+
+
+@pytest.mark.parametrize(("compression", "share"), [("int8", 1.015625 / 4), ("onebit", 0.140625 / 4), ("dgc", 0.004)])
+def test_some_compress_between_nodes_only(compression: str, share: float) -> None:
+    network, node = link(50, 1), link(2, 10)
+    settings = Settings("hierarchical", compression=compression)
+    step = predict(profile(gradient("w", 40, 0.1)), Cluster(8, 2, network, node), settings)
+    inside = 2e-6 + 40 * MIB / (2 * 10e9)  # whole gradients, in one piece
+    across = 2 * 3 * (50e-6 + share * 40 * MIB / (4 * 1e9))  # of 4 nodes
+    assert step.exposed == pytest.approx(inside + across + inside, rel=1e-3)
+
+
+@pytest.mark.parametrize("compression", PREDICTABLE)
+def test_every_predictable_compression_is_predicted_everywhere(compression: str) -> None:
+    for size in (2, 4, 16):
+        for cluster in (flat(size), Cluster(size, 2, link(50, 1), link(2, 10))):
+            found = predict(ONE, cluster, Settings(compression=compression))
+            assert ONE.phases.alone < found.seconds <= predict(ONE, cluster, Settings()).seconds * 1.001, cluster
 
 
 @pytest.mark.parametrize("world_size", [32, 64, 128, 512])

@@ -1,0 +1,295 @@
+"""Local SGD: every rank steps by itself, and every so many steps the ranks' parameters are averaged.
+
+Sources: Stich, "Local SGD converges fast and communicates little" (2019), arXiv:1805.09767, algorithm 1; Lin, Stich,
+Patel and Jaggi, "Don't use large mini-batches, use local SGD" (2020), arXiv:1808.07217 (post-local SGD: averages of
+gradients first).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from lightning_ring.algorithms.algorithm import Algorithm, log
+from lightning_ring.algorithms.averaging import Averaging
+from lightning_ring.algorithms.local.averages import average_
+from lightning_ring.algorithms.local.rank_states import collect
+from lightning_ring.comm.communicator import Communicator
+from lightning_ring.comm.recording import unrecorded
+from lightning_ring.errors import ConfigurationError
+from lightning_ring.gradients.compression import Compressor
+
+
+class LocalSGD(Algorithm):
+    """Rank r steps its parameters w_r with its own gradients; after each round of ``every`` steps w_r ← mean of all w.
+
+    ``strategy="ring_local"`` is ``LocalSGD(every=8)``. During ``warmup_steps`` steps gradients are averaged instead,
+    as ``strategy="ring"`` does it. Within a round the ranks' parameters differ. `show_averages` puts their average in
+    place for evaluations and checkpoints, without an influence on the training: `begin_batch` brings each rank's own
+    values back.
+
+    Args:
+        every: Steps of the optimizer between two averages.
+        warmup_steps: Steps at the begin whose gradients are averaged. Post-local SGD takes those before the learning
+            rate first drops.
+        average_optimizer: Average the optimizer's state (momentum) with the parameters; else each rank keeps its own.
+        bucket_cap_mb, compression: Of the gradients of the warm-up, as of `Averaging`.
+
+    Raises:
+        ConfigurationError: An argument cannot work.
+    """
+
+    steps_alone: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        every: int = 8,
+        *,
+        warmup_steps: int = 0,
+        average_optimizer: bool = False,
+        bucket_cap_mb: float | Literal["auto"] | None = None,
+        compression: str | Compressor | None = None,
+    ) -> None:
+        name = type(self).__name__
+        if type(every) is not int or every < 1 or type(warmup_steps) is not int or warmup_steps < 0:
+            raise ConfigurationError(
+                f"{name} got every={every!r}, warmup_steps={warmup_steps!r}; expected 1 or more steps between two "
+                "averages, and 0 or more steps before the first round."
+            )
+        if compression is not None and not warmup_steps:
+            raise ConfigurationError(
+                f"{name} got compression={compression!r} with warmup_steps=0: it sends parameters, whole, and "
+                "gradients only during a warm-up. Leave compression out, or use algorithm='ring'."
+            )
+        self.every = every
+        self.warmup_steps = warmup_steps
+        self.average_optimizer = average_optimizer
+        self.num_steps = 0
+        self._settings = {"bucket_cap_mb": bucket_cap_mb, "compression": compression}
+        self._gradients: Algorithm = Algorithm()
+        self._own: dict[Parameter, Tensor] = {}  # this rank's parameters, while the averages are in their place
+        self._asked_to_stop = self._agreed_to_stop = False
+        self._optimizers: Sequence[Optimizer] = ()
+        self._comm: Communicator | None = None
+
+    # -- begin and end
+
+    def attach(
+        self,
+        module: nn.Module,
+        optimizers: Sequence[Optimizer],
+        comm: Communicator,
+        warn: Callable[[str], None] = log.warning,
+        inform: Callable[[str], None] = log.info,
+    ) -> None:
+        self._module, self._comm, self._inform = module, comm, inform
+        self.set_optimizers(optimizers)
+        if self.num_steps < self.warmup_steps:
+            self._gradients = Averaging(**self._settings)  # type: ignore[arg-type]
+            self._gradients.ask_to_stop(self._asked_to_stop)
+            self._gradients.attach(module, optimizers, comm, warn, inform)
+
+    def set_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        if len(optimizers) > 1:
+            raise ConfigurationError(
+                f"{type(self).__name__} got {len(optimizers)} optimizers, and a round counts the steps of one. Use one "
+                "optimizer for all parameters, or algorithm='ring'."
+            )
+        self._optimizers = optimizers
+        self._gradients.set_optimizers(optimizers)
+
+    def detach(self, *, wait: bool = True) -> None:
+        self._gradients.detach(wait=wait)
+        self._gradients = Algorithm()
+        self._own, self._optimizers = {}, ()  # what is in place stays
+
+    # -- a batch
+
+    def begin_batch(self, active_ranks: int | None = None) -> None:
+        self._hide_averages()
+        self._gradients.begin_batch(active_ranks)
+
+    def forward(self, *, wait: bool = True) -> AbstractContextManager[None]:
+        return self._gradients.forward(wait=wait)
+
+    def backward(self) -> AbstractContextManager[None]:
+        return self._gradients.backward()
+
+    def finish_backward(self) -> None:
+        self._gradients.finish_backward()
+
+    def plain_backwards(self, *, reduced: bool) -> AbstractContextManager[None]:
+        return self._gradients.plain_backwards(reduced=reduced)
+
+    @property
+    def reduces_plain_backwards(self) -> bool:
+        return self._gradients.reduces_plain_backwards
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return self._gradients.no_sync()
+
+    def discarding(self) -> AbstractContextManager[None]:
+        return self._gradients.discarding()
+
+    def before_step(self, optimizer: Optimizer, *, has_closure: bool) -> None:
+        self._hide_averages()
+        self._gradients.before_step(optimizer, has_closure=has_closure)
+
+    def check_gradients(self, optimizer: Optimizer) -> None:
+        self._gradients.check_gradients(optimizer)
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        if not self._steps_the_module(optimizer):
+            return
+        self._gradients.after_step(optimizer)
+        self.num_steps += 1
+        if self.num_steps > self.warmup_steps:
+            if self.steps_of_round == 0:
+                self._end_round()
+        elif self.num_steps == self.warmup_steps:
+            self._agreed_to_stop |= self._gradients.agreed_to_stop()
+            self._gradients.detach()
+            self._gradients = Algorithm()
+            self._begin_first_round()
+            self._inform(f"{self.num_steps} steps of warm-up are over: {self._rounds()}")
+
+    # -- rounds
+
+    @property
+    def steps_of_round(self) -> int:
+        """Steps since the ranks last held the same parameters."""
+        return max(0, self.num_steps - self.warmup_steps) % self.every
+
+    def show_averages(self) -> None:
+        comm = self._communicator
+        if self._own or self.steps_of_round == 0 or comm.world_size == 1:
+            return
+        params = self._parameters()
+        self._own = {param: param.detach().clone() for param in params}
+        average_(params, unrecorded(comm), f"parameters after {self.num_steps} steps")
+
+    @torch.no_grad()
+    def _hide_averages(self) -> None:
+        if self._own:
+            torch._foreach_copy_(list(self._own), list(self._own.values()))
+            self._own = {}
+
+    def _end_round(self) -> None:
+        comm, name = self._communicator, f"step {self.num_steps}"
+        stop = torch.tensor([float(self._asked_to_stop)])
+        average_([stop], unrecorded(comm), f"{name}: requests to stop")
+        self._agreed_to_stop |= bool(stop > 0)
+        average_(self._parameters(), comm, f"{name}: parameters")
+        self._use_averages()
+        if self.average_optimizer:
+            average_(self._optimizer_tensors(), comm, f"{name}: optimizer state")
+
+    def _begin_first_round(self) -> None:
+        """The parameters are those of the first round's begin, the same on all ranks."""
+
+    def _use_averages(self) -> None:
+        """The parameters are the averages at the end of a round: replace them by those of the next round's begin."""
+
+    def _parameters(self) -> list[Parameter]:
+        return [param for param in self._module.parameters() if param.requires_grad]
+
+    def _optimizer_tensors(self) -> list[Tensor]:
+        """State of one value for each element, in the order of the parameters."""
+        tensors: list[Tensor] = []
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                for param in group["params"]:
+                    state = optimizer.state.get(param, {})
+                    tensors += [state[key] for key in sorted(state) if _is_like(state[key], param)]
+        return tensors
+
+    def _steps_the_module(self, optimizer: Optimizer) -> bool:
+        own = {id(param) for param in self._module.parameters()}
+        return any(id(param) in own for group in optimizer.param_groups for param in group["params"])
+
+    @property
+    def _communicator(self) -> Communicator:
+        assert self._comm is not None, "attach() comes first"
+        return self._comm
+
+    # -- checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position in the round, and every rank's own parameters and optimizer state."""
+        comm = unrecorded(self._communicator)
+        trained = self._module.named_parameters() if self.steps_of_round else ()
+        mine = {
+            "parameters": {name: self._own.get(param, param) for name, param in trained if param.requires_grad},
+            "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
+        }
+        ranks = collect(mine, comm) if self.num_steps > self.warmup_steps else []
+        return {"num_steps": self.num_steps, "ranks": ranks, "gradients": self._gradients.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> str:
+        comm = self._communicator
+        if not state or "num_steps" not in state:
+            return (
+                f"the checkpoint holds no state of {type(self).__name__}: its warm-up and its first round begin here."
+            )
+        self.num_steps = state["num_steps"]
+        if self.num_steps >= self.warmup_steps:
+            self._gradients.detach()
+            self._gradients = Algorithm()
+        problem = self._gradients.load_state_dict(state["gradients"]) if state["gradients"] else ""
+        self._own = {}
+        ranks = state["ranks"]
+        if not ranks:
+            return problem
+        if len(ranks) != comm.world_size:
+            begun = self.num_steps
+            self.num_steps -= self.steps_of_round
+            return (
+                f"the checkpoint was written after {begun} steps of {len(ranks)} ranks, and this job has "
+                f"{comm.world_size}: every rank goes on from the average of their parameters, with rank 0's optimizer "
+                "state, in a new round."
+            )
+        own = ranks[comm.rank]
+        with torch.no_grad():
+            for name, param in self._module.named_parameters():
+                if name in own["parameters"]:
+                    param.copy_(own["parameters"][name])
+        for optimizer, saved in zip(self._optimizers, own["optimizers"], strict=False):
+            optimizer.load_state_dict(saved)
+        return problem
+
+    # -- requests to stop, progress
+
+    def ask_to_stop(self, asked: bool = True) -> None:
+        self._asked_to_stop = asked
+        self._gradients.ask_to_stop(asked)
+
+    def agreed_to_stop(self) -> bool:
+        agreed, self._agreed_to_stop = self._agreed_to_stop or self._gradients.agreed_to_stop(), False
+        return agreed
+
+    def progress(self) -> str:
+        return self._gradients.progress() or f"step {self.num_steps}"
+
+    def description(self) -> str:
+        if self.num_steps < self.warmup_steps:
+            return f"{self._gradients.description()}; after {self.warmup_steps} steps none: {self._rounds()}"
+        return f": none, {self._rounds()}"
+
+    def _rounds(self) -> str:
+        return (
+            f"each rank steps by itself, and {self._exchange()} every {self.every} steps. Evaluations, checkpoints and "
+            "the end of the training see the average of the ranks' parameters"
+        )
+
+    def _exchange(self) -> str:
+        return "parameters are averaged"
+
+
+def _is_like(value: Any, param: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == param.shape and value.is_floating_point()

@@ -1,0 +1,141 @@
+"""Gradients as -1, 0 or 1 times a scaler, drawn at random so that their mean is right.
+
+Source: Wen et al., "TernGrad: ternary gradients to reduce communication in distributed deep learning" (2017),
+arXiv:1705.07878: algorithm 1, with layer-wise ternarizing, gradient clipping (section 5) and scaler sharing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_ring.comm.communicator import Communicator, ReduceOp, Work, shard
+from lightning_ring.errors import ConfigurationError
+from lightning_ring.gradients.compression import digits
+from lightning_ring.gradients.compression.between_nodes import MIN_NUMEL, BetweenNodes, Part, bounds_of
+from lightning_ring.gradients.compression.compressor import GradientLayout
+from lightning_ring.gradients.compression.registry import ternary_bytes
+
+
+class TernGrad(BetweenNodes):
+    """``compression="terngrad"``: five gradients in a byte on the way to the sum, on the way back two or three.
+
+    A gradient g travels as s · sign(g) · b, where b is 1 with probability |g|/s, else 0: its mean is g. The scaler s is
+    the largest |g| of a layer on any rank, after g was clipped at ``clip`` times σ, its standard deviation. Each rank
+    adds up its shard and sends the sums, exact whole numbers of s. A layer is the gradient of a parameter, or the part
+    of it in this bucket that this rank sends between nodes. σ is taken about 0, so that a layer of equal gradients is
+    not clipped. A clipped value is biased.
+
+    Args:
+        clip: In units of σ; ``math.inf`` clips nothing.
+        seed: Of the random numbers, of which every rank draws others.
+        min_numel: As of `BetweenNodes`.
+
+    Raises:
+        ConfigurationError: An argument cannot work.
+    """
+
+    name = "terngrad"
+
+    def __init__(self, clip: float = 2.5, seed: int = 0, min_numel: int = MIN_NUMEL) -> None:
+        super().__init__(min_numel)
+        if not clip > 0:
+            raise ConfigurationError(f"TernGrad got clip={clip!r}, expected a number of σ above 0, such as 2.5.")
+        self.clip = clip
+        self.seed = seed
+        self._layers: dict[Tensor, list[tuple[int, int]]] = {}  # start and end of each gradient in a flat tensor
+        self._generator: torch.Generator | None = None
+        self._loaded: Tensor | None = None
+
+    def wire_bytes(self, numel: int, world_size: int) -> float | None:
+        return ternary_bytes(numel, world_size)
+
+    def prepare(self, flat: Tensor, layout: GradientLayout) -> None:
+        self._layers[flat] = bounds_of(flat, layout)
+
+    def forget_tensors(self) -> None:
+        self._layers.clear()
+
+    def all_reduce(self, flat: Tensor, comm: Communicator, *, lost: Tensor | None = None, name: str = "") -> Work:
+        if self._generator is None:
+            self._generator = torch.Generator(flat.device).manual_seed(1_000_003 * self.seed + comm.rank)
+            if self._loaded is not None:
+                self._generator.set_state(self._loaded)
+        return super().all_reduce(flat, comm, lost=lost, name=name)
+
+    def average(self, part: Part) -> Iterator[Work]:
+        values, group = part.values, part.group
+        size, mine = group.world_size, group.shard_index
+        layers = part.cut(self._layers[part.whole])
+        scalers = self._scalers(values, layers)
+        yield group.all_reduce_(scalers, op=ReduceOp.MAX, name=f"{part.name}, scalers")
+        ternary = self._ternary(values, layers, scalers)
+        if part.lost is not None:
+            part.lost.copy_(ternary).sub_(1)
+            _scale(part.lost, layers, scalers)
+            torch.sub(values, part.lost, out=part.lost)
+        longest = -(-values.numel() // size)
+        sent = _messages(size, digits.num_bytes(longest, 3), values)
+        for index, message in enumerate(sent):
+            digits.pack(shard(ternary, size, index), 3, message)
+        received = torch.empty_like(sent)
+        yield group.all_to_all([sent[index] for index in group.shard_indices], list(received), name=part.name)
+        base = 2 * size + 1  # a sum of `size` digits from 0 to 2
+        kind = torch.uint8 if base <= 256 else torch.int16
+        digit, total = shard(ternary, size, mine), torch.zeros_like(shard(ternary, size, mine), dtype=kind)
+        for message in received:
+            digits.unpack(message, 3, digit)
+            total += digit
+        sums = _messages(size, digits.num_bytes(longest, base), values)
+        digits.pack(total, base, sums[mine])
+        yield group.all_gather_(sums.view(-1), name=f"{part.name}, sums")
+        every = ternary if kind is torch.uint8 else torch.empty_like(ternary, dtype=kind)
+        for index, message in enumerate(sums):
+            digits.unpack(message, base, shard(every, size, index))
+        values.copy_(every).sub_(size).div_(size)
+        _scale(values, layers, scalers)
+
+    def state_dict(self, comm: Communicator) -> dict[str, Any]:
+        """The random states of all ranks; empty before the first gradient."""
+        if self._generator is None:
+            return {}
+        return {"generators": comm.all_gather(self._generator.get_state(), name="random states of TernGrad")}
+
+    def load_state_dict(self, state: dict[str, Any], rank: int, world_size: int) -> str | None:
+        generators = state.get("generators", ())
+        if len(generators) == world_size:  # elsewhere other numbers are as good
+            self._loaded = generators[rank]
+            if self._generator is not None:
+                self._generator.set_state(self._loaded)
+        return None
+
+    def _scalers(self, values: Tensor, layers: list[tuple[int, int]]) -> Tensor:
+        """s of each layer on this rank; inf where a gradient is not finite."""
+        pieces = [values[start:end] for start, end in layers]
+        most = torch.stack(torch._foreach_norm(pieces, math.inf))
+        if self.clip < math.inf:
+            sizes = torch.tensor([end - start for start, end in layers], dtype=most.dtype, device=most.device)
+            sigma = torch.stack(torch._foreach_norm(pieces, 2)) / sizes.sqrt()
+            most = torch.where(most.isfinite(), torch.minimum(most, self.clip * sigma), most)
+        return torch.where(most.isfinite(), most, torch.inf)
+
+    def _ternary(self, values: Tensor, layers: list[tuple[int, int]], scalers: Tensor) -> Tensor:
+        """0, 1 or 2 for -1, 0 or 1, as uint8: floor(u + g/s) of a uniform u is 1 more often by g/s."""
+        numbers = torch.rand(values.numel(), generator=self._generator, device=values.device)
+        steps = torch.where(scalers > 0, 1 / scalers, 0.0)
+        for (start, end), step in zip(layers, steps, strict=True):
+            numbers[start:end].addcmul_(values[start:end], step)
+        return numbers.add_(1).floor_().clamp_(0, 2).to(torch.uint8)
+
+
+def _scale(values: Tensor, layers: list[tuple[int, int]], scalers: Tensor) -> None:
+    for (start, end), scaler in zip(layers, scalers, strict=True):
+        values[start:end].mul_(scaler)
+
+
+def _messages(count: int, length: int, like: Tensor) -> Tensor:
+    return torch.zeros(count, length + length % 2, dtype=torch.uint8, device=like.device)

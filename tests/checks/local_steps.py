@@ -1,0 +1,170 @@
+"""Ranks that step alone between two averages: through `distribute` beside torch's own, and through the Trainer."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+from mpi4py import MPI
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.optim import PostLocalSGDOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_ring import RingFabricStrategy, RingStrategy, distribute
+from lightning_ring.algorithms.local import DiLoCo, Gossip, LocalSGD
+from lightning_ring.errors import ConfigurationError
+from lightning_ring.monitor import RingProfile
+from tests.checks.fabric import ring
+from tests.checks.loops import batches, loss_of, network
+from tests.checks.models import Classifier, assert_all_ranks_equal, loader, parameters, trainer
+from tests.checks.strategy.references import scaler_plugin
+
+RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+
+
+def check_a_plain_loop_is_that_of_torchs_post_local_sgd_optimizer() -> None:
+    every, warmup, inputs = 3, 4, batches(12)
+    start = network()
+    ours, theirs = copy.deepcopy(start), copy.deepcopy(start)
+    optimizer = torch.optim.SGD(ours.parameters(), 0.1, momentum=0.9)
+    values: list[Tensor] = []
+    with distribute(ours, optimizer, algorithm=LocalSGD(every, warmup_steps=warmup)) as training:
+        for batch in inputs:
+            loss_of(ours(batch)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            values.append(parameters(ours))
+        torch.testing.assert_close(
+            training.all_reduce(parameters(ours)), (training.show_averages(), parameters(ours))[1]
+        )
+    assert_all_ranks_equal(parameters(ours))
+
+    group = dist.new_group(backend="gloo")
+    wrapped = DistributedDataParallel(theirs, process_group=group)
+    wrapped.register_comm_hook(
+        PostLocalSGDState(group, group, start_localSGD_iter=warmup, post_local_gradient_allreduce=False),
+        post_localSGD_hook,
+    )
+    plain = torch.optim.SGD(theirs.parameters(), 0.1, momentum=0.9)
+    # torch averages after steps warmup_steps + 1, + period, ...
+    averager = PeriodicModelAverager(every, warmup_steps=warmup + every - 1, process_group=group)
+    post_local = PostLocalSGDOptimizer(plain, averager)
+    for batch, expected in zip(inputs, values, strict=True):
+        loss_of(wrapped(batch)).backward()
+        post_local.step()
+        post_local.zero_grad()
+        torch.testing.assert_close(parameters(theirs), expected, rtol=1e-5, atol=1e-7)
+    assert len({MPI.COMM_WORLD.bcast(values[4].sum().item(), root=rank) for rank in range(SIZE)}) == SIZE  # local steps
+
+
+class Noted(Classifier):
+    def __init__(self) -> None:
+        super().__init__(batch_norm=True)
+        self.validated: list[Tensor] = []
+        self.trained: list[Tensor] = []
+
+    def on_validation_start(self) -> None:
+        self.validated.append(parameters(self))
+
+    def on_train_end(self) -> None:
+        self.validated.append(parameters(self))
+
+
+class NoteOwn(L.Callback):
+    """Runs before a checkpoint of the same batch puts averages into place."""
+
+    def on_train_batch_end(self, _: L.Trainer, module: Any, *__: Any) -> None:
+        module.trained.append(parameters(module))
+
+
+def check_evaluations_and_checkpoints_see_averages_and_resume_within_a_round(tmp_path: Path) -> None:
+    folder = Path(MPI.COMM_WORLD.bcast(str(tmp_path)))
+
+    def run(make: Any, name: str, ckpt_path: str | None = None) -> Noted:
+        L.seed_everything(5, verbose=False)
+        module = Noted()
+        saved = ModelCheckpoint(folder / name, save_top_k=-1, save_on_train_epoch_end=True, filename="{epoch}")
+        job = trainer(
+            RingStrategy(algorithm=make()),
+            callbacks=[saved, NoteOwn()],
+            enable_checkpointing=True,
+            max_epochs=2,
+            limit_train_batches=4,
+            val_check_interval=2,
+            limit_val_batches=1,
+        )
+        job.fit(module, loader(), loader(), ckpt_path=ckpt_path)
+        return module
+
+    for number, make in enumerate(
+        (
+            lambda: LocalSGD(every=3),
+            lambda: LocalSGD(every=3, warmup_steps=2, average_optimizer=True),
+            lambda: DiLoCo(every=3, outer_lr=0.5),
+            lambda: Gossip("exponential", warmup_steps=1),
+        )
+    ):
+        whole = run(make, f"whole {number}")
+        for shown in whole.validated:
+            assert_all_ranks_equal(shown)
+        assert_all_ranks_equal(parameters(whole))
+        own = MPI.COMM_WORLD.allgather(whole.trained[3])  # after step 4, the first epoch's last
+        assert not torch.equal(own[0], own[-1])
+        path = folder / f"whole {number}" / "epoch=0.ckpt"
+        checkpoint = torch.load(path, weights_only=True)
+        saved = torch.cat([checkpoint["state_dict"][name].reshape(-1).double() for name, _ in whole.named_parameters()])
+        torch.testing.assert_close(saved, torch.stack(own).mean(0), rtol=1e-5, atol=1e-7)
+        resumed = run(make, f"resumed {number}", str(path))
+        assert len(resumed.trained) == 4
+        assert torch.equal(torch.stack(resumed.trained), torch.stack(whole.trained[4:])), number
+        assert torch.equal(parameters(resumed), parameters(whole))
+
+
+def check_fabric_saves_averages_and_resumes_within_a_round(tmp_path: Path) -> None:
+    path = MPI.COMM_WORLD.bcast(str(tmp_path / "saved.ckpt"))
+    inputs = batches(8)
+
+    def build(seed: int) -> tuple[Any, Any, Any]:
+        fabric = ring(RingFabricStrategy(algorithm=LocalSGD(every=3)))
+        module = network(norm=True, seed=seed)
+        return fabric, *fabric.setup(module, torch.optim.AdamW(module.parameters(), 0.01))
+
+    def train(fabric: Any, model: Any, optimizer: Any, steps: range) -> Tensor:
+        for step in steps:
+            fabric.backward(loss_of(model(inputs[step])))
+            optimizer.step()
+            optimizer.zero_grad()
+        return parameters(model)
+
+    fabric, model, optimizer = build(3)
+    own = MPI.COMM_WORLD.allgather(train(fabric, model, optimizer, range(4)))
+    assert not torch.equal(own[0], own[-1])
+    fabric.save(path, {"model": model, "optimizer": optimizer})
+    torch.testing.assert_close(parameters(model), torch.stack(own).mean(0), rtol=1e-5, atol=1e-7)
+    straight = train(fabric, model, optimizer, range(4, 8))
+    fabric, model, optimizer = build(9)
+    fabric.load(path, {"model": model, "optimizer": optimizer})
+    assert torch.equal(train(fabric, model, optimizer, range(4, 8)), straight)
+    fabric.strategy.show_averages()
+    assert_all_ranks_equal(parameters(model))
+
+
+def check_what_cannot_work_is_refused() -> None:
+    run = trainer(RingStrategy(algorithm="ring_local"), plugins=[scaler_plugin()])
+    with pytest.raises(ConfigurationError, match="loss scaler"):
+        run.fit(Classifier(), loader())
+    run = trainer(RingStrategy(algorithm="ring_local"), callbacks=[RingProfile("profile.json")])
+    with pytest.raises(ConfigurationError, match="LocalSGD sends none"):
+        run.fit(Classifier(), loader())
+    nets = nn.Linear(2, 2), nn.Linear(2, 2)
+    both = nn.ModuleList(nets)
+    with pytest.raises(ConfigurationError, match="LocalSGD got 2 optimizers"):
+        distribute(both, [torch.optim.SGD(net.parameters(), 0.1) for net in nets], algorithm="ring_local")

@@ -1,0 +1,186 @@
+"""Compressors that send messages of their own: bytes that leave, and nested rings. Ranks are threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import SGD, Adam
+
+from lightning_ring.algorithms.averaging import Averaging
+from lightning_ring.comm.communicator import ChainedWork, Work, shard
+from lightning_ring.errors import ConfigurationError
+from lightning_ring.gradients.compression import COMPRESSORS, DGC, Compressor, Int8, OneBit, TernGrad, TopK
+from lightning_ring.gradients.reducer import Reducer
+from tests.checks.compression import references
+from tests.checks.compression.formulas import SIZES, OneTensor, Sender, gradient
+from tests.comm.test_hierarchical import run_nested
+from tests.thread_ranks import ThreadCommunicator, run_ranks
+
+NODES = [[0, 2], [1, 3]]
+
+
+def sent_bytes(compressor: Compressor | None, comm: ThreadCommunicator, numel: int) -> int:
+    """What this rank's transport sends for one average of ``numel`` gradients."""
+    total, isend = 0, comm.transport.isend
+
+    def counted(tensor: Tensor, dst: int, tag: int = 0) -> Any:
+        nonlocal total
+        total += tensor.nbytes
+        return isend(tensor, dst, tag)
+
+    comm.transport.isend = counted  # type: ignore[method-assign]
+    flat = torch.randn(numel, generator=torch.Generator().manual_seed(comm.rank))
+    if compressor is None:
+        comm.all_reduce_(flat).wait()
+    else:
+        compressor.prepare(flat, OneTensor(flat, (numel,)))
+        compressor.all_reduce(flat, comm, name="bucket").wait()
+    comm.transport.isend = isend  # type: ignore[method-assign]
+    return total
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("make", "share"),
+    [(Int8, 0.27), (TernGrad, 0.09), (OneBit, 0.05), (lambda: DGC(warmup_steps=0), 0.02), (TopK, 0.05)],
+    ids=["int8", "terngrad", "onebit", "dgc", "topk"],
+)
+def test_bytes_that_leave(make: Callable[[], Compressor], share: float, world_size: int) -> None:
+    numel = 200_000
+
+    def count(comm: ThreadCommunicator) -> tuple[int, int]:
+        return sent_bytes(None, comm, numel), sent_bytes(make(), comm, numel)
+
+    for whole, compressed in run_ranks(world_size, count):
+        assert compressed <= share * whole
+        told = COMPRESSORS[make().name].wire_bytes
+        assert told is not None
+        assert told(numel, world_size) / (4 * numel) == pytest.approx(compressed / whole, rel=0.04, abs=6e-4)  # headers
+
+
+@pytest.mark.parametrize(
+    ("make", "formula"),
+    [
+        (Int8, references.int8),
+        (OneBit, references.onebit),
+        (lambda min_numel: TopK(0.05, min_numel), lambda: references.topk(0.05)),
+        (lambda min_numel: DGC(0.05, momentum=0, warmup_steps=0, min_numel=min_numel), lambda: references.topk(0.05)),
+    ],
+    ids=["int8", "onebit", "topk", "dgc"],
+)
+def test_nodes_exchange_compressed_averages(make: Callable[..., Compressor], formula: Callable[[], Any]) -> None:
+    """As many jobs as a node has ranks, each with a part of the nodes' exact averages."""
+    num_steps = 5
+
+    def rank(comm: Any) -> list[Tensor]:
+        send = Sender(make(min_numel=0), comm)
+        return [send(gradient(comm.rank, step)) for step in range(num_steps)]
+
+    found = run_nested(NODES, rank)
+    jobs = [formula() for _ in NODES[0]]
+    for step in range(num_steps):
+        nodes = [torch.stack([gradient(rank, step) for rank in node]).mean(0) for node in NODES]
+        parts = [job([shard(node, len(jobs), i).numpy() for node in nodes]) for i, job in enumerate(jobs)]
+        wanted = np.concatenate(parts)
+        wrong = np.abs(found[0][step].numpy() - wanted) > 1e-4 * np.abs(wanted).max()
+        assert wrong.mean() < 0.002, (step, wrong.sum())
+        assert all(torch.equal(other[step], found[0][step]) for other in found)
+
+
+@pytest.mark.parametrize("make", [lambda: TernGrad(min_numel=0), lambda: DGC(0.05, warmup_steps=2, min_numel=0)])
+def test_nested_ranks_hold_the_same_bits(make: Callable[[], Compressor]) -> None:
+    def rank(comm: Any) -> Tensor:
+        send = Sender(make(), comm)
+        return torch.stack([send(gradient(comm.rank, step)) for step in range(4)])
+
+    found = run_nested(NODES, rank)
+    assert found[0].isfinite().all()
+    assert found[0].count_nonzero() > 100
+    assert all(torch.equal(other, found[0]) for other in found)
+
+
+@pytest.mark.parametrize("run", [lambda rank: run_ranks(4, rank), lambda rank: run_nested(NODES, rank)])
+def test_what_is_owed_survives_new_buckets(run: Callable[[Any], list[Any]]) -> None:
+    """What has arrived and all errors make up the gradients, though the errors' owners change on the way."""
+
+    def rank(comm: Any) -> tuple[Tensor, Tensor, Tensor]:
+        compressor = OneBit(min_numel=0)
+        total = torch.zeros(sum(SIZES))
+        send = Sender(compressor, comm)
+        for step in range(12):
+            turned = 4 <= step < 8
+            if step in (4, 8):  # the same parameters, in another order
+                send.flat = torch.zeros(sum(SIZES))
+                compressor.prepare(send.flat, OneTensor(send.flat, SIZES[::-1] if turned else SIZES))
+            values = list(gradient(comm.rank, 0).split(SIZES))
+            got = send(torch.cat(values[::-1] if turned else values))
+            total += torch.cat(got.split(SIZES[::-1])[::-1]) if turned else got
+        server = compressor.compressor._server  # type: ignore[attr-defined]
+        owed = [torch.cat([of(str(size)) for size in SIZES]) for of in (compressor.residual, server.of_parameter)]
+        return total, owed[0], owed[1]
+
+    totals, errors, owners = (torch.stack(each) for each in zip(*run(rank), strict=True))
+    wanted = 12 * torch.stack([gradient(rank, 0) for rank in range(4)]).mean(0)
+    torch.testing.assert_close(totals[0] + errors.mean(0) + owners.sum(0), wanted, rtol=1e-4, atol=1e-3)
+
+
+def test_second_legs_of_all_buckets_leave_before_the_first_is_decoded() -> None:
+    def rank(comm: Any) -> list[str]:
+        params = [(str(index), Parameter(torch.zeros(5000))) for index in range(3)]
+        reducer = Reducer(comm, params, bucket_cap_mb=0.01, compressor=Int8())
+        told: list[str] = []
+        gather = comm.all_gather_
+
+        def noted(flat: Tensor, *, name: str = "") -> Work:
+            if "averages" not in name:
+                return gather(flat, name=name)
+            told.append("starts")
+            return ChainedWork(gather(flat, name=name), lambda: told.append("ends"))
+
+        comm.all_gather_ = noted
+        with reducer.backward():
+            sum((param * 2).sum() for _, param in params).backward()
+        torch.testing.assert_close(params[0][1].grad, torch.full((5000,), 2.0))
+        return told
+
+    assert run_ranks(2, rank)[0] == ["starts"] * 3 + ["ends"] * 3
+
+
+@pytest.mark.parametrize(
+    "optimizer", [lambda p: SGD(p, 0.1, momentum=0.9), lambda p: Adam(p, 0.1)], ids=["sgd", "adam"]
+)
+def test_momentum_twice_is_refused(optimizer: Callable[..., Any]) -> None:
+    net = torch.nn.Linear(3, 3)
+
+    def rank(comm: Any) -> None:
+        Averaging(compression=DGC(momentum=0)).attach(net, [optimizer(net.parameters())], comm)
+        without = Averaging(compression="dgc")
+        without.attach(net, [SGD(net.parameters(), 0.1)], comm)
+        with pytest.raises(ConfigurationError, match="momentum twice"):
+            without.set_optimizers([optimizer(net.parameters())])
+        with pytest.raises(ConfigurationError, match=r"'dgc' has momentum=0.9, and an optimizer has (momentum|betas)"):
+            Averaging(compression="dgc").attach(net, [optimizer(net.parameters())], comm)
+
+    run_ranks(1, rank)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: TopK(0), "ratio=0, expected the share"),
+        (lambda: DGC(1.5), "ratio=1.5, expected the share"),
+        (lambda: DGC(momentum=1), "momentum=1, clip_norm=None"),
+        (lambda: DGC(clip_norm=0), "clip_norm=0"),
+        (lambda: TernGrad(clip=0), "clip=0, expected"),
+        (lambda: Int8(min_numel=-1), "Int8 got min_numel=-1"),
+    ],
+)
+def test_arguments_that_cannot_work(make: Callable[[], Compressor], words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        make()
