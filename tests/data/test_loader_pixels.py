@@ -16,6 +16,7 @@ from lightning_ring.data.decoding import decode_rgb
 from lightning_ring.data.loading.pixels import decode_into
 from lightning_ring.data.loading.transforms import Box
 from lightning_ring.data.packing.image import prepare_image
+from lightning_ring.data.packing.settings import PackSettings
 from lightning_ring.data.sampling.counters import Stream, uniforms
 from lightning_ring.errors import ConfigurationError
 from tests.images import picture
@@ -125,7 +126,7 @@ def test_every_damage_is_a_value_error() -> None:
 def test_16_bits_of_a_pgm_become_8_and_pixels_without_a_range_are_an_error() -> None:
     pgm = b"P5\n20 10\n65535\n" + np.full((10, 20), 30000, ">u2").tobytes()
     assert (decode_rgb(pgm) == 30000 >> 8).all()
-    packed = prepare_image(pgm, 0, 100)
+    packed = prepare_image(pgm, PackSettings(0, quality=100))
     assert packed.note == "PPM to JPEG; 16-bit gray to 8"
     assert (decode_rgb(packed.data) == 30000 >> 8).all()
     with pytest.raises(ValueError, match="no known range"):
