@@ -38,7 +38,8 @@ def main() -> None:
     options = parser().parse_intermixed_args()
     folder = Path(options.folder or f"logs/scaling/{time.strftime('%Y-%m-%d_%H-%M-%S')}")
     devices = sorted(set(options.devices))
-    warm_up = ["trainer.max_epochs=1"]
+    timer = "+callbacks.warm_up"  # not fewer epochs: a schedule may be longer than they are
+    warm_up = [f"{timer}._target_=lightning.pytorch.callbacks.Timer", f"{timer}.duration='00:00:00:10'"]
     train_on(devices[-1], folder / "warm_up", options, warm_up)  # compiles, and reads all files once; not counted
     runs = [
         train_on(number, folder / f"devices_{number}_run_{turn}", options)
@@ -53,7 +54,7 @@ def main() -> None:
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description="Repeats an experiment on 1, 2 and 4 devices and prints time, speed-up and efficiency, for "
-        "ResNet-50 on MNIST beside those that were published. After a warm-up of one epoch each number of devices is "
+        "ResNet-50 on MNIST beside those that were published. After a warm-up of 10 seconds each number of devices is "
         "run --repeats times, in turns; times are medians with the lowest and the highest. A speed-up that they do not "
         "support is left out, and the reason is given. The batch of a step over all devices stays the same, so that "
         "all runs take the same steps."
