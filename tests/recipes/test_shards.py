@@ -7,8 +7,10 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import lightning as L
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from lightning_ring.cli.pack import main
@@ -83,3 +85,33 @@ def test_packed_numbers_can_be_given(tmp_path):
     (tmp_path / "classes.txt").write_text("d\n")
     with pytest.raises(ConfigurationError, match=r"classes that --classes does not list: 'b' \(1 of 2\)"):
         main([str(source), str(tmp_path / "third"), "--classes", str(tmp_path / "classes.txt")])
+
+
+class MeanRed(L.LightningModule):
+    """Knows the class of a picture by its colour; counts the right ones by the numbers of its three classes."""
+
+    def training_step(self, batch, batch_idx):
+        return None
+
+    def test_step(self, batch, batch_idx):
+        images, labels = batch
+        red = images[:, 0].mean((1, 2))
+        colours = torch.tensor([ord(name) / 255 for name in "bcd"]).sub(0.485).div(0.229)
+        self.log("right", ((red[:, None] - colours).abs().argmin(1) == labels).float().mean())
+
+    def configure_optimizers(self):
+        return None
+
+
+def test_a_trainer_tests_by_the_names_of_the_checkpoint(tmp_path):
+    options = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_progress_bar": False, "max_epochs": 1}
+    trainer = L.Trainer(**options, enable_model_summary=False, enable_checkpointing=False, limit_val_batches=0)
+    trainer.fit(MeanRed(), shards(tmp_path / "trained", "bcd", 3))
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    for classes, right in (("bcd", 1.0), ("bd", 1.0)):  # d is number 1 in the second folder, and 2 in the checkpoint
+        data = shards(tmp_path / f"other {classes}", classes, 3, "test")
+        (metrics,) = L.Trainer(**options).test(MeanRed(), data, ckpt_path=tmp_path / "a.ckpt", verbose=False)
+        assert metrics["right"] == right
+    renamed = shards(tmp_path / "renamed", "axcd", 3, "test")
+    with pytest.raises(ConfigurationError, match="was a class renamed"):
+        L.Trainer(**options).test(MeanRed(), renamed, ckpt_path=tmp_path / "a.ckpt", verbose=False)
