@@ -16,8 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-from lightning_ring.data.shards.index import BLOCK, DTYPES, FOLDER, NAMES
-from lightning_ring.data.shards.manifest import MANIFEST, Manifest, Shard
+from lightning_ring.data.shards.index import BLOCK, COLUMNS, NAMES
+from lightning_ring.data.shards.manifest import MANIFEST, Manifest, Shard, file_sha256
 
 IMAGE_BYTES = 12_000  # a 256-pixel JPEG
 READS = 200_000
@@ -26,10 +26,11 @@ READS = 200_000
 def write_index(root: Path, images: int, classes: int, shard_images: int = 20_000) -> int:
     """Write the index to ``root``; its bytes."""
     rng = np.random.default_rng(0)
-    (root / FOLDER).mkdir(parents=True)
-    sizes = rng.integers(IMAGE_BYTES // 2, IMAGE_BYTES * 3 // 2, images).astype(DTYPES["sizes"])
+    index = root / Manifest([], [], {}, "", "", {}, {}).index
+    index.mkdir(parents=True)
+    sizes = rng.integers(IMAGE_BYTES // 2, IMAGE_BYTES * 3 // 2, images).astype(np.uint32)
     lengths = 4 + -(-sizes.astype(np.int64) // BLOCK)  # in blocks, with both headers, the label and its padding
-    blocks = np.empty(images, DTYPES["blocks"])
+    blocks = np.empty(images, np.uint32)
     shards = []
     for number, start in enumerate(range(0, images, shard_images)):
         ends = np.cumsum(lengths[start : start + shard_images])
@@ -38,20 +39,20 @@ def write_index(root: Path, images: int, classes: int, shard_images: int = 20_00
         with open(root / shards[-1].name, "wb") as file:
             file.truncate(shards[-1].bytes)
     name = b"class 123/photo 12345678.jpg\n"
-    with open(root / FOLDER / NAMES, "wb") as file:
+    with open(index / NAMES, "wb") as file:
         for start in range(0, images, 100_000):
             file.write(name * min(100_000, images - start))
     columns = {
         "labels": rng.integers(0, classes, images),
-        "blocks": blocks,
-        "sizes": sizes,
+        "places": np.stack([blocks, sizes, np.zeros(images, np.uint32)], axis=1),
         "name_ends": np.arange(1, images + 1, dtype=np.int64) * len(name) - 1,
     }
     for column, values in columns.items():
-        np.save(root / FOLDER / f"{column}.npy", values.astype(DTYPES[column]))
-    manifest = Manifest([f"class {i}" for i in range(classes)], shards, {}, "", {}, {})
+        np.save(index / f"{column}.npy", values.astype(COLUMNS[column][0]))
+    files = {f"{index.relative_to(root)}/{path.name}": file_sha256(path) for path in index.iterdir()}
+    manifest = Manifest([f"class {i}" for i in range(classes)], shards, files, "", "", {}, {})
     (root / MANIFEST).write_text(manifest.to_json())
-    return sum((root / FOLDER / f"{column}.npy").stat().st_size for column in columns)
+    return sum((index / f"{column}.npy").stat().st_size for column in columns)
 
 
 def memory(name: str) -> float:

@@ -7,6 +7,7 @@ Importing it registers ``strategy="ring"``, ``"ring_sharded"`` and ``"ring_local
 from typing import TYPE_CHECKING, Any
 
 from lightning_ring.errors import RingError
+from lightning_ring.host.posix import require_posix
 from lightning_ring.integrations.fabric.registration import register_with_fabric
 from lightning_ring.integrations.lightning.registration import register_strategies
 
@@ -23,6 +24,8 @@ register_with_fabric()
 
 
 def __getattr__(name: str) -> Any:
+    if name in __all__:
+        require_posix(f"lightning_ring.{name}")
     if name == "RingStrategy":
         from lightning_ring.integrations.lightning.strategy import RingStrategy
 

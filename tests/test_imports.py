@@ -41,7 +41,7 @@ ALLOWED = {  # room: the rooms that it may import
         *("algorithms", "comm", "errors", "gradients", "host", "job", "launch", "options", "timeline"),
     },
     "horovod": {"comm", "elastic", "errors", "gradients", "host", "job", "membership"},
-    "__init__": {"errors", "integrations", "loops"},
+    "__init__": {"errors", "host", "integrations", "loops"},
 }
 
 

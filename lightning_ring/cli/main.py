@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from lightning_ring.errors import RingError
+from lightning_ring.host.posix import require_posix
 
 # name: (module with `main(arguments) -> int`, its purpose)
 COMMANDS = {
@@ -34,6 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     command = parser.parse_args(words[:1]).command
     try:
+        if command != "pack":
+            require_posix(f"lightning-ring {command}")
         code: int = importlib.import_module(COMMANDS[command][0]).main(words[1:])
         return code
     except RingError as error:

@@ -61,6 +61,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--shard-mb", type=float, default=256, metavar="MIB", help="largest shard (default: 256)")
     parser.add_argument("--quality", type=int, default=90, help="of JPEGs that are encoded anew (default: 90)")
     parser.add_argument("--group-by-class", action="store_true", help="keep classes together (default: mixed, seeded)")
+    parser.add_argument(
+        "--classes",
+        type=Path,
+        metavar="FILE",
+        help="number classes as the lines of this file, or as the manifest.json of other shards (default: by name)",
+    )
+    parser.add_argument(
+        "--upright",
+        action="store_true",
+        help="turn images by their EXIF orientation (default: leave them, as torchvision's ImageFolder does)",
+    )
     parser.add_argument("--workers", type=int, metavar="N", help="threads (default: one a core); changes no byte")
     return parser
 
@@ -69,10 +80,12 @@ def _pack(options: argparse.Namespace, workers: int) -> int:
     if len(options.paths) != 2:
         raise ConfigurationError(f"expected SRC and DST, got {len(options.paths)} paths. See `lightning-ring pack -h`.")
     source, target = options.paths
-    from lightning_ring.data.packing.run import pack  # deferred: --help and wrong arguments need no torch
+    from lightning_ring.data.packing.classes import read_classes  # deferred: --help needs neither numpy nor Pillow
+    from lightning_ring.data.packing.run import pack
     from lightning_ring.data.packing.settings import PackSettings
 
-    settings = PackSettings(options.size, options.shard_mb, options.quality, options.group_by_class)
+    settings = PackSettings(options.size, options.shard_mb, options.quality, options.group_by_class, options.upright)
+    classes = read_classes(options.classes) if options.classes else None
     with _bar("image", "listing") as bar:
 
         def progress(done: int, total: int, left_out: int) -> None:
@@ -83,7 +96,7 @@ def _pack(options: argparse.Namespace, workers: int) -> int:
             bar.set_postfix({"left out": left_out}, refresh=False)
             bar.update(done - bar.n)
 
-        manifest = pack(source, target, settings, workers, progress)
+        manifest = pack(source, target, settings, workers, progress, classes)
     _summarise(manifest, target)
     return 0
 
@@ -109,6 +122,8 @@ def _summarise(manifest: Manifest, target: Path) -> None:
         f"in {_count(len(manifest.shards), 'shard')}, "
         f"{size:.1f} MiB ({done})"
     )
+    if number := counts["not turned"]:
+        print(f"not turned: {_count(number, 'image')} with an EXIF orientation; --upright turns them")
     report = target / "report.csv"
     for what in ("left out", "empty class", "converted"):
         number = counts["empty classes" if what == "empty class" else what]

@@ -1,12 +1,13 @@
-"""A lock on an open file. The kernel releases it when the process that holds it ends."""
+"""A lock on an open file. The kernel releases it when the process that holds it ends. Windows has none of this kind."""
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 from contextlib import suppress
 from pathlib import Path
+
+from lightning_ring.host.posix import fcntl
 
 TAKEN = "another job is writing it now"
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)  # network file systems without locks
@@ -29,7 +30,7 @@ def release(file: int) -> None:
 def is_claimed(path: Path) -> bool:
     """Whether ``path`` is being written now."""
     try:
-        file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        file = os.open(path, os.O_RDWR)
     except OSError:
         return False
     try:
@@ -39,6 +40,8 @@ def is_claimed(path: Path) -> bool:
 
 
 def _lock(file: int) -> bool:
+    if fcntl is None:
+        return True
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -57,4 +60,5 @@ def _leave_to_parent() -> None:
     _held.clear()
 
 
-os.register_at_fork(after_in_child=_leave_to_parent)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_to_parent)

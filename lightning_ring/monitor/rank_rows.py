@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import resource
 import sys
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
@@ -45,6 +44,10 @@ def _resident() -> float:
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):
+        try:
+            import resource
+        except ModuleNotFoundError:  # Windows
+            return 0.0
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024
 

@@ -11,7 +11,7 @@ from lightning_ring.data.packing.run import pack
 from lightning_ring.data.packing.settings import PackSettings
 from lightning_ring.host.cores import available_cores
 from recipes.catalogue.make import SPLITS, Catalogue, make_catalogue
-from recipes.data.shards import Shards
+from recipes.data.shards import MANIFEST, Shards
 
 
 class CatalogueShards(Shards):
@@ -36,7 +36,8 @@ class CatalogueShards(Shards):
         make_catalogue(self.folder, self.catalogue)
         for split in SPLITS:
             # Photographs are copied byte for byte: they are smaller than the size that packing shrinks to.
-            pack(self.folder / split, self.shards() / split, PackSettings(), available_cores(), _silent)
+            if not (self.shards() / split / MANIFEST).exists():
+                pack(self.folder / split, self.shards() / split, PackSettings(), available_cores(), _silent)
 
 
 def _silent(done: int, total: int, left_out: int) -> None:

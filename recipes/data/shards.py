@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import lightning as L
 import numpy as np
@@ -100,7 +100,7 @@ class Shards(L.LightningDataModule):
         self._require("train", "val")
         self.datasets = {"train": ShardDataset(self.shards() / "train")}
         train = self.datasets["train"]
-        if len(train.classes) != self.num_classes:
+        if stage != "test" and len(train.classes) != self.num_classes:  # a checkpoint brings names of its own
             raise ConfigurationError(
                 f"{train.root} holds {len(train.classes)} classes, but data.num_classes={self.num_classes}. "
                 f"Set data.num_classes={len(train.classes)}."
@@ -110,9 +110,29 @@ class Shards(L.LightningDataModule):
                 self.datasets[split] = ShardDataset(self.shards() / split)
         for split in ("val", "test"):
             if split in self.datasets:
-                number_as(train, self.datasets[split])
-        self.class_names = train.classes
-        self.class_counts = np.bincount(train.labels, minlength=self.num_classes)
+                number_as(train.classes, self.datasets[split], f"{train.root} has")
+        self._name_classes(train.classes)
+
+    def _name_classes(self, names: list[str]) -> None:
+        self.class_names = names
+        self.class_counts = np.bincount(self.datasets["train"].labels, minlength=len(names))
+
+    # -- checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"class_names": self.class_names}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Number the classes as the checkpoint does, by their names; Lightning calls it after `setup`.
+
+        Raises:
+            ConfigurationError: An image's class is none of the checkpoint's.
+        """
+        names = state_dict["class_names"]
+        for split in ("train", "val", "test"):
+            if split in self.datasets:
+                number_as(names, self.datasets[split], "the checkpoint was trained on")
+        self._name_classes(names)
 
     def _require(self, *splits: str) -> None:
         absent = [split for split in splits if not (self.shards() / split / MANIFEST).is_file()]
@@ -221,20 +241,30 @@ class Shards(L.LightningDataModule):
         return per_rank_batch_size(self.batch_size, self.world_size())
 
 
-def number_as(train: ShardDataset, other: ShardDataset) -> None:
-    """Give the classes of ``other`` the numbers that they have in ``train``, changing its ``labels`` in place.
+def number_as(names: list[str], dataset: ShardDataset, whose: str) -> None:
+    """Give the classes of ``dataset`` the numbers that they have in ``names``, changing its ``labels``.
 
     Packing numbers the classes that a folder has, and a class of few images may be missing in one of them.
 
+    Args:
+        whose: The names, for the error: "X has".
+
     Raises:
-        ConfigurationError: ``other`` holds a class that ``train`` has not.
+        ConfigurationError: An image of ``dataset`` is of another class.
     """
-    strange = sorted(set(other.classes) - set(train.classes))
+    if dataset.classes == names:
+        return
+    number = {name: i for i, name in enumerate(names)}
+    present = np.unique(dataset.labels).tolist()  # a class without images may be any
+    strange = sorted(dataset.classes[label] for label in present if dataset.classes[label] not in number)
     if strange:
+        missing = sorted(set(names) - set(dataset.classes))
+        renamed = f" It has no {missing[0]!r}: was a class renamed?" if missing else ""
         raise ConfigurationError(
-            f"{other.root} holds {len(strange)} classes that {train.root} has not, such as {strange[0]!r}. Classes "
-            "that are not trained on belong into the folder unseen."
+            f"{dataset.root} holds images of {len(strange)} classes besides the {len(names)} that {whose}, such as "
+            f"{strange[0]!r}.{renamed} Give classes the names that they had; classes that are not trained on belong "
+            "into the folder unseen."
         )
-    numbers = np.array([train.classes.index(name) for name in other.classes], dtype=np.int32)
-    other.labels = numbers[other.labels]
-    other.classes = train.classes
+    numbers = np.array([number.get(name, -1) for name in dataset.classes], dtype=np.int32)
+    dataset.labels = numbers[dataset.labels]
+    dataset.classes = names

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 from typing import Any
 
@@ -11,11 +12,14 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from benchmarks.loader import draw
 from lightning_ring.data import CenterCrop, DeviceTransform, RandomResizedCrop
 from lightning_ring.data.decoding import decode_rgb
+from lightning_ring.data.loading import pixels
 from lightning_ring.data.loading.pixels import decode_into
 from lightning_ring.data.loading.transforms import Box
 from lightning_ring.data.packing.image import prepare_image
+from lightning_ring.data.packing.settings import PackSettings
 from lightning_ring.data.sampling.counters import Stream, uniforms
 from lightning_ring.errors import ConfigurationError
 from tests.images import picture
@@ -36,6 +40,7 @@ def jpeg(height: int, width: int, seed: int = 0) -> bytes:
 
 class Fixed:
     num_uniforms = 0
+    exact = False
 
     def __init__(self, box: Box, size: int) -> None:
         self.fixed = box
@@ -79,6 +84,32 @@ def test_what_is_decoded_smaller_stays_close_to_torchvision(box: Box, factor: in
     difference = (image - expected).abs()
     assert 0 < difference.mean() < 1.5  # not 0: it was decoded smaller
     assert difference.flatten()[::7].quantile(0.999) < 8
+    whole = Fixed(box, size)
+    whole.exact = True
+    assert torch.equal(cropped(data, whole), reference(data, box, size))
+
+
+@pytest.mark.parametrize("crop", [RandomResizedCrop(48), CenterCrop(48, 50)])
+def test_parts_of_sharp_images_that_are_decoded_smaller_are_where_the_crop_says(crop: Any) -> None:
+    reduced, means = 0, []
+    for seed, numbers in enumerate(uniforms(0, Stream.CROP, 0, np.arange(24), 23).tolist()):
+        data = encoded(draw(seed), quality=90)
+        box = crop.box(256, 341, numbers)
+        image, expected = cropped(data, crop, numbers).float(), reference(data, box, crop.size).float()
+        reduced += not torch.equal(image, expected)
+        means.append(float((image - expected).abs().mean()))
+        exact = dataclasses.replace(crop, exact=True)
+        box = exact.box(256, 341, numbers)
+        assert torch.equal(cropped(data, exact, numbers), reference(data, box, crop.size))
+    assert reduced > 8
+    assert np.mean(means) < 1.2  # 4 and more where parts lie up to half a pixel of the smaller image aside
+
+
+def test_without_torchs_private_resize_pixels_are_the_same(monkeypatch: Any) -> None:
+    data, box = jpeg(256, 341), Fixed(Box(9, 17, 200, 224, True), 96)
+    expected = cropped(data, box)
+    monkeypatch.setattr(pixels, "_resize", None)
+    assert torch.equal(cropped(data, box), expected)
 
 
 def test_images_that_simplejpeg_cannot_read() -> None:
@@ -125,7 +156,7 @@ def test_every_damage_is_a_value_error() -> None:
 def test_16_bits_of_a_pgm_become_8_and_pixels_without_a_range_are_an_error() -> None:
     pgm = b"P5\n20 10\n65535\n" + np.full((10, 20), 30000, ">u2").tobytes()
     assert (decode_rgb(pgm) == 30000 >> 8).all()
-    packed = prepare_image(pgm, 0, 100)
+    packed = prepare_image(pgm, PackSettings(0, quality=100))
     assert packed.note == "PPM to JPEG; 16-bit gray to 8"
     assert (decode_rgb(packed.data) == 30000 >> 8).all()
     with pytest.raises(ValueError, match="no known range"):

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+import zlib
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from lightning_ring.errors import ShardError
 from tests.data.photos import image_folder
 
 SHARD = "shard-000001.tar"
+INDEX = "index/000000"
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +44,7 @@ def first_place(packed):
     """The first image of SHARD, its offset and its length."""
     dataset = ShardDataset(packed)
     i = next(i for i in range(len(dataset)) if dataset._index.place(i).shard == 1)
-    return i, *dataset._index.place(i)[1:]
+    return i, *dataset._index.place(i)[1:3]
 
 
 def overwrite(path, offset, data):
@@ -104,6 +106,7 @@ def test_a_changed_byte_is_named_by_image_and_offset(packed):
 def test_an_image_that_cannot_be_decoded_is_named_by_image_and_offset(packed):
     i, offset, size = first_place(packed)
     overwrite(packed / SHARD, offset, bytes(size))
+    np.load(packed / INDEX / "places.npy", mmap_mode="r+")[i, 2] = zlib.crc32(bytes(size))
     dataset = ShardDataset(packed)
     for read in (lambda: dataset[i], lambda: dataset.__getitems__([0, i])):
         with pytest.raises(ShardError) as error:
@@ -119,27 +122,57 @@ def test_damage_between_images_is_damage_of_the_shard(packed):
     assert problem.startswith(f"{packed / SHARD} has SHA-256")
 
 
-@pytest.mark.parametrize("name", ["labels.npy", "blocks.npy", "sizes.npy", "name_ends.npy", "crc32.npy", "names.txt"])
+@pytest.mark.parametrize("name", ["labels.npy", "places.npy", "name_ends.npy", "stamps.npy", "names.txt"])
 def test_a_changed_index_is_named_and_blames_no_shard(packed, name):
-    path = packed / "index" / name
+    path = packed / INDEX / name
     overwrite(path, path.stat().st_size - 1, b"\x7f")
     (problem,) = verify(packed)
     assert problem.startswith(f"{path} has SHA-256 ")
 
 
-@pytest.mark.parametrize("name", ["labels.npy", "blocks.npy", "sizes.npy", "name_ends.npy", "names.txt"])
-def test_an_index_that_is_missing_or_short_is_named_when_opened(packed, name):
-    path = packed / "index" / name
+def test_no_changed_byte_of_an_image_is_read_silently(packed):
+    i, offset, size = first_place(packed)
+    byte = (packed / SHARD).read_bytes()[offset + size // 2]
+    overwrite(packed / SHARD, offset + size // 2, bytes([byte ^ 1]))
+    dataset = ShardDataset(packed)
+    for read in (lambda: dataset[i], lambda: dataset.__getitems__([0, i]), lambda: dataset.read_many([i])):
+        with pytest.raises(ShardError, match=rf"image {i} \(.*its bytes are not those that were packed: CRC-32"):
+            read()
+    assert dataset.read(0)
+
+
+@pytest.mark.parametrize("name", ["labels.npy", "places.npy", "name_ends.npy", "names.txt"])
+def test_no_changed_byte_of_the_index_is_read_silently(packed, name):
+    path = packed / INDEX / name
+    data = path.read_bytes()
+    for at in (len(data) - 2, len(data) - 9, len(data) // 2 + 40):
+        overwrite(path, at, bytes([data[at] ^ 1]))
+        with pytest.raises(ShardError, match=r"is not as it was packed|are not those that were packed|is cut short"):
+            read_everything(packed)
+        overwrite(path, at, data[at : at + 1])
+    read_everything(packed)
+
+
+def read_everything(packed):
+    dataset = ShardDataset(packed, decode=False)
+    for i in range(len(dataset)):
+        dataset[i]
+    dataset.name(0)
+
+
+@pytest.mark.parametrize("name", ["labels.npy", "places.npy", "name_ends.npy", "names.txt"])
+def test_an_index_that_is_missing_or_short_is_named(packed, name):
+    path = packed / INDEX / name
     if name.endswith(".npy"):
         np.save(path, np.load(path)[:-1])
-        with pytest.raises(ShardError, match=rf"{name} holds .* of shape \(23,\), expected .* of shape\s+\(24,\)"):
-            ShardDataset(packed)
+        with pytest.raises(ShardError, match=rf"{name} holds .* of shape \(23.*\), expected .* of shape\s+\(24.*\)"):
+            read_everything(packed)
         path.write_bytes(path.read_bytes()[:40])
         with pytest.raises(ShardError, match=f"{name} cannot be mapped"):
-            ShardDataset(packed)
+            read_everything(packed)
     path.unlink()
     with pytest.raises(ShardError, match=f"{name} cannot be mapped"):
-        ShardDataset(packed)
+        read_everything(packed)
     assert verify(packed) == [f"{path} cannot be read: No such file or directory"]
 
 
@@ -147,7 +180,7 @@ def test_an_index_that_is_missing_or_short_is_named_when_opened(packed, name):
     ("change", "message"),
     [
         (lambda fields: fields["classes"].append("more"), "fingerprint.*edited or damaged"),
-        (lambda fields: fields.update(version=2), "has version 2, expected 1"),
+        (lambda fields: fields.update(version=1), "has version 1, expected 2: pack the images again"),
         (lambda fields: fields.update(format="zip"), "was written by another program"),
         (lambda fields: fields.pop("shards"), "'shards' is missing or wrong"),
     ],

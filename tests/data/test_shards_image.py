@@ -8,6 +8,7 @@ from PIL import Image, ImageOps
 
 from lightning_ring.data.decoding import decode_rgb
 from lightning_ring.data.packing.image import UnusableImageError, prepare_image
+from lightning_ring.data.packing.settings import PackSettings
 from tests.data.photos import EXIF_ORIENTATION, decode, encode, photo
 
 SIXTEEN_BITS = Image.fromarray(np.linspace(0, 65535, 120 * 80).reshape(80, 120).astype(np.uint16))
@@ -34,7 +35,7 @@ def distance(a: Image.Image, b: Image.Image) -> float:
 )
 @pytest.mark.parametrize("size", [80, 100, 0])
 def test_small_images_are_copied_byte_for_byte(data, extension, size):
-    packed = prepare_image(data, size, 90)
+    packed = prepare_image(data, PackSettings(size, quality=90))
     assert (packed.data, packed.extension, packed.how, packed.note) == (data, extension, "copied", "")
 
 
@@ -44,7 +45,7 @@ def test_small_images_are_copied_byte_for_byte(data, extension, size):
 @pytest.mark.parametrize("mode", ["RGB", "L"])
 def test_the_shorter_side_is_shrunk(width, height, expected, mode):
     original = photo(1, width, height).convert(mode)
-    packed = prepare_image(encode(original), 40, 95)
+    packed = prepare_image(encode(original), PackSettings(40, quality=95))
     assert (packed.extension, packed.how, packed.note) == ("jpg", "shrunk", "")
     result = decode(packed.data)
     assert (result.size, result.mode) == (expected, mode)
@@ -57,7 +58,7 @@ def test_orientation_is_applied(orientation, size):
     exif = Image.Exif()
     exif[EXIF_ORIENTATION] = orientation
     data = encode(photo(2), exif=exif)
-    packed = prepare_image(data, size, 95)
+    packed = prepare_image(data, PackSettings(size, quality=95, upright=True))
     result, expected = decode(packed.data), ImageOps.exif_transpose(decode(data))
     if orientation == 1 and not size:
         assert packed.data == data
@@ -79,20 +80,20 @@ def test_orientation_is_applied(orientation, size):
 )
 def test_conversions_are_named_and_keep_the_picture(data, note):
     expected = Image.fromarray((np.asarray(SIXTEEN_BITS) >> 8).astype(np.uint8)) if "16-bit" in note else photo()
-    packed = prepare_image(data, 0, 95)
+    packed = prepare_image(data, PackSettings(0, quality=95))
     assert (packed.how, packed.note) == ("converted", note)
     assert distance(decode(packed.data), expected) < 3
 
 
 def test_shrinking_names_what_it_drops():
-    assert prepare_image(encode(photo().convert("RGBA"), "PNG"), 20, 90).note == "RGBA to RGB"
-    assert prepare_image(encode(PALETTE, "PNG"), 20, 90).note == "P to RGB"
+    assert prepare_image(encode(photo().convert("RGBA"), "PNG"), PackSettings(20, quality=90)).note == "RGBA to RGB"
+    assert prepare_image(encode(PALETTE, "PNG"), PackSettings(20, quality=90)).note == "P to RGB"
 
 
 def test_a_damaged_jpeg_that_pillow_reads_is_encoded_anew():
     data = bytearray(encode(photo(3, 200, 200)))
     data[len(data) // 2 : len(data) // 2 + 4] = b"\xff\xd9\xff\xd9"
-    packed = prepare_image(bytes(data), 0, 90)
+    packed = prepare_image(bytes(data), PackSettings(0, quality=90))
     assert packed.how == "converted"
     assert packed.note.startswith("damaged JPEG, as Pillow reads it")
     decode_rgb(packed.data)
@@ -113,7 +114,7 @@ def test_a_damaged_jpeg_that_pillow_reads_is_encoded_anew():
 @pytest.mark.parametrize("size", [0, 20])
 def test_unusable_images_say_why(data, reason, size):
     with pytest.raises(UnusableImageError, match=reason):
-        prepare_image(data, size, 90)
+        prepare_image(data, PackSettings(size, quality=90))
 
 
 @pytest.mark.parametrize(

@@ -173,6 +173,62 @@ def test_another_command_for_the_same_folder_is_an_error(source, packed, tmp_pat
         pack(source, tmp_path / "dst", PackSettings(size=40, shard_mb=SETTINGS.shard_mb, quality=80))
 
 
+def csv_of(folder, labels):
+    """``labels``: by photo. Each has another picture."""
+    for i in range(len(labels)):
+        if not (folder / f"{i}.jpg").exists():
+            (folder / f"{i}.jpg").write_bytes(encode(photo(i, 60, 40)))
+    (folder / "train.csv").write_text("path,label\n" + "".join(f"{i}.jpg,{label}\n" for i, label in enumerate(labels)))
+    return folder / "train.csv"
+
+
+def stop_at_the_end(done, total, left_out):
+    if done == total:
+        raise Stop
+
+
+@pytest.mark.parametrize("half", [True, False])
+def test_a_source_that_has_changed_is_an_error_that_says_what_has(tmp_path, half):
+    file = csv_of(tmp_path, "abab" * 5)
+    if half:
+        with pytest.raises(Stop):
+            pack(file, tmp_path / "dst", progress=stop_at_the_end)
+        assert list((tmp_path / "dst").glob("*.tar"))
+    else:
+        pack(file, tmp_path / "dst")
+    before = contents(tmp_path / "dst")
+    state = "half packed" if half else "packed already"
+
+    def refused(message):
+        with pytest.raises(ConfigurationError, match=f"(?s)is {state}, and .* has changed since: {message}"):
+            pack(file, tmp_path / "dst")
+        assert contents(tmp_path / "dst") == before
+
+    csv_of(tmp_path, "baba" * 5)
+    refused(r"20 images in another class \(0.jpg: 'a', now 'b', 1.jpg: 'b', now 'a', and 18 more\)\. Nothing")
+    csv_of(tmp_path, "abab" * 4 + "abac")
+    refused(r"1 image in another class \(19.jpg: 'b', now 'c'\); 2 classes, now 3: new c\.")
+    csv_of(tmp_path, "abab" * 5 + "a")
+    refused(r"1 image added \(20.jpg\)\.")
+    csv_of(tmp_path, "abab" * 4)
+    refused(r"4 images removed \(1[6-9].jpg, 1[6-9].jpg, and 2 more\)\.")
+    csv_of(tmp_path, "abab" * 5)
+    (tmp_path / "3.jpg").write_bytes(encode(photo(99, 60, 40)))
+    refused(r"1 image with another length or time \(3.jpg\)\.")
+
+
+def test_a_source_that_changed_before_its_first_shard_is_packed_as_it_is_now(tmp_path):
+    file = csv_of(tmp_path, "abab")
+    with pytest.raises(Stop):
+        pack(file, tmp_path / "dst", PackSettings(), progress=stop_at_the_end)
+    csv_of(tmp_path, "cccb")
+    pack(file, tmp_path / "dst", PackSettings())
+    dataset = ShardDataset(tmp_path / "dst")
+    assert {dataset.name(i): dataset.classes[dataset.labels[i]] for i in range(4)} == {
+        f"{i}.jpg": label for i, label in enumerate("cccb")
+    }
+
+
 def test_two_packings_into_one_folder_are_an_error(source, tmp_path):
     def second(*numbers):
         with pytest.raises(ConfigurationError, match="another process is packing into"):

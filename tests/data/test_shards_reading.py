@@ -20,7 +20,8 @@ from torch.utils.data import DataLoader
 from lightning_ring.data import ShardDataset
 from lightning_ring.data.packing import run
 from lightning_ring.data.packing.settings import PackSettings
-from lightning_ring.data.shards.dataset import ShardFiles
+from lightning_ring.data.shards import files
+from lightning_ring.data.shards.files import ShardFiles
 from lightning_ring.data.shards.index import ShardIndex
 from lightning_ring.data.shards.manifest import read_manifest
 from lightning_ring.errors import ShardError
@@ -149,7 +150,7 @@ def test_a_data_set_that_was_packed_anew_is_not_taken_for_the_old_one(packed, tm
         pickle.loads(data)
 
 
-def test_the_index_is_mapped_and_takes_20_bytes_an_image(packed):
+def test_the_index_is_mapped_and_takes_24_bytes_an_image(packed):
     dataset = ShardDataset(packed)
     base = dataset.labels
     while isinstance(base, np.ndarray):
@@ -157,7 +158,8 @@ def test_the_index_is_mapped_and_takes_20_bytes_an_image(packed):
     assert isinstance(base, mmap.mmap)
     assert not dataset.labels.flags.writeable
     index = ShardIndex(packed, read_manifest(packed))
-    assert sum(index.column(name).itemsize for name in ("labels", "blocks", "sizes", "name_ends")) == 20
+    columns = [index.column(name) for name in ("labels", "places", "name_ends")]
+    assert sum(column.nbytes for column in columns) == 24 * len(dataset)
 
 
 @pytest.mark.parametrize("max_open", [1, 2, None])
@@ -169,7 +171,18 @@ def test_threads_share_the_files(packed, max_open):
     order = random.Random(0).choices(range(len(dataset)), k=4000)
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(dataset.read, order)) == [expected[i] for i in order]
-    assert len(dataset._files._files) <= (max_open or 100) + 8  # threads that open at the same time may overshoot
+    assert len(files._open) <= (max_open or 100) + 8  # threads that open at the same time may overshoot
+
+
+def test_all_data_sets_of_a_process_share_one_bound(packed, monkeypatch):
+    monkeypatch.setattr(files, "most_open_files", lambda: 12)
+    datasets = [ShardDataset(packed) for _ in range(5)]
+    for i in range(len(datasets[0])):
+        for dataset in datasets:
+            dataset.read(i)
+    assert len(files._open) == 3
+    del dataset, datasets
+    assert not files._open
 
 
 def open_descriptors():

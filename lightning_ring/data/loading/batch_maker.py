@@ -17,6 +17,7 @@ class LoaderTimes:
 
     Attributes:
         batches, samples: Handed over so far.
+        skipped: Samples among them that took the place of others (``on_error="skip"``).
         reading: Getting encoded images from files.
         transforming: Decoding, cropping and resizing; of a torch data set all of ``__getitem__``.
         collating: Making a batch out of the samples of a torch data set, in its thread.
@@ -26,6 +27,7 @@ class LoaderTimes:
 
     batches: int = 0
     samples: int = 0
+    skipped: int = 0
     reading: float = 0.0
     transforming: float = 0.0
     collating: float = 0.0

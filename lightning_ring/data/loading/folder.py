@@ -24,8 +24,9 @@ log = logging.getLogger(__name__)
 class ImageFolder(Dataset[tuple[Any, int]]):
     """The images below ``root/CLASS/``, in the order that torchvision's `ImageFolder` has: by class, then by path.
 
-    Files of other kinds, hidden folders, links to a folder that they are in, and classes without images are reported
-    and left out.
+    Files of other kinds, hidden folders, and links to a folder that they are in are reported and left out. A class
+    without images has a number, as in shards and in torchvision's ``ImageFolder(allow_empty=True)``, and is reported.
+    Pixels are those of the file: its EXIF orientation is not applied, as in torchvision.
 
     Args:
         root: The folder.
@@ -33,7 +34,7 @@ class ImageFolder(Dataset[tuple[Any, int]]):
 
     Attributes:
         labels: Class number of every image, int32.
-        classes: Names of the folders that hold images.
+        classes: Names of the folders, in the order of their numbers.
         fingerprint: Equal for two folders with the same class names and file names.
 
     Raises:
@@ -49,16 +50,13 @@ class ImageFolder(Dataset[tuple[Any, int]]):
         self.classes: list[str] = []
         self._names: list[str] = []
         labels: list[int] = []
-        empty: list[str] = []
         others: list[str] = []
         for item in scan_folder(self.root):
             if isinstance(item, LeftOut):
                 others.append(item.name)
             elif item.name is None:
-                empty.append(item.class_name)  # until an image of it comes
+                self.classes.append(item.class_name)
             else:
-                if empty and empty[-1] == item.class_name:
-                    self.classes.append(empty.pop())
                 labels.append(len(self.classes) - 1)
                 self._names.append(item.name)
         if not labels:
@@ -66,9 +64,11 @@ class ImageFolder(Dataset[tuple[Any, int]]):
                 f"{self.root} holds no images; expected them in a folder for each class: {self.root}/CLASS/name.jpg. "
                 f"Known extensions: {', '.join(EXTENSIONS)}."
             )
-        _report(self.root, "classes without images", empty)
-        _report(self.root, "files and folders that are not images of a class", others)
         self.labels = np.array(labels, dtype=np.int32)
+        counts = np.bincount(self.labels, minlength=len(self.classes))
+        empty = [self.classes[number] for number in np.flatnonzero(counts == 0)]
+        _report(self.root, "found", "classes without images", empty)
+        _report(self.root, "left out", "files and folders that are not images of a class", others)
         content = "\0".join([*self.classes, "", *self._names]).encode("utf-8", "surrogateescape")
         self.fingerprint = hashlib.blake2b(content, digest_size=16).hexdigest()
 
@@ -84,7 +84,7 @@ class ImageFolder(Dataset[tuple[Any, int]]):
 
     def read(self, i: SupportsIndex) -> bytes:
         """Image ``i`` as it is on disk. Releases the GIL."""
-        descriptor = os.open(self.root / self._names[i], os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(self.root / self._names[i], os.O_RDONLY | getattr(os, "O_BINARY", 0))  # Windows
         try:
             return os.read(descriptor, os.fstat(descriptor).st_size)
         except OSError as error:
@@ -104,7 +104,7 @@ class ImageFolder(Dataset[tuple[Any, int]]):
         return str(self.root / self._names[i])
 
 
-def _report(root: Path, what: str, names: list[str]) -> None:
+def _report(root: Path, done: str, what: str, names: list[str]) -> None:
     if names:
         shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
-        log.warning("lightning_ring: %s: left out %d %s: %s", root, len(names), what, shown)
+        log.warning("lightning_ring: %s: %s %d %s: %s", root, done, len(names), what, shown)

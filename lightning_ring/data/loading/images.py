@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy.typing as npt
 import torch
@@ -17,11 +17,14 @@ from torch import Tensor
 from lightning_ring.data.loading.batch_maker import LoaderTimes, Samples
 from lightning_ring.data.loading.loader import Loader
 from lightning_ring.data.loading.pixels import decode_into
+from lightning_ring.data.loading.replacement import Skipped
 from lightning_ring.data.loading.transforms import Crop, DeviceTransform
 from lightning_ring.data.sampling.counters import Stream, uniforms
-from lightning_ring.data.sampling.sampler import OrderedSampler
-from lightning_ring.errors import SampleError
+from lightning_ring.data.sampling.sampler import Ints, OrderedSampler
+from lightning_ring.errors import ConfigurationError, SampleError, ShardError
 from lightning_ring.host.accelerator import gpu_module, is_gpu
+
+OnError = Literal["raise", "skip"]
 
 _CHUNK = 8
 _SPARE = 8  # buffers: when many batches are let go at once, the others are freed
@@ -48,6 +51,7 @@ class _Memory:
 class _Room:
     memory: _Memory
     samples: Samples
+    indices: Ints  # of the images in it: those of the samples, or their replacements
     numbers: list[list[float]]  # of each sample, for its crop
 
     @property
@@ -64,6 +68,11 @@ class ImageBatches:
         transform: Run on the device on the whole batch; `None` leaves uint8 images.
         device: Where batches go. On a GPU they are copied from pinned memory on a stream of their own.
         with_indices: Also give each sample's index in ``source``.
+        on_error: What an image that cannot be read or decoded does: ``"raise"`` ends the iteration, ``"skip"`` puts
+            another one into its place (see `Skipped`). An evaluation that counts each image once wants ``"raise"``.
+
+    Attributes:
+        skipped: The images that were skipped, by index, with the reasons: ``skipped.reasons``.
     """
 
     chunk: int | None = _CHUNK
@@ -75,7 +84,12 @@ class ImageBatches:
         transform: DeviceTransform | None,
         device: torch.device | str = "cpu",
         with_indices: bool = False,
+        on_error: OnError = "raise",
     ) -> None:
+        if on_error not in ("raise", "skip"):
+            raise ConfigurationError(f"on_error={on_error!r} was given, expected 'raise' or 'skip'.")
+        self.on_error = on_error
+        self.skipped = Skipped()
         self.source = source
         self.crop = crop
         self.device = torch.device(device)
@@ -100,33 +114,70 @@ class ImageBatches:
                 memory = _Memory(batch, batch.split(1))
         if memory.copied is not None:
             memory.copied.synchronize()
-        return _Room(memory, samples, numbers)
+        return _Room(memory, samples, samples.indices.copy(), numbers)
 
     # -- in the threads that decode
 
     def fill(self, room: _Room, offset: int, samples: Samples) -> LoaderTimes:
         indices = samples.indices.tolist()
         began = perf_counter()
-        encoded = self.source.read_many(indices)
+        encoded = self._read(indices)
         read = perf_counter()
         numbers = room.numbers[offset : offset + len(indices)]
+        skipped = 0
         with torch.inference_mode():  # nothing here is differentiated
             for place, (index, data, row) in enumerate(zip(indices, encoded, numbers, strict=True), start=offset):
                 try:
-                    decode_into(room.memory.places[place], data, self.crop, row)
-                except (ValueError, OSError, MemoryError) as error:  # memory: a damaged header says any size
-                    raise SampleError(
-                        f"{self.source.where(index)}: cannot be decoded: {error}. Repair or remove it, or pack the "
-                        "images with `lightning-ring pack`, which leaves broken ones out and lists them."
-                    ) from error
-        return LoaderTimes(reading=read - began, transforming=perf_counter() - read)
+                    self._decode(room.memory.places[place], index, data, row)
+                except (SampleError, ShardError, OSError) as error:
+                    if self.on_error == "raise":
+                        raise
+                    self.skipped.add(index, self.source.where(index), error)
+                    room.indices[place] = self._replace(room.memory.places[place], index, row, error)
+                    skipped += 1
+        return LoaderTimes(skipped=skipped, reading=read - began, transforming=perf_counter() - read)
+
+    def _read(self, indices: list[int]) -> list[bytes | Exception]:
+        """Encoded images; where they may be skipped, the error of each that cannot be read."""
+        try:
+            return [*self.source.read_many(indices)]
+        except (ShardError, OSError) as error:
+            if self.on_error == "raise":
+                raise
+            return [error] if len(indices) == 1 else [self._read([index])[0] for index in indices]
+
+    def _decode(self, place: Tensor, index: int, data: bytes | Exception, row: list[float]) -> None:
+        if isinstance(data, Exception):
+            raise data
+        try:
+            decode_into(place, data, self.crop, row)
+        except (ValueError, OSError, MemoryError) as error:  # memory: a damaged header says any size
+            raise SampleError(
+                f"{self.source.where(index)}: cannot be decoded: {error}. Repair or remove it, or pack the images with "
+                "`lightning-ring pack`, which leaves broken ones out and lists them."
+            ) from error
+
+    def _replace(self, place: Tensor, index: int, row: list[float], error: Exception) -> int:
+        """Decode another image into ``place``; its index. Raises `SampleError`: none of those tried can be read."""
+        tried = 0
+        for other in self.skipped.candidates(index, self.source.labels):
+            tried += 1
+            try:
+                self._decode(place, other, self._read([other])[0], row)
+                return other
+            except (SampleError, ShardError, OSError) as failure:
+                self.skipped.add(other, self.source.where(other), failure)
+        raise SampleError(
+            f"{self.source.where(index)} cannot be read, nor can any of {tried} images in its place: is the disk gone? "
+            f"{error}"
+        ) from error
 
     # -- in the thread that takes batches, after
 
     def start(self, room: _Room) -> tuple[Tensor, ...]:
         samples = room.samples
-        labels = torch.from_numpy(self.source.labels[samples.indices]).long()
-        extra = (torch.from_numpy(samples.indices),) if self.with_indices else ()
+        labels = torch.from_numpy(self.source.labels[room.indices]).long()
+        extra = (torch.from_numpy(room.indices),) if self.with_indices else ()
         if not self.ahead:
             if self.transform is None and self.device.type == "cpu":
                 rows = lend(room.images.permute(0, 2, 3, 1), partial(self._free.append, room.memory))
@@ -197,6 +248,7 @@ def image_loader(
     transform: DeviceTransform | None,
     device: torch.device | str = "cpu",
     with_indices: bool = False,
+    on_error: OnError = "raise",
     drop_last: bool = False,
     num_threads: int | None = None,
     ranks_per_node: int = 1,
@@ -205,7 +257,7 @@ def image_loader(
     """Batches ``(images, labels)`` of a `ShardDataset`, an `ImageFolder`, or another `ImageSource`.
 
     Args:
-        source, crop, transform, device, with_indices: See `ImageBatches`.
+        source, crop, transform, device, with_indices, on_error: See `ImageBatches`.
         sampler: Of this rank.
         batch_size: Images of this rank and step; `PKSampler` knows its own.
         drop_last: Leave out a last batch that is smaller.
@@ -214,7 +266,7 @@ def image_loader(
         prefetch: Batches that are filled while one is trained on.
     """
     return Loader(
-        ImageBatches(source, crop, transform, device, with_indices),
+        ImageBatches(source, crop, transform, device, with_indices, on_error),
         sampler,
         batch_size,
         drop_last=drop_last,

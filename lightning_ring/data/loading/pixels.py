@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import simplejpeg
 import torch
 from torch import Tensor
+from torch.nn.functional import interpolate
 
 from lightning_ring.data.decoding import decode_rgb
-from lightning_ring.data.loading.transforms import Box, Crop
+from lightning_ring.data.loading.transforms import Box, Crop, reduction
 
-_MAX_REDUCTION = 8
 _ALIGNMENT = 64  # bytes: no vector is longer
+
+
+# what `interpolate` calls, without the copy that would leave channels last; private, so torch may drop it
+_resize: Any = getattr(torch._C._nn, "_upsample_bilinear2d_aa", None)
 
 
 class _Scratch(threading.local):
@@ -40,9 +45,8 @@ def decode_into(out: Tensor, data: bytes, crop: Crop, uniforms: Sequence[float])
     GIL.
 
     Equal to torchvision's antialiased bilinear `resized_crop` of the decoded image, bit for bit. Where the part of a
-    JPEG is at least twice as large as ``out`` on both sides, 1/2, 1/4 or 1/8 of its size is decoded (by the DCT, which
-    blurs as it should); the part then starts and ends on whole pixels of the smaller image, and is close to
-    torchvision's.
+    JPEG is at least twice as large as ``out`` on both sides, and the crop is not ``exact``, 1/2, 1/4 or 1/8 of the
+    image's size is decoded (by the DCT, which blurs as it should). Pixels then differ by about one level of 255.
 
     Args:
         out: 1 x 3 x size x size, uint8, channels last, RGB.
@@ -54,8 +58,10 @@ def decode_into(out: Tensor, data: bytes, crop: Crop, uniforms: Sequence[float])
     pixels = torch.from_numpy(image[None, top : top + height, left : left + width].transpose(0, 3, 1, 2))
     if flip:
         pixels = pixels.flip(-1)
-    # what `torch.nn.functional.interpolate(antialias=True)` calls, without the copy that would leave channels last
-    torch._C._nn._upsample_bilinear2d_aa(pixels, [crop.size] * 2, False, None, None, out=out)  # type: ignore[call-arg]
+    if _resize is None:
+        out.copy_(interpolate(pixels, [crop.size] * 2, mode="bilinear", antialias=True))
+    else:
+        _resize(pixels, [crop.size] * 2, False, None, None, out=out)
 
 
 def _decode(data: bytes, crop: Crop, uniforms: Sequence[float]) -> tuple[npt.NDArray[np.uint8], Box]:
@@ -63,7 +69,7 @@ def _decode(data: bytes, crop: Crop, uniforms: Sequence[float]) -> tuple[npt.NDA
         try:
             height, width, _, _ = simplejpeg.decode_jpeg_header(data)
             box = crop.box(height, width, uniforms)
-            factor = _reduction(box, crop.size)
+            factor = 1 if crop.exact else _whole_pixels(box, reduction(box, crop.size))
             image = simplejpeg.decode_jpeg(
                 data,
                 min_height=-(-height // factor) if factor > 1 else 0,
@@ -71,23 +77,16 @@ def _decode(data: bytes, crop: Crop, uniforms: Sequence[float]) -> tuple[npt.NDA
                 min_factor=factor,
                 buffer=_scratch.room(height * width * 3),
             )
-            return image, _reduced(box, factor, image.shape) if factor > 1 else box
+            top, left, height, width = (value // factor for value in box[:4])
+            return image, Box(top, left, height, width, box.flip)
         except ValueError:
             pass  # CMYK, or damage: Pillow reads the one and describes the other
     image = decode_rgb(data)
     return image, crop.box(image.shape[0], image.shape[1], uniforms)
 
 
-def _reduction(box: Box, size: int) -> int:
-    factor = 1
-    while factor < _MAX_REDUCTION and min(box.height, box.width) >= 2 * factor * size:
-        factor *= 2
+def _whole_pixels(box: Box, factor: int) -> int:
+    """``factor``, or the largest below it for which ``box`` covers whole pixels of the smaller image."""
+    while any(value % factor for value in box[:4]):
+        factor //= 2
     return factor
-
-
-def _reduced(box: Box, factor: int, shape: tuple[int, ...]) -> Box:
-    """``box`` in an image ``factor`` times smaller, of ``shape``."""
-    top, left = round(box.top / factor), round(box.left / factor)
-    height, width = round(box.height / factor), round(box.width / factor)
-    top, left = min(top, shape[0] - height), min(left, shape[1] - width)
-    return Box(max(top, 0), max(left, 0), min(height, shape[0]), min(width, shape[1]), box.flip)

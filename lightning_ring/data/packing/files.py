@@ -36,6 +36,8 @@ def whole_file(path: Path, through: Path | None = None) -> Iterator[BinaryIO]:
     except BaseException:
         part.unlink(missing_ok=True)
         raise
+    if os.name == "nt":
+        return  # Windows opens no folders
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(folder)  # the name, too, is on the disk

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,54 +15,57 @@ from lightning_ring.data.packing.files import HEADER, report_row, whole_file, wr
 from lightning_ring.data.packing.settings import PackSettings
 from lightning_ring.data.packing.shard_writer import ShardRecord
 from lightning_ring.data.packing.sources import Sources
-from lightning_ring.data.shards.index import DTYPES, FOLDER, NAMES
+from lightning_ring.data.shards.index import COLUMNS, NAMES
 from lightning_ring.data.shards.manifest import MANIFEST, REPORT, Manifest, file_sha256
+
+COUNTED = ("copied", "shrunk", "turned", "converted", "not turned", "left out")
 
 
 def write_manifest(
     target: Path, source: Path, settings: PackSettings, sources: Sources, records: Sequence[ShardRecord]
 ) -> Manifest:
     """Write the index, the report and, last, the manifest; then remove the files of the unfinished packing."""
-    (target / FOLDER).mkdir(exist_ok=True)
-    files = [f"{FOLDER}/{NAMES}"]
-    for name in ("labels", "blocks", "sizes", "crc32"):
-        _save_column(target, name, np.concatenate([record.columns[name] for record in records]))
-        files.append(f"{FOLDER}/{name}.npy")
-    _write_names(target, sources, records)
-    files.append(f"{FOLDER}/name_ends.npy")
-    empty = _write_report(target, sources, records)
-    files.append(REPORT)
-    counts = sum((Counter(record.counts) for record in records), Counter({"left out": sources.left_out}))
-    counted = ("copied", "shrunk", "turned", "converted", "left out")
     manifest = Manifest(
         classes=sources.classes,
         shards=[record.shard for record in records],
-        files={name: file_sha256(target / name) for name in sorted(files)},
+        files={},
         source=str(source),
+        identity=sources.identity,
         settings=asdict(settings),
-        counts={**{name: counts[name] for name in counted}, "empty classes": empty},
+        counts={},
     )
-    write_whole(target / MANIFEST, manifest.to_json().encode())
+    index = target / manifest.index
+    index.mkdir(parents=True, exist_ok=True)
+    columns = {name: np.concatenate([record.columns[name] for record in records]) for name in ("labels", "places")}
+    positions = np.concatenate([record.columns["positions"] for record in records])
+    columns["stamps"] = sources.stamps[sources.order[positions]]
+    columns["name_ends"] = _write_names(index / NAMES, sources, records)
+    for name, values in columns.items():
+        with whole_file(index / f"{name}.npy") as file:
+            np.save(file, values.astype(COLUMNS[name][0], copy=False))
+    empty = _write_report(target, sources, records)
+    files = [*(f"{manifest.index}/{name}.npy" for name in columns), f"{manifest.index}/{NAMES}", REPORT]
+    manifest.files.update((name, file_sha256(target / name)) for name in sorted(files))
+    counts = sum((Counter(record.counts) for record in records), Counter({"left out": sources.left_out}))
+    manifest.counts.update({name: counts[name] for name in COUNTED}, **{"empty classes": empty})
+    text = manifest.to_json().encode()
+    write_whole(index / MANIFEST, text)  # of this generation, when there is a later one
+    write_whole(target / MANIFEST, text)
     shutil.rmtree(target / ".packing")
     return manifest
 
 
-def _save_column(target: Path, name: str, values: npt.NDArray[Any]) -> None:
-    with whole_file(target / FOLDER / f"{name}.npy") as file:
-        np.save(file, values.astype(DTYPES[name], copy=False))
-
-
-def _write_names(target: Path, sources: Sources, records: Sequence[ShardRecord]) -> None:
-    """One name a line. A name may hold a line feed, so readers go by ``name_ends``."""
-    ends = np.empty(sum(record.shard.samples for record in records), DTYPES["name_ends"])
+def _write_names(path: Path, sources: Sources, records: Sequence[ShardRecord]) -> npt.NDArray[np.int64]:
+    """One name a line. A name may hold a line feed, so readers go by the ends, which are returned."""
+    ends = np.empty(sum(record.shard.samples for record in records), np.int64)
     at, i = 0, 0
-    with whole_file(target / FOLDER / NAMES) as file:
+    with whole_file(path) as file:
         for record in records:
             for position in record.columns["positions"]:
                 at += file.write(sources.name(position) + b"\n")
                 ends[i] = at - 1
                 i += 1
-    _save_column(target, "name_ends", ends)
+    return ends
 
 
 def _write_report(target: Path, sources: Sources, records: Sequence[ShardRecord]) -> int:

@@ -44,17 +44,18 @@ class PackedImage:
     extension: str
     how: str  # "copied" byte for byte, "shrunk", "turned" (encoded anew for its EXIF orientation), or "converted"
     note: str = ""  # the changes beyond shrinking and turning, for the report
+    lies: bool = False  # its EXIF orientation was not applied
 
 
-def prepare_image(data: bytes, size: int, quality: int) -> PackedImage:
-    """The image of the file ``data`` with its shorter side at most ``size`` pixels (0: any), upright, RGB or gray.
+def prepare_image(data: bytes, settings: PackSettings) -> PackedImage:
+    """The image of the file ``data`` with its shorter side at most ``settings.size`` pixels (0: any), RGB or gray.
 
     Every byte that is copied was decoded once, so what is packed can be read. Colour profiles are kept where a file is
     copied and ignored where it is encoded anew, as torchvision's image folder ignores them. Raises
     `UnusableImageError`: the file is no image, is cut short, or its pixels have no 8-bit meaning.
     """
     try:
-        return _prepare(data, size, quality)
+        return _prepare(data, settings)
     except (UnusableImageError, MemoryError):
         raise
     except Exception as error:  # decoders raise of every kind on broken files, and one must not end a packing
@@ -69,9 +70,12 @@ def _reason(error: Exception, data: bytes) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _prepare(data: bytes, size: int, quality: int) -> PackedImage:
+def _prepare(data: bytes, settings: PackSettings) -> PackedImage:
+    size = settings.size
     image: Any = Image.open(BytesIO(data))  # reads the header only
-    turn = _TURNS.get(image.getexif().get(ExifTags.Base.Orientation, 1))
+    orientation = _TURNS.get(image.getexif().get(ExifTags.Base.Orientation, 1))
+    turn = orientation if settings.upright else None
+    lies = orientation is not None and turn is None
     small = size == 0 or min(image.size) <= size
     notes = _notes(image)
     extension = _EXTENSIONS.get(image.format, "")
@@ -88,7 +92,7 @@ def _prepare(data: bytes, size: int, quality: int) -> PackedImage:
         decoded = image
         decoded.load()
     if as_it_is:
-        return PackedImage(data, extension, "copied")
+        return PackedImage(data, extension, "copied", lies=lies)
     if not extension:
         notes.append(f"{image.format} to JPEG")
     pixels = _eight_bits(decoded, notes)
@@ -97,7 +101,7 @@ def _prepare(data: bytes, size: int, quality: int) -> PackedImage:
     if turn is not None:
         pixels = pixels.transpose(turn)
     how = "converted" if notes else "shrunk" if not small else "turned"
-    return PackedImage(encode_jpeg(pixels, quality), "jpg", how, "; ".join(notes))
+    return PackedImage(encode_jpeg(pixels, settings.quality), "jpg", how, "; ".join(notes), lies)
 
 
 def _notes(image: Any) -> list[str]:
@@ -185,6 +189,6 @@ def _prepare_source(sources: Sources, position: int, settings: PackSettings) -> 
             return f"cannot be read: {error.strerror}"
         raise ShardError(f"{path} cannot be read: {error.strerror}. Then run the same command again.") from error
     try:
-        return prepare_image(data, settings.size, settings.quality)
+        return prepare_image(data, settings)
     except UnusableImageError as error:
         return str(error)

@@ -2,7 +2,8 @@
 
 While it runs, ``DST/.packing`` holds the list, a record of each finished shard, and the shard being written. A shard
 gets its name when it is whole and on the disk. Started again after whatever ended it, packing goes on after the last
-finished shard, and ends with the bytes that it would have written uninterrupted.
+finished shard, and ends with the bytes that it would have written uninterrupted. If the source has changed meanwhile,
+nothing is written: the error says what has changed.
 """
 
 from __future__ import annotations
@@ -11,15 +12,18 @@ import errno
 import json
 import os
 import shutil
+import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from PIL import Image
 
+from lightning_ring.data.packing.changes import Listed, describe_changes, of_shards, of_sources
 from lightning_ring.data.packing.files import report_row, whole_file, write_whole
 from lightning_ring.data.packing.finish import write_manifest
 from lightning_ring.data.packing.image import PackedImage, prepared_images
@@ -34,11 +38,21 @@ PACKING = ".packing"
 Progress = Callable[[int, int, int], None]  # sources done, sources in all, left out so far
 
 
-def pack(source: Path, target: Path, settings: PackSettings, workers: int, progress: Progress) -> Manifest:
+def pack(
+    source: Path,
+    target: Path,
+    settings: PackSettings,
+    workers: int,
+    progress: Progress,
+    classes: Sequence[str] | None = None,
+) -> Manifest:
     """Pack ``source`` (an image folder or a CSV) into ``target``, on ``workers`` threads; nothing if it is packed.
 
+    Args:
+        classes: Their names in the order of their numbers. Left out, they are numbered in the order of their names.
+
     Raises:
-        ConfigurationError: ``source`` cannot be packed, or ``target`` holds something else.
+        ConfigurationError: ``source`` cannot be packed, has changed since it was, or ``target`` holds something else.
         ShardError: The disk is full or failing. What is finished is kept; the same call goes on from there.
     """
     source, target = source.absolute(), target.absolute()
@@ -49,7 +63,7 @@ def pack(source: Path, target: Path, settings: PackSettings, workers: int, progr
         raise ConfigurationError(f"{target} is inside {source}: its shards would be taken for images. Choose another.")
     try:
         if (target / MANIFEST).exists():
-            return _finished(source, target, settings)
+            return _finished(source, target, settings, classes)
         _check_empty(target)
         state = target / PACKING
         state.mkdir(parents=True, exist_ok=True)
@@ -59,17 +73,26 @@ def pack(source: Path, target: Path, settings: PackSettings, workers: int, progr
                 _refuse_other(json.loads(file.read_bytes()), source, settings, target, "half packed")
             else:
                 write_whole(file, json.dumps(_identity(source, settings)).encode())
-            return _pack(source, target, settings, workers, progress)
+            return _pack(source, target, settings, workers, progress, classes)
     except OSError as error:
         raise ShardError(_disk_error(error, target)) from error
 
 
-def _pack(source: Path, target: Path, settings: PackSettings, workers: int, progress: Progress) -> Manifest:
+def _pack(
+    source: Path,
+    target: Path,
+    settings: PackSettings,
+    workers: int,
+    progress: Progress,
+    classes: Sequence[str] | None,
+) -> Manifest:
     state = target / PACKING
     records = read_records(state, target)
     try:
-        if (sources := load_sources(state)) is None:
-            sources = list_sources(source, state, settings.group_by_class)
+        listed = load_sources(state) if records else None  # else nothing is packed by the list
+        if listed is not None:
+            _refuse_changed(listed.identity, partial(of_sources, listed), source, classes, target, "half packed")
+        sources = listed or list_sources(source, state, settings.group_by_class, classes)
         Image.init()  # once, here: threads that load Pillow's plugins at the same time disturb each other
         with ThreadPoolExecutor(workers, thread_name_prefix="pack") as pool:
             start = records[-1].next_position if records else 0
@@ -112,6 +135,7 @@ def _write_shards(
                     break
                 else:
                     counts[image.how] += 1
+                    counts["not turned"] += image.lies
                     shard.add(image.data, image.extension, sources.label(position), position)
                     if image.note:
                         rows.append(report_row("converted", os.fsdecode(sources.name(position)), image.note))
@@ -132,7 +156,7 @@ def _write_shards(
 @contextmanager
 def _only_one(state: Path) -> Iterator[None]:
     """Lock the packing against a second process; the lock ends with this one, however it ends."""
-    file = os.open(state / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
+    file = os.open(state / "lock", os.O_RDWR | os.O_CREAT)
     try:
         try:
             claim(file)
@@ -161,12 +185,28 @@ def _check_empty(target: Path) -> None:
         )
 
 
-def _finished(source: Path, target: Path, settings: PackSettings) -> Manifest:
+def _finished(source: Path, target: Path, settings: PackSettings, classes: Sequence[str] | None) -> Manifest:
     manifest = read_manifest(target)
     _refuse_other({"source": manifest.source, **manifest.settings}, source, settings, target, "packed already")
     if (target / PACKING).exists():
         shutil.rmtree(target / PACKING)  # the manifest was written, and then something ended the process
+    _refuse_changed(manifest.identity, lambda: of_shards(target, manifest), source, classes, target, "packed already")
     return manifest
+
+
+def _refuse_changed(
+    identity: str, was: Callable[[], Listed], source: Path, classes: Sequence[str] | None, target: Path, state: str
+) -> None:
+    """List ``source`` again; an error where it is not what was listed for ``target``."""
+    with tempfile.TemporaryDirectory(prefix="lightning-ring-") as folder:
+        now = list_sources(source, Path(folder), True, classes)
+        if now.identity == identity:
+            return
+        changes = describe_changes(was(), of_sources(now))
+    raise ConfigurationError(
+        f"{target} is {state}, and {source} has changed since: {changes}. Nothing was written; {target} holds images "
+        "and labels as they were. To pack them as they are now, choose another folder, or remove this one."
+    )
 
 
 def _refuse_other(was: dict[str, object], source: Path, settings: PackSettings, target: Path, state: str) -> None:

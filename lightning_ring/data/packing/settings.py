@@ -16,6 +16,7 @@ class PackSettings:
         quality: JPEG quality (1 to 100) of images that are encoded anew.
         group_by_class: Keep the images of a class together, classes in the order of their numbers. Else images are
             mixed once, the same way every time, so that a reader that streams sees all classes.
+        upright: Turn images by their EXIF orientation. Else they are as torchvision's `ImageFolder` sees them.
 
     Raises:
         ConfigurationError: A value outside its range.
@@ -25,6 +26,7 @@ class PackSettings:
     shard_mb: float = 256
     quality: int = 90
     group_by_class: bool = False
+    upright: bool = False
 
     def __post_init__(self) -> None:
         if self.size < 0:

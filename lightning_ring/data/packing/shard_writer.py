@@ -15,17 +15,17 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_ring.data.packing.files import whole_file
-from lightning_ring.data.shards.index import BLOCK, DTYPES, key
+from lightning_ring.data.shards.index import BLOCK, COLUMNS, key
 from lightning_ring.data.shards.manifest import Shard
 
 _END = bytes(2 * BLOCK)  # two empty blocks end a tar
-_CODES = {"labels": "i", "blocks": "I", "sizes": "I", "crc32": "I", "positions": "q"}
+_CODES = {"labels": "i", "places": "I", "positions": "q"}
 
 
 class ShardWriter:
     """Writes images ``first``, ``first + 1``, ... of the data set to ``file``. The same images give the same bytes.
 
-    ``columns`` grows by one value an image: those of the index, and ``positions``, the image's place among the sources.
+    ``columns`` grows by one row an image: those of the index, and ``positions``, the image's place among the sources.
     """
 
     def __init__(self, file: BinaryIO, first: int) -> None:
@@ -45,11 +45,12 @@ class ShardWriter:
 
     def add(self, data: bytes, extension: str, label: int, position: int) -> None:
         name = key(self._first + self.samples)
-        values = (label, self.bytes // BLOCK + 1, len(data), zlib.crc32(data), position)
+        place = self.bytes // BLOCK + 1, len(data), zlib.crc32(data)
         self._member(f"{name}.{extension}", data)
         self._member(f"{name}.cls", str(label).encode())
-        for column, value in zip(self.columns.values(), values, strict=True):
-            column.append(value)
+        self.columns["labels"].append(label)
+        self.columns["places"].extend(place)
+        self.columns["positions"].append(position)
 
     def _member(self, name: str, data: bytes) -> None:
         header = tarfile.TarInfo(name)  # no time, no owner: they would change the checksum
@@ -69,7 +70,12 @@ class ShardWriter:
         return self._sha256.hexdigest()
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
-        return {name: np.array(column, DTYPES.get(name, np.int64)) for name, column in self.columns.items()}
+        labels, places, positions = self.columns.values()
+        return {
+            "labels": np.array(labels, COLUMNS["labels"][0]),
+            "places": np.array(places, COLUMNS["places"][0]).reshape(-1, 3),
+            "positions": np.array(positions, np.int64),
+        }
 
 
 @dataclass(frozen=True, slots=True)

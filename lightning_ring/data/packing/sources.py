@@ -1,15 +1,17 @@
 """The images of a packing and their labels, listed once and kept on the disk.
 
-A list takes some 30 bytes of memory an image. A resumed packing reads the same list.
+A list takes some 40 bytes of memory an image. A resumed packing lists the source again, and goes on if it is the same.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import unicodedata
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -29,7 +31,17 @@ def sorted_classes(names: Iterable[str], source: Path) -> list[str]:
     "cat" and "Cat", "1" and "01", or one accent written in two ways.
     """
     names = list(names)
-    numbers = all(name.isdecimal() and name.isascii() for name in names)
+    check_distinct(names, source)
+    return sorted(names, key=int if _are_numbers(names) else None)
+
+
+def _are_numbers(names: Sequence[str]) -> bool:
+    return all(name.isdecimal() and name.isascii() for name in names)
+
+
+def check_distinct(names: Sequence[str], source: Path) -> None:
+    """Raises `ConfigurationError`: two names are one to people."""
+    numbers = _are_numbers(names)
     same: dict[str, str] = {}
     for name in names:
         plain = str(int(name)) if numbers else unicodedata.normalize("NFC", name).strip().casefold()
@@ -39,7 +51,6 @@ def sorted_classes(names: Iterable[str], source: Path) -> list[str]:
                 "or rename one of them."
             )
         same[plain] = name
-    return sorted(names, key=int if numbers else None)
 
 
 _REPORT = "sources.csv"
@@ -48,23 +59,32 @@ _SEED = 0  # of the one shuffle that mixes the classes
 
 @dataclass(frozen=True)
 class Sources:
-    """Images to pack, in the order in which they are packed; ``report`` has a row for each of ``left_out`` others."""
+    """Images to pack, in the order in which they are packed; ``report`` has a row for each of ``left_out`` others.
+
+    ``stamps`` tell one version of a file from another, by its length and time. ``identity`` is the same for two lists
+    of the same classes, files, labels and stamps in the same order.
+    """
 
     folder: Path  # names are relative to it
     classes: list[str]
     report: bytes
     left_out: int
+    identity: str
     labels: npt.NDArray[np.int32]
     order: npt.NDArray[np.int64]
     ends: npt.NDArray[np.int64]
     names: npt.NDArray[np.uint8]
+    stamps: npt.NDArray[np.uint64]
 
     def __len__(self) -> int:
         return len(self.order)
 
     def name(self, position: int) -> bytes:
         """The file name at ``position``, as the folder or the CSV has it, in the file system's encoding."""
-        i = int(self.order[position])
+        return self.listed_name(int(self.order[position]))
+
+    def listed_name(self, i: int) -> bytes:
+        """The ``i``-th of the list, which is not mixed."""
         start = int(self.ends[i - 1]) if i else 0
         return self.names[start : int(self.ends[i])].tobytes()
 
@@ -75,20 +95,22 @@ class Sources:
         return int(self.labels[self.order[position]])
 
 
-def list_sources(source: Path, into: Path, group_by_class: bool) -> Sources:
+def list_sources(source: Path, into: Path, group_by_class: bool, classes: Sequence[str] | None = None) -> Sources:
     """Write the list of ``source`` to the folder ``into``, ``sources.json`` last, and load it.
 
+    Args:
+        classes: Their names in the order of their numbers; left out, `sorted_classes`.
+
     Raises `ConfigurationError`: ``source`` is neither a folder of class folders nor a CSV, or has no image, or its
-    classes cannot be told apart.
+    classes cannot be told apart, or are none of ``classes``.
     """
     found = scan_folder(source) if source.is_dir() else read_csv(source)
     with whole_file(into / _REPORT) as report, whole_file(into / "names") as names:
         listed = _write_list(found, report, names)
     if not listed.labels:
         raise ConfigurationError(f"{source} lists no image.{_first_lines(into / _REPORT)}")
-    classes = sorted_classes(listed.numbers, source)
-    renumber = np.empty(len(classes), np.int32)
-    renumber[[listed.numbers[name] for name in classes]] = np.arange(len(classes))
+    classes = sorted_classes(listed.numbers, source) if classes is None else list(classes)
+    renumber = _class_numbers(listed.numbers, classes, source)
     labels = renumber[np.frombuffer(listed.labels, np.int32)]
     mixing = np.random.Generator(np.random.Philox(_SEED))
     columns: dict[str, npt.NDArray[Any]] = {
@@ -100,11 +122,54 @@ def list_sources(source: Path, into: Path, group_by_class: bool) -> Sources:
     for name, values in columns.items():
         with whole_file(into / f"{name}.npy") as file:
             np.save(file, values)
-    head = {"folder": str(source if source.is_dir() else source.parent), "classes": classes}
-    write_whole(into / "sources.json", json.dumps(head | {"left_out": listed.left_out}).encode())
+    folder = source if source.is_dir() else source.parent
+    stamps = _stamps(str(folder), into / "names", columns["ends"])
+    with whole_file(into / "stamps.npy") as file:
+        np.save(file, stamps)
+    identity = hashlib.sha256(json.dumps(classes).encode())
+    for part in (labels, columns["ends"], np.memmap(into / "names", mode="r"), stamps):
+        identity.update(np.ascontiguousarray(part).view(np.uint8).data)
+    head = {"folder": str(folder), "classes": classes, "left_out": listed.left_out, "identity": identity.hexdigest()}
+    write_whole(into / "sources.json", json.dumps(head).encode())
     sources = load_sources(into)
     assert sources is not None
     return sources
+
+
+def _class_numbers(found: dict[str, int], classes: Sequence[str], source: Path) -> npt.NDArray[np.int32]:
+    """By number of a class in the order in which it was ``found``: its number in ``classes``."""
+    numbers = {name: number for number, name in enumerate(classes)}
+    if strange := sorted(found.keys() - numbers.keys()):
+        shown = ", ".join(map(repr, strange[:5])) + ", ..." * (len(strange) > 5)
+        raise ConfigurationError(
+            f"{source} has classes that --classes does not list: {shown} ({len(strange)} of {len(found)}). Add them at "
+            "its end, so that the others keep their numbers, or take their images away."
+        )
+    return np.array([numbers[name] for name in found], np.int32)
+
+
+_AT_ONCE = 4096  # files a thread looks at before it takes others
+_THREADS = 16  # a network file system answers many questions in the time of one
+
+
+def _stamps(folder: str, names: Path, ends: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+    """Of each file a number made of its length and time; 0 where there is none."""
+    text = np.memmap(names, mode="r")
+
+    def look(first: int) -> npt.NDArray[np.uint64]:
+        start = int(ends[first - 1]) if first else 0
+        found = array("Q")
+        for end in ends[first : first + _AT_ONCE].tolist():
+            try:
+                status = os.stat(os.path.join(folder, os.fsdecode(text[start:end].tobytes())))
+                found.append((status.st_size * 0x9E3779B97F4A7C15 ^ status.st_mtime_ns) % 2**64)
+            except (OSError, ValueError):  # the packing says so when it comes to it
+                found.append(0)
+            start = end
+        return np.array(found, np.uint64)
+
+    with ThreadPoolExecutor(_THREADS) as pool:
+        return np.concatenate(list(pool.map(look, range(0, len(ends), _AT_ONCE))))
 
 
 class _Listed(NamedTuple):
@@ -145,8 +210,10 @@ def load_sources(folder: Path) -> Sources | None:
         classes=head["classes"],
         report=(folder / _REPORT).read_bytes(),
         left_out=head["left_out"],
+        identity=head["identity"],
         labels=np.load(folder / "labels.npy", mmap_mode="r"),
         order=np.load(folder / "order.npy", mmap_mode="r"),
         ends=np.load(folder / "ends.npy", mmap_mode="r"),
         names=np.memmap(folder / "names", mode="r"),
+        stamps=np.load(folder / "stamps.npy", mmap_mode="r"),
     )

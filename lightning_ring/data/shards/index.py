@@ -1,20 +1,23 @@
-"""Where each image is: columns of one value an image, memory-mapped, so that all processes of a host share them.
+"""Where each image is: arrays of one row an image, memory-mapped, so that all processes of a host share them.
 
-    labels.npy     int32   class number                                              4 bytes an image
-    blocks.npy     uint32  where the image starts in its shard, in blocks of 512 bytes   4
-    sizes.npy      uint32  bytes of the image                                        4
-    name_ends.npy  int64   where its name ends in names.txt                          8
-    crc32.npy      uint32  of the image's bytes; read by ``lightning-ring pack --verify`` only
+    labels.npy     int32    class number                                                              4 bytes an image
+    places.npy     uint32   where the image starts in its shard, in blocks of 512 bytes; its length
+                            in bytes; the CRC-32 of its bytes                                        12
+    name_ends.npy  int64    where its name ends in names.txt                                          8
+    stamps.npy     uint64   of the file that it was packed from; for the next packing only            8
 
 Tar places every file at a multiple of 512 bytes, so 32 bits reach to 2 TiB in a shard. Which shard an image is in
 follows from its number and the manifest.
+
+No damage of an index is read for what was packed. Labels are compared with their SHA-256 when they are opened, names
+when the first one is asked for. A damaged place leads to bytes that have not the CRC-32 of the place.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from itertools import accumulate
 from operator import index as as_index
 from pathlib import Path
@@ -23,63 +26,86 @@ from typing import Any, NamedTuple, SupportsIndex
 import numpy as np
 import numpy.typing as npt
 
-from lightning_ring.data.shards.manifest import Manifest
+from lightning_ring.data.shards.manifest import Manifest, file_sha256
 from lightning_ring.errors import ShardError
 
 BLOCK = 512
-FOLDER = "index"
 NAMES = "names.txt"
-DTYPES: dict[str, np.dtype[Any]] = {
-    "labels": np.dtype("<i4"),
-    "blocks": np.dtype("<u4"),
-    "sizes": np.dtype("<u4"),
-    "name_ends": np.dtype("<i8"),
-    "crc32": np.dtype("<u4"),
+# dtype, and values a row
+COLUMNS: dict[str, tuple[np.dtype[Any], int]] = {
+    "labels": (np.dtype("<i4"), 1),
+    "places": (np.dtype("<u4"), 3),
+    "name_ends": (np.dtype("<i8"), 1),
+    "stamps": (np.dtype("<u8"), 1),
 }
 
 
 class ByteRange(NamedTuple):
-    """``size`` bytes from byte ``offset`` of shard number ``shard``."""
+    """``size`` bytes from byte ``offset`` of shard number ``shard``, and their CRC-32."""
 
     shard: int
     offset: int
     size: int
+    crc32: int
 
 
 class ShardIndex:
-    """The columns of the shards in ``root``. Nothing is read from disk before it is asked for."""
+    """The arrays of the shards in ``root``. Labels are read when it is opened, the rest when it is asked for.
+
+    Raises `ShardError`: a file is missing, has another shape, or its labels are not those that were packed.
+    """
 
     def __init__(self, root: Path, manifest: Manifest) -> None:
         self._root = root
+        self._manifest = manifest
         self._samples = manifest.samples
         self._starts = list(accumulate((shard.samples for shard in manifest.shards), initial=0))
         self.labels = self.column("labels")
-        self._blocks = self.column("blocks")
-        self._sizes = self.column("sizes")
-        self._name_ends = self.column("name_ends")
-        self._names = self._mapped(NAMES, partial(np.memmap, dtype=np.uint8, mode="r"))
+        self._check("labels.npy")
+        self._places = self.column("places")
 
     def column(self, name: str) -> npt.NDArray[Any]:
-        """One column, mapped read-only.
+        """One array, mapped read-only.
 
-        Raises `ShardError`: the file is missing, is no such column, or has not one value an image.
+        Raises `ShardError`: the file is missing, is no such array, or has not one row an image.
         """
         values = self._mapped(f"{name}.npy", partial(np.load, mmap_mode="r"))
-        if values.shape != (self._samples,) or values.dtype != DTYPES[name]:
+        dtype, width = COLUMNS[name]
+        shape = (self._samples, width)[: 1 + (width > 1)]
+        if values.shape != shape or values.dtype != dtype:
             raise ShardError(
-                f"{self._root / FOLDER / name}.npy holds {values.dtype} of shape {values.shape}, expected "
-                f"{DTYPES[name]} of shape ({self._samples},), one for each image of the manifest. Restore it, or pack "
-                "the images again."
+                f"{self._path(name)}.npy holds {values.dtype} of shape {values.shape}, expected {dtype} of shape "
+                f"{shape}, one row for each image of the manifest. Restore it, or pack the images again."
             )
         return values
 
+    @cached_property
+    def _names(self) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+        """All names, and where each of them ends."""
+        ends = self.column("name_ends")
+        names = self._mapped(NAMES, partial(np.memmap, dtype=np.uint8, mode="r"))
+        self._check("name_ends.npy")
+        self._check(NAMES)
+        return names, ends
+
+    def _path(self, name: str) -> Path:
+        return self._root / self._manifest.index / name
+
     def _mapped(self, name: str, load: Callable[[Path], npt.NDArray[Any]]) -> npt.NDArray[Any]:
-        path = self._root / FOLDER / name
+        path = self._path(name)
         try:
             # A plain array over the same mapping: indexing a np.memmap costs several times as much.
             return load(path).view(np.ndarray)
         except (OSError, ValueError, EOFError) as error:
             raise ShardError(f"{path} cannot be mapped: {error}. Restore it, or pack the images again.") from None
+
+    def _check(self, name: str) -> None:
+        found, expected = file_sha256(self._path(name)), self._manifest.files[f"{self._manifest.index}/{name}"]
+        if found != expected:
+            raise ShardError(
+                f"{self._path(name)} is not as it was packed: it has SHA-256 {found}, expected {expected}. Restore it, "
+                "or pack the images again."
+            )
 
     def __len__(self) -> int:
         return self._samples
@@ -93,13 +119,15 @@ class ShardIndex:
 
     def place(self, i: SupportsIndex) -> ByteRange:
         i = self.position(i)
-        return ByteRange(bisect_right(self._starts, i) - 1, int(self._blocks[i]) * BLOCK, int(self._sizes[i]))
+        block, size, crc32 = self._places[i].tolist()
+        return ByteRange(bisect_right(self._starts, i) - 1, block * BLOCK, size, crc32)
 
     def name(self, i: SupportsIndex) -> str:
         """Where image ``i`` came from: a path as the image folder or the CSV had it."""
         i = self.position(i)
-        start = int(self._name_ends[i - 1]) + 1 if i else 0
-        return self._names[start : int(self._name_ends[i])].tobytes().decode("utf-8", "surrogateescape")
+        names, ends = self._names
+        start = int(ends[i - 1]) + 1 if i else 0
+        return names[start : int(ends[i])].tobytes().decode("utf-8", "surrogateescape")
 
 
 def key(i: int) -> str:

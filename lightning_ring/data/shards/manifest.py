@@ -1,10 +1,13 @@
 """The manifest of a folder of shards: its classes, its files with their lengths and checksums.
 
-manifest.json          written last, so a folder without it is not a data set yet
-shard-000000.tar ...   WebDataset's layout: 000000012.jpg, then 000000012.cls (the label, as text)
-index/*.npy            one value an image, see `lightning_ring.data.shards.index`
-index/names.txt        where each image came from, one a line
-report.csv             images that were left out, and changes beyond shrinking
+manifest.json             written last, so a folder without it is not a data set yet
+shard-000000.tar ...      WebDataset's layout: 000000012.jpg, then 000000012.cls (the label, as text)
+index/000000/*.npy        one row an image, see `lightning_ring.data.shards.index`
+index/000000/names.txt    where each image came from, one a line
+report.csv                images that were left out, and changes beyond shrinking
+
+Shards and indices never change once they are written. The number in ``index/000000`` is the generation: what changes a
+set writes another index, perhaps further shards, and then puts a manifest that names them in the place of the old one.
 """
 
 from __future__ import annotations
@@ -22,7 +25,8 @@ from lightning_ring.errors import ShardError
 MANIFEST = "manifest.json"
 REPORT = "report.csv"
 FORMAT = "lightning_ring shards"
-VERSION = 1
+STAMPS = "stamps.npy"
+VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +41,23 @@ class Shard:
 
 @dataclass(frozen=True)
 class Manifest:
-    """``files``: SHA-256 of everything beside the shards. ``counts``: numbers of images by treatment, for people."""
+    """
+    Args:
+        classes: Names of the classes, in the order of their numbers.
+        files: SHA-256 of everything beside the shards.
+        source: Where the images came from; ``identity`` is of what lay there (`packing.sources.Sources.identity`).
+        settings: Of the packing.
+        counts: Numbers of images by treatment, for people.
+    """
 
     classes: list[str]
     shards: list[Shard]
     files: dict[str, str]
     source: str
+    identity: str
     settings: dict[str, Any]
     counts: dict[str, int]
+    generation: int = 0
 
     @property
     def samples(self) -> int:
@@ -54,12 +67,21 @@ class Manifest:
     def fingerprint(self) -> str:
         """The same for two folders if and only if they hold the same images, labels, names and order."""
         shards = [[shard.name, shard.bytes, shard.samples, shard.sha256] for shard in self.shards]
-        content = [VERSION, self.classes, shards, self.files]
+        files = {name: sha256 for name, sha256 in self.files.items() if not name.endswith(STAMPS)}  # times of files
+        content = [VERSION, self.classes, shards, files]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+    @property
+    def index(self) -> str:
+        """The folder of the index, in the folder of the shards."""
+        return f"index/{self.generation:06d}"
 
     def to_json(self) -> str:
         head = {"format": FORMAT, "version": VERSION, "samples": self.samples, "fingerprint": self.fingerprint}
         return json.dumps(head | asdict(self), indent=1, ensure_ascii=True) + "\n"
+
+
+_OTHERS = ("classes", "files", "source", "identity", "settings", "counts", "generation")
 
 
 def read_manifest(root: Path) -> Manifest:
@@ -81,7 +103,7 @@ def read_manifest(root: Path) -> Manifest:
         raise ShardError(f"{path} has version {found}, expected {VERSION}: pack the images again with this version.")
     try:
         shards = [Shard(**shard) for shard in fields["shards"]]
-        others = {name: fields[name] for name in ("classes", "files", "source", "settings", "counts")}
+        others = {name: fields[name] for name in _OTHERS}
         manifest = Manifest(shards=shards, **others)
         if manifest.fingerprint != fields["fingerprint"]:
             raise KeyError("fingerprint (it does not fit the rest: the file was edited or damaged)")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from lightning_ring.data.shards.index import FOLDER, ShardIndex, key
+from lightning_ring.data.shards.index import ShardIndex, key
 from lightning_ring.data.shards.manifest import Manifest, Shard, check_lengths, file_sha256, read_manifest
 
 
@@ -24,7 +24,9 @@ def verify(root: Path, workers: int, progress: Callable[[int, int], None]) -> li
     problems += [f"{path} is not in the manifest; a reader of *.tar reads it too" for path in strangers]
     files = _check_files(root, manifest)
     problems += files.values()
-    index_is_whole = not any(name.startswith(FOLDER) for name in files)  # else it would blame images that are whole
+    index_is_whole = not any(
+        name.startswith(manifest.index) for name in files
+    )  # else it would blame images that are whole
     index = ShardIndex(root, manifest) if index_is_whole else None
     shards = [shard for shard in manifest.shards if (root / shard.name).exists()]
     done, total = 0, sum(shard.bytes for shard in shards)
@@ -55,13 +57,12 @@ def _check_files(root: Path, manifest: Manifest) -> dict[str, str]:
 
 def _damaged_images(path: Path, manifest: Manifest, shard: Shard, index: ShardIndex) -> Iterator[str]:
     first = sum(before.samples for before in manifest.shards[: manifest.shards.index(shard)])
-    checksums = index.column("crc32")
     with open(path, "rb") as file:
         for i in range(first, first + shard.samples):
-            _, offset, size = index.place(i)
+            _, offset, size, crc32 = index.place(i)
             file.seek(offset)
             data = file.read(size)
-            if zlib.crc32(data) != checksums[i]:
+            if zlib.crc32(data) != crc32:
                 found = "cut short" if len(data) < size else "its bytes are not those that were packed (CRC-32)"
                 yield f"{path}, offset {offset}, {size} bytes, image {key(i)}: {found}"
             if len(data) < size:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_ring.algorithms import ALGORITHMS
 from lightning_ring.errors import ConfigurationError
+from lightning_ring.host.posix import require_posix
 from lightning_ring.integrations.lightning.registration import _after_import
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ def _register() -> None:
 
 
 def _ring(**arguments: Any) -> Any:
+    require_posix('Fabric(strategy="ring")')
     from lightning_ring.integrations.fabric.strategy import RingFabricStrategy
 
     return RingFabricStrategy(**arguments)

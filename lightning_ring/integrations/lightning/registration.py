@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_ring.algorithms import ALGORITHMS
 from lightning_ring.errors import ConfigurationError
+from lightning_ring.host.posix import require_posix
 
 ELASTIC = "ring_elastic"
 
@@ -70,6 +71,7 @@ def _choose_our_environment() -> None:
 
 
 def _ring(**arguments: Any) -> Any:
+    require_posix('Trainer(strategy="ring")')
     from lightning_ring.integrations.lightning.strategy import RingStrategy
 
     return RingStrategy(**arguments)

@@ -1,0 +1,117 @@
+"""``recipes.data.shards``: classes are compared by name, between folders and with a checkpoint."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from lightning_ring.cli.pack import main
+from lightning_ring.data import ShardDataset
+from lightning_ring.data.packing.run import pack
+from lightning_ring.data.packing.settings import PackSettings
+from lightning_ring.errors import ConfigurationError
+from recipes.data.shards import Shards, number_as
+
+
+def photos(root: Path, classes: str) -> Path:
+    for name in classes:
+        (root / name).mkdir(parents=True)
+        Image.new("RGB", (8, 8), (ord(name), 0, 0)).save(root / name / "0.png")
+    return root
+
+
+def shards(folder: Path, classes: str, num_classes: int, stage: str = "fit") -> Shards:
+    for split in ("train", "val"):
+        source = photos(folder / f"images {split}", classes)
+        pack(source, folder / split, PackSettings(), 1, lambda *numbers: None)
+    data = Shards(str(folder), 1, num_classes=num_classes)
+    data.setup(stage)
+    return data
+
+
+def labels_by_name(data: Shards, split: str) -> dict[str, int]:
+    dataset = data.datasets[split]
+    return {dataset.name(i)[0]: int(dataset.labels[i]) for i in range(len(dataset))}
+
+
+def test_a_checkpoint_gives_classes_the_numbers_that_it_was_trained_with(tmp_path):
+    state = shards(tmp_path / "trained", "bcd", 3).state_dict()
+    fewer = shards(tmp_path / "fewer", "bd", 3, "test")
+    fewer.load_state_dict(state)
+    assert labels_by_name(fewer, "val") == {"b": 0, "d": 2}
+    assert fewer.class_names == ["b", "c", "d"]
+    assert fewer.class_counts.tolist() == [1, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("classes", "strange"), [("abcd", "'a'"), ("acd", r"'a'\. It has no 'b': was a class renamed")]
+)
+def test_a_class_that_the_checkpoint_has_not_is_an_error(tmp_path, classes, strange):
+    state = shards(tmp_path / "trained", "bcd", 3).state_dict()
+    other = shards(tmp_path / "other", classes, 3, "test")
+    with pytest.raises(ConfigurationError, match=f"1 classes besides the 3 that the checkpoint .*{strange}"):
+        other.load_state_dict(state)
+
+
+def test_numbering_takes_time_in_proportion_to_the_classes(tmp_path):
+    names = [f"{i:06d}" for i in range(100_000)]
+    labels = np.arange(len(names) - 1, dtype=np.int32)
+    dataset = SimpleNamespace(classes=names[1:], labels=labels, root="x")
+    start = time.perf_counter()
+    number_as(names, dataset, "x has")
+    assert time.perf_counter() - start < 5  # a search of the list for each name takes a minute
+    assert np.array_equal(dataset.labels, labels + 1)
+
+
+def test_packed_numbers_can_be_given(tmp_path):
+    source = photos(tmp_path / "src", "bd")
+    (tmp_path / "classes.txt").write_text("d\nc\nb\n")
+    assert main([str(source), str(tmp_path / "dst"), "--classes", str(tmp_path / "classes.txt")]) == 0
+    shutil.copytree(source, tmp_path / "more" / "src")
+    manifest = str(tmp_path / "dst" / "manifest.json")
+    assert main([str(tmp_path / "more" / "src"), str(tmp_path / "again"), "--classes", manifest]) == 0
+    for folder in ("dst", "again"):
+        dataset = ShardDataset(tmp_path / folder)
+        assert dataset.classes == ["d", "c", "b"]
+        assert {dataset.name(i)[0]: int(dataset.labels[i]) for i in range(2)} == {"b": 2, "d": 0}
+    (tmp_path / "classes.txt").write_text("d\n")
+    with pytest.raises(ConfigurationError, match=r"classes that --classes does not list: 'b' \(1 of 2\)"):
+        main([str(source), str(tmp_path / "third"), "--classes", str(tmp_path / "classes.txt")])
+
+
+class MeanRed(L.LightningModule):
+    """Knows the class of a picture by its colour; counts the right ones by the numbers of its three classes."""
+
+    def training_step(self, batch, batch_idx):
+        return None
+
+    def test_step(self, batch, batch_idx):
+        images, labels = batch
+        red = images[:, 0].mean((1, 2))
+        colours = torch.tensor([ord(name) / 255 for name in "bcd"]).sub(0.485).div(0.229)
+        self.log("right", ((red[:, None] - colours).abs().argmin(1) == labels).float().mean())
+
+    def configure_optimizers(self):
+        return None
+
+
+def test_a_trainer_tests_by_the_names_of_the_checkpoint(tmp_path):
+    options = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_progress_bar": False, "max_epochs": 1}
+    trainer = L.Trainer(**options, enable_model_summary=False, enable_checkpointing=False, limit_val_batches=0)
+    trainer.fit(MeanRed(), shards(tmp_path / "trained", "bcd", 3))
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    for classes, right in (("bcd", 1.0), ("bd", 1.0)):  # d is number 1 in the second folder, and 2 in the checkpoint
+        data = shards(tmp_path / f"other {classes}", classes, 3, "test")
+        (metrics,) = L.Trainer(**options).test(MeanRed(), data, ckpt_path=tmp_path / "a.ckpt", verbose=False)
+        assert metrics["right"] == right
+    renamed = shards(tmp_path / "renamed", "axcd", 3, "test")
+    with pytest.raises(ConfigurationError, match="was a class renamed"):
+        L.Trainer(**options).test(MeanRed(), renamed, ckpt_path=tmp_path / "a.ckpt", verbose=False)
