@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ if not __package__:  # run as a script: make `recipes` importable, instead of th
 
 from recipes.study.record import Result, finish
 from recipes.study.report import Cell, plot, table
-from recipes.study.run import Method, Run, Settings
+from recipes.study.run import Method, Run, Settings, execute
 
 
 def study(config: dict[str, Any], folder: Path) -> list[Cell]:
@@ -27,7 +28,10 @@ def study(config: dict[str, Any], folder: Path) -> list[Cell]:
     record = folder / "runs.jsonl"
 
     def finished(groups: list[list[Run]]) -> dict[str, Result]:
-        return finish([run for runs in groups for run in runs], settings, record, config["workers"])
+        # small batches take longest
+        runs = sorted((run for group in groups for run in group), key=lambda run: run.batch_size)
+        by_key = {run.key(settings): run for run in runs}
+        return finish(by_key, partial(execute, settings=settings), line, record, config["workers"])
 
     tuning = [
         [Run(method, size, lr, config["tuning_seed"], "val") for lr in method.base_lrs]
@@ -42,6 +46,13 @@ def study(config: dict[str, Any], folder: Path) -> list[Cell]:
     (folder / "large_batch.md").write_text(table(cells))
     plot(cells, folder / "large_batch.png")
     return cells
+
+
+def line(result: Result) -> str:
+    return (
+        f"{result['part']}: {result['method']}, batch {result['batch_size']}, lr {result['lr']:.4g}, "
+        f"seed {result['seed']}: accuracy {result['accuracy']:.4f} ({result['steps']} steps, {result['seconds']} s)"
+    )
 
 
 def freeze(value: Any) -> Any:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from recipes.study.run import Run, Settings, execute
-
+T = TypeVar("T")
 Result = dict[str, Any]
 
 
@@ -31,33 +30,34 @@ def read(file: Path) -> dict[str, Result]:
     return results
 
 
-def finish(runs: Iterable[Run], settings: Settings, file: Path, workers: int) -> dict[str, Result]:
-    """Every run's result by key: those on record as they are, the others run now, ``workers`` at once."""
+def finish(
+    runs: Mapping[str, T], execute: Callable[[T], Result], say: Callable[[Result], str], file: Path, workers: int
+) -> dict[str, Result]:
+    """Every run's result by key: those on record as they are, the others run now, ``workers`` at once.
+
+    Args:
+        runs: By key. Those that take longest first, so that no worker waits for one at the end.
+        execute: Computes a result, which has its run's ``"key"``. Picklable.
+        say: One line about a result.
+    """
     results = read(file)
-    missing = {run.key(settings): run for run in runs if run.key(settings) not in results}
+    missing = {key: run for key, run in runs.items() if key not in results}
     with file.open("a") as record:
-        for number, result in enumerate(each(missing.values(), settings, workers), 1):
+        for number, result in enumerate(each(missing.values(), execute, workers), 1):
             record.write(json.dumps(result) + "\n")
             record.flush()
             results[result["key"]] = result
-            print(
-                f"{number}/{len(missing)} {result['part']}: {result['method']}, batch {result['batch_size']}, "
-                f"lr {result['lr']:.4g}, seed {result['seed']}: accuracy {result['accuracy']:.4f} "
-                f"({result['steps']} steps, {result['seconds']} s)",
-                flush=True,
-            )
+            print(f"{number}/{len(missing)} {say(result)}", flush=True)
     return results
 
 
-def each(runs: Iterable[Run], settings: Settings, workers: int) -> Iterator[Result]:
+def each(runs: Iterable[T], execute: Callable[[T], Result], workers: int) -> Iterator[Result]:
     """Results as they come. With one worker they are computed here."""
     if workers == 1:
-        yield from (execute(run, settings) for run in runs)
+        yield from map(execute, runs)
         return
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        # Small batches take longest: first, so that no core waits for one at the end.
-        ordered = sorted(runs, key=lambda run: run.batch_size)
-        futures = [pool.submit(execute, run, settings) for run in ordered]
+        futures = [pool.submit(execute, run) for run in runs]
         try:
             for future in as_completed(futures):
                 yield future.result()

@@ -1,0 +1,65 @@
+"""The study of wires: ``python recipes/study_wires.py --help``."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+
+if not __package__:  # run as a script: make `recipes` importable, instead of this folder's modules at the top level
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from benchmarks.hosts import why_not
+from recipes.study.record import Result, finish
+from recipes.wires.report import Cell, cell_of, plot, seconds_until, table
+from recipes.wires.run import Method, Run, Settings, execute
+
+
+def study(config: dict[str, Any], folder: Path) -> list[Cell]:
+    """Do every run that is not on record yet, and write table and picture."""
+    settings, target = Settings(**config["settings"]), config["target"]
+    methods = [Method(**config["methods"][name]) for name in config["only"] or config["methods"]]
+    groups = [
+        [Run(method, rate, straggler, seed) for seed in config["seeds"]]
+        for rate in config["rates"]
+        for straggler in config["stragglers"]
+        for method in methods
+    ]
+
+    def line(result: Result) -> str:
+        return (
+            f"{result['rate']}{', slow rank' if result['straggler'] else ''}: {result['method']}, seed "
+            f"{result['seed']}: {seconds_until(result['curve'], target):.1f} s to {target}, "
+            f"accuracy {result['accuracy']:.4f}, {result['bytes_per_step'] / 1e3:,.0f} kB a step"
+        )
+
+    # a seed of everything first: a study that is interrupted has a table of all methods
+    runs = sorted((run for group in groups for run in group), key=lambda run: run.seed)
+    by_key = {run.key(settings): run for run in runs}
+    results = finish(by_key, partial(execute, settings=settings), line, folder / "runs.jsonl", workers=1)
+    cells = [cell_of([results[run.key(settings)] for run in group], target) for group in groups]
+    baseline = config["baseline"]
+    (folder / "wires.md").write_text(table(cells, baseline))
+    plot(cells, baseline, folder / "wires.png")
+    return cells
+
+
+@hydra.main(version_base="1.3", config_path="../configs", config_name="wires")
+def main(config: DictConfig) -> None:
+    if reason := why_not():
+        sys.exit(f"The study needs hosts of its own on this machine: {reason}.")
+    folder = Path(HydraConfig.get().runtime.output_dir)
+    container = OmegaConf.to_container(config, resolve=True)
+    assert isinstance(container, dict)
+    given = {str(name): value for name, value in container.items()}
+    cells = study(given, folder)
+    print(f"\n{table(cells, given['baseline'])}\n{folder}/wires.md, wires.png; every run is a line of runs.jsonl")
+
+
+if __name__ == "__main__":
+    main()
