@@ -15,7 +15,8 @@ from torch.optim import SGD, Adam
 from lightning_ring.algorithms.averaging import Averaging
 from lightning_ring.comm.communicator import ChainedWork, Work, shard
 from lightning_ring.errors import ConfigurationError
-from lightning_ring.gradients.compression import COMPRESSORS, DGC, Compressor, Int8, OneBit, TernGrad, TopK
+from lightning_ring.gradients.compression import COMPRESSORS, DGC, Compressor, Int8, OneBit, TernGrad, TopK, digits
+from lightning_ring.gradients.compression.top_k import largest
 from lightning_ring.gradients.reducer import Reducer
 from tests.checks.compression import references
 from tests.checks.compression.formulas import SIZES, OneTensor, Sender, gradient
@@ -168,6 +169,37 @@ def test_momentum_twice_is_refused(optimizer: Callable[..., Any]) -> None:
             Averaging(compression="dgc").attach(net, [optimizer(net.parameters())], comm)
 
     run_ranks(1, rank)
+
+
+@pytest.mark.parametrize("kind", ["normal", "heavy tail", "all equal", "periodic", "nan", "inf"])
+def test_guessed_thresholds_find_exactly_the_largest(kind: str) -> None:
+    numel, count = 1_000_003, 1000
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(2))
+    if kind == "heavy tail":
+        values = values**7
+    elif kind == "all equal":
+        values = torch.ones(numel)
+    elif kind == "periodic":  # the sample sees the large ones only
+        values[:: numel // (1 << 16)] += 100
+    elif kind in ("nan", "inf"):
+        values[123_457] = float(kind)
+    found = largest(values, count)
+    assert found.unique().numel() == count
+    torch.testing.assert_close(
+        values[found].abs().sort().values, values.abs().topk(count).values.sort().values, rtol=0, atol=0, equal_nan=True
+    )
+
+
+@pytest.mark.parametrize("base", [3, 5, 7, 9, 15, 17, 255, 257, 401])
+def test_digits_arrive(base: int) -> None:
+    for numel in (0, 1, 4, 5, 1001):
+        kind = torch.uint8 if base <= 256 else torch.int16
+        sent = torch.randint(0, base, (numel,), generator=torch.Generator().manual_seed(numel)).to(kind)
+        message = torch.full((digits.num_bytes(numel, base) + 2,), 255, dtype=torch.uint8)
+        digits.pack(sent, base, message)
+        found = torch.empty_like(sent)
+        digits.unpack(message, base, found)
+        assert torch.equal(found, sent)
 
 
 @pytest.mark.parametrize(

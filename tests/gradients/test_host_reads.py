@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_ring.algorithms.averaging import Averaging
 from lightning_ring.algorithms.sharded import Sharded, norms
-from lightning_ring.gradients.compression import PowerSGD
+from lightning_ring.gradients.compression import DGC, Int8, OneBit, PowerSGD, TernGrad, TopK
 from tests.fake_device import on_fake_device
 from tests.thread_ranks import run_ranks
 
@@ -21,6 +21,11 @@ WAYS = {
     "ring, fp16": lambda cap=0.002: Averaging(bucket_cap_mb=cap, compression="fp16"),
     "ring, bf16": lambda cap=0.002: Averaging(bucket_cap_mb=cap, compression="bf16"),
     "ring, powersgd": lambda cap=0.002: Averaging(bucket_cap_mb=cap, compression=PowerSGD(rank=1, start_iter=0)),
+    "ring, int8": lambda cap=0.002: Averaging(bucket_cap_mb=cap, compression=Int8(0)),
+    "ring, onebit": lambda cap=0.002: Averaging(bucket_cap_mb=cap, compression=OneBit(0)),
+    "ring, terngrad": lambda cap=0.002: Averaging(bucket_cap_mb=cap, compression=TernGrad(min_numel=0)),
+    "ring, topk": lambda cap=0.002: Averaging(bucket_cap_mb=cap, compression=TopK(0.1, 0)),
+    "ring, dgc": lambda cap=0.002: Averaging(bucket_cap_mb=cap, compression=DGC(0.1, warmup_steps=0, min_numel=0)),
     "ring_sharded": lambda cap=0.002: Sharded(bucket_cap_mb=cap),
     "ring_sharded, fp16": lambda cap=0.002: Sharded(bucket_cap_mb=cap, compression="fp16"),
 }

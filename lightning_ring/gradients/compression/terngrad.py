@@ -118,8 +118,8 @@ class TernGrad(BetweenNodes):
         pieces = [values[start:end] for start, end in layers]
         most = torch.stack(torch._foreach_norm(pieces, math.inf))
         if self.clip < math.inf:
-            sizes = torch.tensor([end - start for start, end in layers], dtype=most.dtype, device=most.device)
-            sigma = torch.stack(torch._foreach_norm(pieces, 2)) / sizes.sqrt()
+            roots = [math.sqrt(end - start) for start, end in layers]
+            sigma = torch.stack(list(torch._foreach_div(torch._foreach_norm(pieces, 2), roots)))
             most = torch.where(most.isfinite(), torch.minimum(most, self.clip * sigma), most)
         return torch.where(most.isfinite(), most, torch.inf)
 
@@ -127,14 +127,14 @@ class TernGrad(BetweenNodes):
         """0, 1 or 2 for -1, 0 or 1, as uint8: floor(u + g/s) of a uniform u is 1 more often by g/s."""
         numbers = torch.rand(values.numel(), generator=self._generator, device=values.device)
         steps = torch.where(scalers > 0, 1 / scalers, 0.0)
-        for (start, end), step in zip(layers, steps, strict=True):
-            numbers[start:end].addcmul_(values[start:end], step)
+        pieces = [numbers[start:end] for start, end in layers]
+        shares = torch._foreach_mul([values[start:end] for start, end in layers], list(steps))
+        torch._foreach_add_(pieces, shares)
         return numbers.add_(1).floor_().clamp_(0, 2).to(torch.uint8)
 
 
 def _scale(values: Tensor, layers: list[tuple[int, int]], scalers: Tensor) -> None:
-    for (start, end), scaler in zip(layers, scalers, strict=True):
-        values[start:end].mul_(scaler)
+    torch._foreach_mul_([values[start:end] for start, end in layers], list(scalers))
 
 
 def _messages(count: int, length: int, like: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_ring.comm.communicator import ReduceOp, Work
+from lightning_ring.comm.host_copy import on_host
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.gradients.compression.between_nodes import MIN_NUMEL, BetweenNodes, Part
 from lightning_ring.gradients.compression.error_feedback import ErrorFeedback
@@ -94,10 +95,11 @@ def largest(values: Tensor, count: int) -> Tensor:
     """Places of the ``count`` elements of 1-D ``values`` with the largest magnitudes; NaN counts as the largest.
 
     A threshold from a sample leaves few candidates (section 3.1 of DGC, arXiv:1712.01887), of which the largest are
-    chosen exactly. If it leaves too few, all are compared.
+    chosen exactly. If it leaves too few, all are compared. So they are on a GPU, where the host would have to wait for
+    the number of candidates.
     """
     magnitudes = values.abs()
-    stride = values.numel() // _SAMPLES
+    stride = values.numel() // _SAMPLES if on_host(values) else 0
     if stride > 1:
         sample = magnitudes[::stride]
         kept = math.ceil(_SLACK * count / values.numel() * sample.numel()) + 16

@@ -415,9 +415,16 @@ class RingStrategy(RankedStrategy):
             )
 
     def _show_averages(self) -> None:
-        if self._step_hooks is not None and not self._alone:
-            with self._reporting_failures():
-                self.algorithm.show_averages()
+        if self._step_hooks is None or not self.algorithm.steps_alone:
+            return
+        if self._alone:
+            rank_zero_warn(
+                "lightning_ring: after the exception the weights, and a checkpoint of them, are this rank's, and not "
+                "the average of the ranks'. Go on from an earlier checkpoint."
+            )
+            return
+        with self._reporting_failures():
+            self.algorithm.show_averages()
 
     def _progress(self) -> str:
         text, more = super()._progress(), self.algorithm.progress()

@@ -109,7 +109,8 @@ def test_an_algorithm_beside_its_own_settings_is_refused() -> None:
         RingStrategy(algorithm=Averaging(), compression="bf16")
     with pytest.raises(ConfigurationError, match="shard_optimizer=True with algorithm='ring'"):
         RingStrategy(algorithm="ring", shard_optimizer=True)
-    with pytest.raises(ConfigurationError, match="expected one of None, 'ring', 'ring_sharded' or an Algorithm"):
+    names = "'ring', 'ring_sharded', 'ring_local' or an Algorithm"
+    with pytest.raises(ConfigurationError, match=f"expected one of None, {names}"):
         RingStrategy(algorithm="gossip")
     assert RingStrategy(algorithm="ring_sharded").options.shard_optimizer
     assert RingStrategy(algorithm=Sharded()).options.shard_optimizer
