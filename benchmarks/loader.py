@@ -1,22 +1,30 @@
-"""Images per CPU-second of the loader, beside ImageFolder with torchvision and beside webdataset.
+"""Images per CPU-second of the loader, beside those of torchvision, webdataset, litdata, MosaicML streaming and DALI.
 
-    pip install 'lightning-ring[data,recipes,bench]'
+    pip install 'lightning-ring[data,recipes,bench]' webdataset litdata mosaicml-streaming nvidia-dali-cuda120
     python benchmarks/loader.py
 
 RandomResizedCrop 224 and flip of JPEGs of 341 x 256 pixels, which it draws itself (the same every time) and keeps in
-``--folder``. CPU time is that of this process and its workers, by the kernel's count. Rounds are interleaved; the table
-gives medians. "uint8": what a GPU is given, which normalises by itself. "float32": normalised on this CPU.
+``--folder``. CPU time is that of this process and its workers, by the kernel's count. Workers persist: they start in an
+epoch that is not counted, and the counted epochs run in turns. The table gives medians with the lowest and the highest.
+Loaders are compared that deliver the same: uint8, which a GPU normalises by itself, or float32, normalised on this CPU.
+webdataset, litdata and MosaicML streaming read the same JPEGs and decode and crop them as torchvision's folder does
+("torchvision v2"), and webdataset also with our decoder. DALI decodes and crops by itself, on the CPU. What is not
+installed is left out and said.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import resource
+import shutil
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache, partial
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +45,7 @@ from lightning_ring.data.packing.run import pack
 from lightning_ring.data.packing.settings import PackSettings
 
 BATCH = 64
+CROP = RandomResizedCrop()
 CLASSES = 10
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
@@ -81,55 +90,159 @@ def ours(source: ImageFolder | ShardDataset, workers: int, transform: DeviceTran
     return image_loader(source, sampler, BATCH, crop=RandomResizedCrop(), transform=transform, num_threads=workers)
 
 
-def torchvision_folder(root: Path, workers: int) -> Iterable[Any]:
-    from torchvision.datasets import ImageFolder as Folder
+@lru_cache
+def transform_of(kind: str) -> Any:
+    """torchvision's, from a Pillow image to ``kind``."""
     from torchvision.transforms import v2
 
-    transform = v2.Compose(
-        [
-            v2.RandomResizedCrop(224, antialias=True),
-            v2.RandomHorizontalFlip(),
-            v2.ToImage(),
-            v2.ToDtype(torch.float32, scale=True),
-            v2.Normalize(MEAN, STD),
-        ]
-    )
-    data = Folder(root / "images", transform)
-    return torch.utils.data.DataLoader(data, BATCH, shuffle=True, num_workers=workers)
+    steps = [v2.RandomResizedCrop(224, antialias=True), v2.RandomHorizontalFlip(), v2.ToImage()]
+    if kind == "float32":
+        steps += [v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)]
+    return v2.Compose(steps)
 
 
-def webdataset_tar(root: Path, workers: int) -> Iterable[Any]:
-    """The decoder and the crop are ours; the reading, the shuffling, the batching and the workers are webdataset's."""
+def workers_of(data: Any, workers: int, loader: Any = torch.utils.data.DataLoader, **options: Any) -> Iterable[Any]:
+    made: Iterable[Any] = loader(data, num_workers=workers, persistent_workers=True, **options)
+    return made
+
+
+def torchvision_folder(root: Path, workers: int, kind: str) -> Iterable[Any]:
+    from torchvision.datasets import ImageFolder as Folder
+
+    return workers_of(Folder(root / "images", transform_of(kind)), workers, batch_size=BATCH, shuffle=True)
+
+
+def our_decoder(data: bytes) -> torch.Tensor:
+    out = torch.empty(1, 224, 224, 3, dtype=torch.uint8).permute(0, 3, 1, 2)
+    decode_into(out, data, CROP, np.random.random(CROP.num_uniforms).tolist())
+    return out[0]
+
+
+def as_torchvision(data: bytes, kind: str) -> Any:
+    return transform_of(kind)(Image.open(BytesIO(data)).convert("RGB"))
+
+
+def webdataset_tar(root: Path, workers: int, decode: Callable[[bytes], Any]) -> Iterable[Any]:
     import webdataset
 
-    crop = RandomResizedCrop()
-
-    def decode(sample: dict[str, Any]) -> tuple[torch.Tensor, int]:
-        out = torch.empty(1, 224, 224, 3, dtype=torch.uint8).permute(0, 3, 1, 2)
-        numbers = np.random.random(crop.num_uniforms).tolist()
-        decode_into(out, sample["jpg"], crop, numbers)
-        return out[0], int(sample["cls"])
+    def sample(item: dict[str, Any]) -> tuple[Any, int]:
+        return decode(item["jpg"]), int(item["cls"])
 
     data = webdataset.WebDataset([str(path) for path in sorted((root / "shards").glob("*.tar"))], shardshuffle=False)
-    data = data.shuffle(256).map(decode).batched(BATCH, collation_fn=torch.utils.data.default_collate)
-    return torch.utils.data.DataLoader(data, batch_size=None, num_workers=workers)
+    data = data.shuffle(256).map(sample).batched(BATCH, collation_fn=torch.utils.data.default_collate)
+    return workers_of(data, workers, batch_size=None)
+
+
+def litdata_chunks(root: Path, workers: int, kind: str) -> Iterable[Any]:
+    import litdata
+
+    class Decoded(litdata.StreamingDataset):
+        def __getitem__(self, index: Any) -> Any:
+            item = super().__getitem__(index)
+            return as_torchvision(item["image"], kind), item["label"]
+
+    folder = root / "litdata"
+    if not folder.exists():
+        source = ShardDataset(root / "shards", decode=False)
+        with tempfile.TemporaryDirectory(dir=root) as half:
+            chunks = litdata.streaming.writer.BinaryWriter(half, chunk_bytes="1MB")
+            for i in range(len(source)):
+                chunks[i] = {"image": source.read(i), "label": int(source.labels[i])}
+            chunks.done()
+            chunks.merge()
+            shutil.copytree(half, folder)
+    data = Decoded(str(folder), shuffle=True)
+    return workers_of(data, workers, litdata.StreamingDataLoader, batch_size=BATCH)
+
+
+def mosaicml_shards(root: Path, workers: int, kind: str) -> Iterable[Any]:
+    import streaming
+
+    class Decoded(streaming.StreamingDataset):
+        def __getitem__(self, index: Any) -> Any:
+            item = super().__getitem__(index)
+            return as_torchvision(item["image"], kind), item["label"]
+
+    folder = root / "mosaicml"
+    if not folder.exists():
+        source = ShardDataset(root / "shards", decode=False)
+        with streaming.MDSWriter(out=str(folder), columns={"image": "bytes", "label": "int"}, size_limit="1mb") as out:
+            for i in range(len(source)):
+                out.write({"image": source.read(i), "label": int(source.labels[i])})
+    streaming.base.util.clean_stale_shared_memory()
+    return workers_of(Decoded(local=str(folder), shuffle=True, batch_size=BATCH), workers, batch_size=BATCH)
+
+
+def dali_folder(root: Path, workers: int, kind: str) -> Iterable[Any]:
+    from nvidia.dali import fn, pipeline_def, types
+    from nvidia.dali.plugin.pytorch import DALIGenericIterator, LastBatchPolicy
+
+    @pipeline_def(batch_size=BATCH, num_threads=workers, device_id=None)
+    def pipeline() -> Any:
+        encoded, labels = fn.readers.file(file_root=str(root / "images"), random_shuffle=True, name="files")
+        images = fn.decoders.image_random_crop(encoded, device="cpu", random_area=[0.08, 1.0])
+        images = fn.resize(images, size=[224, 224], antialias=True)
+        dtype, mean, std = types.UINT8, [0.0] * 3, [1.0] * 3
+        if kind == "float32":
+            dtype, mean, std = types.FLOAT, [255 * m for m in MEAN], [255 * s for s in STD]
+        flip = fn.random.coin_flip()
+        return fn.crop_mirror_normalize(images, dtype=dtype, mean=mean, std=std, mirror=flip), labels
+
+    class Pairs:
+        def __init__(self) -> None:
+            partial_last = LastBatchPolicy.PARTIAL
+            names = ["images", "labels"]
+            self.batches = DALIGenericIterator([pipeline()], names, reader_name="files", last_batch_policy=partial_last)
+
+        def __iter__(self) -> Any:
+            yield from ((batch[0]["images"], batch[0]["labels"]) for batch in self.batches)
+            self.batches.reset()
+
+    return Pairs()
 
 
 def cpu_seconds() -> float:
-    return sum(
-        usage.ru_utime + usage.ru_stime
-        for usage in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    )
+    """Of this process, its living descendants, and those that have ended."""
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + ended.ru_utime + ended.ru_stime + sum(map(_used, _descendants(os.getpid())))
 
 
-def measure(make: Callable[[], Iterable[Any]]) -> tuple[float, float]:
-    """Images per CPU-second and per second of one epoch; workers start and end within it."""
-    loader = make()
+def _descendants(pid: int) -> Iterable[int]:
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in map(int, children.read_text().split()):
+            yield child
+            yield from _descendants(child)
+
+
+def _used(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def measure(loader: Iterable[Any]) -> tuple[float, float]:
+    """Images per CPU-second and per second of one epoch."""
     cpu, wall, num = cpu_seconds(), time.perf_counter(), 0
     for images, *_ in loader:
         num += len(images)
-    del loader
     return num / (cpu_seconds() - cpu), num / (time.perf_counter() - wall)
+
+
+def candidates(root: Path, workers: int) -> dict[str, dict[str, Callable[[], Iterable[Any]]]]:
+    """Loaders by what they deliver and their names; the first of each is what the others are compared with."""
+    folder, shards = ImageFolder(root / "images"), ShardDataset(root / "shards")
+    found: dict[str, dict[str, Callable[[], Iterable[Any]]]] = {}
+    for kind, transform in (("uint8", None), ("float32", DeviceTransform(MEAN, STD))):
+        found[kind] = {
+            "ImageFolder, torchvision v2": partial(torchvision_folder, root, workers, kind),
+            "webdataset, torchvision v2": partial(webdataset_tar, root, workers, partial(as_torchvision, kind=kind)),
+            "litdata, torchvision v2": partial(litdata_chunks, root, workers, kind),
+            "MosaicML streaming, torchvision v2": partial(mosaicml_shards, root, workers, kind),
+            "DALI on the CPU, image folder": partial(dali_folder, root, workers, kind),
+            "ours, image folder": partial(ours, folder, workers, transform),
+            "ours, shards": partial(ours, shards, workers, transform),
+        }
+    found["uint8"]["webdataset, our decoder"] = partial(webdataset_tar, root, workers, our_decoder)
+    return found
 
 
 def main() -> None:
@@ -146,29 +259,32 @@ def main() -> None:
     if arguments.only_make:
         return
     torch.set_num_threads(1)
-    folder, shards = ImageFolder(root / "images"), ShardDataset(root / "shards")
-    candidates: dict[str, Callable[[], Iterable[Any]]] = {
-        "ImageFolder, torchvision v2, DataLoader, float32": lambda: torchvision_folder(root, workers),
-        "webdataset, our decoder, DataLoader, uint8": lambda: webdataset_tar(root, workers),
-        "ours, image folder, uint8": lambda: ours(folder, workers, None),
-        "ours, shards, uint8": lambda: ours(shards, workers, None),
-        "ours, shards, float32": lambda: ours(shards, workers, DeviceTransform(MEAN, STD)),
-    }
-    results: dict[str, list[tuple[float, float]]] = {name: [] for name in candidates}
-    for turn in range(arguments.rounds + 1):
-        for name, make in candidates.items():
-            result = measure(make)
-            if turn:  # the first round warms the page cache
-                results[name].append(result)
-    medians = {
-        name: [statistics.median(column) for column in zip(*rows, strict=True)] for name, rows in results.items()
-    }
-    peer, web = list(medians.values())[:2]
     print(f"{arguments.images} images, batches of {BATCH}, {workers} threads or workers, {arguments.rounds} rounds")
-    print("| loader | images per CPU-second | images per second | x ImageFolder | x webdataset |")
+    for kind, makers in candidates(root, workers).items():
+        loaders: dict[str, Iterable[Any]] = {}
+        for name, make in makers.items():
+            try:
+                loaders[name] = make()
+                measure(loaders[name])  # starts the workers and warms the page cache
+            except ImportError as error:
+                loaders.pop(name, None)
+                print(f"left out: {name}: {error}")
+        results: dict[str, list[tuple[float, float]]] = {name: [] for name in loaders}
+        for _ in range(arguments.rounds):
+            for name, loader in loaders.items():
+                results[name].append(measure(loader))
+        report(kind, results)
+
+
+def report(kind: str, results: dict[str, list[tuple[float, float]]]) -> None:
+    print(f"\n| {kind} | images per CPU-second | lowest to highest | images per second | x the first |")
     print("| --- | --- | --- | --- | --- |")
-    for name, (cpu, wall) in medians.items():
-        print(f"| {name} | {cpu:.0f} | {wall:.0f} | {cpu / peer[0]:.2f} | {cpu / web[0]:.2f} |")
+    first = statistics.median(cpu for cpu, _ in next(iter(results.values())))
+    for name, rounds in results.items():
+        cpu, wall = zip(*rounds, strict=True)
+        middle = statistics.median(cpu)
+        span = f"{min(cpu):.0f} to {max(cpu):.0f}"
+        print(f"| {name} | {middle:.0f} | {span} | {statistics.median(wall):.0f} | {middle / first:.2f} |")
 
 
 if __name__ == "__main__":
