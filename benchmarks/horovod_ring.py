@@ -37,51 +37,57 @@ def named_steps(hvd: Any, turns: Turns, _: argparse.Namespace) -> dict[str, Any]
     names = [f"layer{number}.weight" for number in range(NUM_NAMES)]
     parts = Parts(hvd)
     while turns.wait():
-        began = time.perf_counter()
+        parts.begin()
         handles = [hvd.allreduce_async_(tensor, name=name) for tensor, name in zip(tensors, names, strict=True)]
         submitted = time.perf_counter()
         for handle in handles:
             hvd.synchronize(handle)
-        parts.note(submitted - began, time.perf_counter() - began)
+        parts.end(submitted)
     return parts.summary()
 
 
 class Parts:
-    """Where the time of a step goes: by instruments around the negotiation of `lightning_ring.horovod`."""
+    """Where the time of a step goes: by instruments around the collectives of `lightning_ring.horovod`.
+
+    Negotiating is what lies between the last submission and the first byte that moves, and between the last byte and
+    the last result. Steps of which a part ran behind the submissions already are left out.
+    """
 
     def __init__(self, hvd: Any) -> None:
         self._steps: list[dict[str, float]] = []
-        self._run = 0.0
-        self._num_cycles = 0
+        self._runs: list[tuple[float, float]] = []
+        self._began = self._processor = 0.0
         if hvd.__name__ != "lightning_ring.horovod":
             return
         negotiation = hvd.global_process_set.negotiation
-        run, finish = negotiation._run, negotiation._finish
+        run = negotiation._run
 
-        def timed_run(steps: Any) -> None:
+        def timed(steps: Any) -> None:
             began = time.perf_counter()
             run(steps)
-            self._run += time.perf_counter() - began
+            if steps:
+                self._runs.append((began, time.perf_counter()))
 
-        def counted_finish() -> None:
-            self._num_cycles += 1
-            finish()
+        negotiation._run = timed
 
-        negotiation._run, negotiation._finish = timed_run, counted_finish
+    def begin(self) -> None:
+        self._runs.clear()
+        self._began, self._processor = time.perf_counter(), time.process_time()
 
-    def note(self, submitting: float, whole: float) -> None:
-        step = {"submitting, µs": submitting * 1e6}
-        if self._num_cycles:
-            negotiating = whole - submitting - self._run
-            step |= {"negotiating, µs": negotiating * 1e6, "moving bytes, µs": self._run * 1e6}
-            step["cycles"] = self._num_cycles
+    def end(self, submitted: float) -> None:
+        ended = time.perf_counter()
+        step = {"submitting": submitted - self._began, "processor time": time.process_time() - self._processor}
+        if self._runs and self._runs[0][0] > submitted:
+            step["moving bytes"] = sum(end - begin for begin, end in self._runs)
+            step["negotiating"] = ended - submitted - step["moving bytes"]
         self._steps.append(step)
-        self._run, self._num_cycles = 0.0, 0
 
     def summary(self) -> dict[str, Any]:
-        """The least and the median of each part."""
-        kept = self._steps[WARM_UP:]
-        columns = {part: [step[part] for step in kept] for part in kept[0]}
+        """The least and the median of each part, in microseconds."""
+        columns: dict[str, list[float]] = {}
+        for step in self._steps[WARM_UP:]:
+            for part, seconds in step.items():
+                columns.setdefault(f"{part}, µs", []).append(seconds * 1e6)
         return {part: (min(column), statistics.median(column)) for part, column in columns.items()}
 
 
