@@ -20,6 +20,8 @@ import horovod
 import horovod.torch as hvd
 from horovod.torch.mpi_ops import Average
 from horovod.common.exceptions import HorovodInternalError
+import horovod.torch.elastic
+from horovod.torch.elastic.state import TorchState
 import atexit, json, multiprocessing, os, pickle, subprocess, sys
 from torch.utils.data import DataLoader, Dataset
 
@@ -41,6 +43,7 @@ if __name__ == "__main__":
         "argv": sys.argv, "file": __file__, "path": sys.path[0], "spec": spec, "package": __package__,
         "size": hvd.size(), "version": horovod.__version__,
         "average": Average is hvd.Average, "error": HorovodInternalError is hvd.HorovodInternalError,
+        "elastic": TorchState is hvd.elastic.TorchState is horovod.torch.elastic.TorchState,
         "workers": list(DataLoader(Names(), batch_size=None, num_workers=1, multiprocessing_context="spawn")),
         "child": by_name("from importlib.util import find_spec; print(find_spec('horovod').origin)"),
         "annotations": list(__annotations__) if "__annotations__" in globals() else None,
@@ -74,6 +77,7 @@ def test_a_script_is_main_and_its_processes_find_horovod_too(tmp_path: Path) -> 
         "version": "0.28.1",
         "average": True,
         "error": True,
+        "elastic": True,
         "workers": ["lightning_ring.horovod True"] * 2,
         "child": str(ROOT / "lightning_ring/horovod/as_horovod/on_path/horovod/__init__.py"),
         "annotations": None,
