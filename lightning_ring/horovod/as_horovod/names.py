@@ -25,6 +25,7 @@ _MODULES = {
     "horovod.torch.functions": f"{_OURS}.functions",
     "horovod.torch.mpi_ops": _OURS,
     "horovod.torch.optimizer": f"{_OURS}.optimizer",
+    "horovod.torch.sync_batch_norm": f"{_OURS}.sync_batch_norm",
 }
 
 
