@@ -87,8 +87,10 @@ def test_survivors_compute_what_fewer_ranks_compute_from_that_state(make: Make) 
 
     def after(comm: ThreadCommunicator) -> dict[str, Any]:
         rank = survivors[comm.rank]
+        versions = [param._version for param in rank.net.parameters()]
         rank.algorithm.move(comm, has_state=True)
         rank.algorithm.detach(wait=False)
+        assert versions == [param._version for param in rank.net.parameters()]  # a backward may be under way
         rank.optimizer.zero_grad()
         rank.attach(comm)
         for number in AFTER:
