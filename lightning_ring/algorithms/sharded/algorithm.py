@@ -274,7 +274,7 @@ class Sharded(Algorithm):
         assert received is not None
         params = list(self._module.parameters())
         for param, value in zip(params, received[0], strict=True):
-            param.copy_(value)
+            param.data.copy_(value)
         by_number = dict(enumerate(params))
         return [{by_number.get(key, key): value for key, value in state.items()} for state in received[1]]
 

@@ -70,7 +70,7 @@ class Rebuilding:
             parts = [(part, part.weight.detach()) for part in self._parts(bucket)]
             flat = self._gather(bucket, parts, bucket.flat.dtype)
             for shard in bucket.shards:
-                shard.param.copy_(shard.full(flat))
+                shard.param.data.copy_(shard.full(flat))  # a backward may follow, whose forward read the same values
         states = [self._whole(state) for state in held]
         self._comm.broadcast_object(None, src=self._first)
         return states

@@ -1,11 +1,149 @@
-"""Which rank contributes each shard when ranks have died."""
+"""Sharded steps whose ranks die: what survivors compute, and which of them contributes each shard."""
 
 from __future__ import annotations
 
-import pytest
+import copy
+from typing import Any
 
+import pytest
+import torch
+from torch.optim import Optimizer
+
+from lightning_ring.algorithms.sharded import Sharded
 from lightning_ring.algorithms.sharded.rebuilding import Standing, holders_of
-from lightning_ring.errors import StateLostError
+from lightning_ring.comm.communicator import Communicator
+from lightning_ring.errors import ConfigurationError, StateLostError
+from tests.algorithms.sharded.test_sharding import OPTIMIZERS, OTHERS, Make, Net, batches, start
+from tests.thread_ranks import ThreadCommunicator, run_ranks
+
+BEFORE, AFTER = range(3), range(3, 6)  # steps of three ranks, and of those that are left
+
+
+class Rank:
+    def __init__(self, make: Make, *, mirrors: bool) -> None:
+        self.net = start()
+        self.optimizer: Optimizer = make(self.net.parameters())
+        self.algorithm = Sharded(bucket_cap_mb=0.0001)
+        self.algorithm.mirrors_shards = mirrors
+
+    def attach(self, comm: Communicator) -> None:
+        self.algorithm.attach(self.net, [self.optimizer], comm, warn=pytest.fail)
+
+    def step(self, comm: Communicator, number: int, *, complete: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none=number % 2 == 0)
+        with self.algorithm.forward():
+            loss = self.net(batches(number, comm.world_size)[comm.rank], number)
+        with self.algorithm.backward():
+            loss.backward()
+        self.algorithm.clip_grad_norm_(self.net.precise(), 0.2)
+        self.algorithm.before_commit()
+        self.optimizer.step()
+        if complete:
+            self.algorithm.after_commit()
+
+    def end(self) -> dict[str, Any]:
+        state = self.algorithm.of(self.optimizer).state_dict(is_rank_zero=True)
+        self.algorithm.detach()
+        return state
+
+
+def fewer_ranks_from_that_state(make: Make, ranks: int) -> tuple[list[Net], dict[str, Any]]:
+    first = [Rank(make, mirrors=False) for _ in range(3)]
+    fewer = [Rank(make, mirrors=False) for _ in range(ranks)]
+
+    def before(comm: ThreadCommunicator) -> dict[str, Any]:
+        first[comm.rank].attach(comm)
+        for number in BEFORE:
+            first[comm.rank].step(comm, number)
+        return first[comm.rank].end()
+
+    saved = run_ranks(3, before)[0]
+
+    def after(comm: ThreadCommunicator) -> dict[str, Any]:
+        rank = fewer[comm.rank]
+        rank.net.load_state_dict(first[0].net.state_dict())
+        rank.attach(comm)
+        rank.algorithm.of(rank.optimizer).load_state_dict(copy.deepcopy(saved))
+        for number in AFTER:
+            rank.step(comm, number)
+        return rank.end()
+
+    states = run_ranks(ranks, after)
+    return [rank.net for rank in fewer], states[0]
+
+
+@pytest.mark.parametrize("make", [OPTIMIZERS["sgd"], *OTHERS])
+def test_survivors_compute_what_fewer_ranks_compute_from_that_state(make: Make) -> None:
+    """Rank 1 dies when it has stepped its shard, of which the others have not got the parameters yet."""
+    ranks = [Rank(make, mirrors=True) for _ in range(3)]
+
+    def before(comm: ThreadCommunicator) -> None:
+        ranks[comm.rank].attach(comm)
+        for number in BEFORE:
+            ranks[comm.rank].step(comm, number, complete=number != BEFORE[-1])
+
+    run_ranks(3, before)
+    survivors = [ranks[0], ranks[2]]
+
+    def after(comm: ThreadCommunicator) -> dict[str, Any]:
+        rank = survivors[comm.rank]
+        versions = [param._version for param in rank.net.parameters()]
+        rank.algorithm.move(comm, has_state=True)
+        rank.algorithm.detach(wait=False)
+        assert versions == [param._version for param in rank.net.parameters()]  # a backward may be under way
+        rank.optimizer.zero_grad()
+        rank.attach(comm)
+        for number in AFTER:
+            rank.step(comm, number)
+        return rank.end()
+
+    states = run_ranks(2, after)
+    nets, expected = fewer_ranks_from_that_state(make, 2)
+    for rank in survivors:
+        for param, other in zip(rank.net.parameters(), nets[0].parameters(), strict=True):
+            assert torch.equal(param, other)
+    for state in states:
+        for index, values in expected["state"].items():
+            for key, value in values.items():
+                assert torch.equal(state["state"][index][key], value), (index, key)
+
+
+def test_a_rank_that_dies_while_others_move_and_one_that_comes() -> None:
+    """Rank 0 has the whole when rank 1 of the three that are left dies; rank 2 has parts; and a process has come."""
+    ranks = [Rank(OPTIMIZERS["sgd"], mirrors=True) for _ in range(4)]
+
+    def before(comm: ThreadCommunicator) -> None:
+        ranks[comm.rank].attach(comm)
+        for number in BEFORE:
+            ranks[comm.rank].step(comm, number)
+
+    run_ranks(3, before)
+    parts = copy.copy(vars(ranks[2].algorithm))
+    held = ranks[2].algorithm.of(ranks[2].optimizer).held_state()
+    run_ranks(3, lambda comm: ranks[comm.rank].algorithm.move(comm, has_state=True))
+    vars(ranks[2].algorithm).update(parts)  # it did not get so far
+    ranks[2].algorithm.of(ranks[2].optimizer).replace_state({})
+    ranks[2].optimizer.state.update(held)
+    assert ranks[2].algorithm._standing(True).place == 2
+    with torch.no_grad():
+        for param in ranks[2].net.parameters():
+            param.zero_()
+    left = [ranks[0], ranks[3], ranks[2]]
+    run_ranks(3, lambda comm: left[comm.rank].algorithm.move(comm, has_state=left[comm.rank] is not ranks[3]))
+    for one, other in zip(ranks[0].net.parameters(), ranks[2].net.parameters(), strict=True):
+        assert torch.equal(one, other)
+    first, third = ranks[0].algorithm._moved, ranks[2].algorithm._moved
+    assert first is not None
+    assert third is not None
+    values = [[value for state in one[0].values() for value in state.values()] for one in (first, third)]
+    assert len(values[0]) == len(values[1]) > 0
+    assert all(torch.equal(a, b) for a, b in zip(*values, strict=True) if isinstance(a, torch.Tensor))
+
+
+def test_an_optimizer_that_communicates_in_its_step_is_refused() -> None:
+    rank = Rank(OPTIMIZERS["lamb"], mirrors=True)
+    with pytest.raises(ConfigurationError, match="LAMB takes norms over all ranks"):
+        run_ranks(1, rank.attach)
 
 
 def standings(*places: int | None, of: int) -> list[Standing]:
