@@ -78,26 +78,31 @@ def sent_bytes() -> int:
 
 @dataclass
 class Replicas:
-    """``called`` in the place of the model; ``barrier`` and ``close`` are collective."""
+    """``called`` in the place of the model. Before an evaluation ``show`` has parameters be what the ranks stand for.
+
+    ``barrier``, ``show`` and ``close`` are collective.
+    """
 
     called: nn.Module
     rank: int
+    show: Callable[[], object]
     barrier: Callable[[], object]
     close: Callable[[], object]
 
 
 def kept_together(module: nn.Module, optimizer: torch.optim.Optimizer, order: dict[str, Any]) -> Replicas:
     """``module`` on this rank, which the order's method keeps equal to the others'."""
-    if order["distribute"] is None:
+    if order["method"]["distribute"] is None:
         rank, store = int(os.environ["OMPI_COMM_WORLD_RANK"]), f"tcp://{order['address']}:29511"
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=order["settings"]["ranks"])
-        return Replicas(DistributedDataParallel(module), rank, dist.barrier, dist.destroy_process_group)
+        return Replicas(DistributedDataParallel(module), rank, lambda: None, dist.barrier, dist.destroy_process_group)
     arguments = {
-        name: instantiate(value) if isinstance(value, dict) else value for name, value in order["distribute"].items()
+        name: instantiate(value) if isinstance(value, dict) else value
+        for name, value in order["method"]["distribute"].items()
     }
     training = distribute(module, optimizer, **arguments)
     assert training.communicator is not None
-    return Replicas(module, training.rank, training.communicator.barrier, training.close)
+    return Replicas(module, training.rank, training.show_averages, training.communicator.barrier, training.close)
 
 
 def train(order: dict[str, Any]) -> dict[str, Any]:
@@ -107,7 +112,9 @@ def train(order: dict[str, Any]) -> dict[str, Any]:
     parts = augmented_digits(settings.copies)
     torch.manual_seed(order["seed"])
     module = network(settings.hidden)
-    optimizer = torch.optim.SGD(module.parameters(), settings.lr, momentum=0.9, weight_decay=settings.weight_decay)
+    optimizer = torch.optim.SGD(
+        module.parameters(), settings.lr, order["method"]["momentum"], weight_decay=settings.weight_decay
+    )
     schedule = WarmupLR(optimizer, warmup_cosine(settings.steps, settings.warmup_steps))
     slower = seconds_of_a_batch(module, settings, parts["train"])
     replicas = kept_together(module, optimizer, order)
@@ -130,6 +137,7 @@ def train(order: dict[str, Any]) -> dict[str, Any]:
         ended = torch.tensor([time.perf_counter() - began])
         dist.broadcast(ended, 0)  # all ranks end at the same step
         spent, sent, step = spent + ended.item(), sent + sent_bytes() - before, step + settings.eval_every
+        replicas.show()
         curve.append((round(spent, 3), accuracy(module, parts["val"])))
     result = {"steps": step, "batch_seconds": slower, "bytes_per_step": sent / step, "curve": curve}
     result["accuracy"] = accuracy(module, parts["test"])

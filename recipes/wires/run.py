@@ -17,7 +17,7 @@ from benchmarks.hosts import open_hosts
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """A way to keep the ranks' models together.
+    """A way to keep the ranks' models together, and the momentum of its SGD.
 
     ``distribute`` holds arguments of `lightning_ring.distribute`, nodes of Hydra among them. `None` is torch's own
     DistributedDataParallel over Gloo.
@@ -25,6 +25,7 @@ class Method:
 
     label: str
     distribute: dict[str, Any] | None
+    momentum: float = 0.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,8 @@ class Run:
     def key(self, settings: Settings) -> str:
         """Equal for runs that would do the same, whatever they are called."""
         text = json.dumps(
-            [asdict(settings), self.method.distribute, self.rate, self.straggler, self.seed], sort_keys=True
+            [asdict(settings), self.method.distribute, self.method.momentum, self.rate, self.straggler, self.seed],
+            sort_keys=True,
         )
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -80,7 +82,7 @@ def execute(run: Run, settings: Settings) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder, open_hosts(settings.hosts, run.rate) as hosts:
         order, result = Path(folder, "order.json"), Path(folder, "result.json")
         address = hosts.address(hosts.names[0])
-        given = {"distribute": run.method.distribute, "straggler": run.straggler, "seed": run.seed, "address": address}
+        given = asdict(run) | {"address": address}
         order.write_text(json.dumps(given | {"settings": asdict(settings), "result": str(result)}))
         command = hosts.mpirun(settings.ranks, sys.executable, "-m", "recipes.wires.rank", str(order))
         limit = 4 * settings.seconds + 120
