@@ -16,6 +16,7 @@ from lightning_ring.comm.backends.gloo import GlooCommunicator
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.waiting import WaitPolicy
 from lightning_ring.horovod.attachments import attach_all, detach_all
+from lightning_ring.horovod.cpu_operations import cpu_backend
 from lightning_ring.horovod.negotiation import Negotiation
 from lightning_ring.horovod.start_timeout import within_start_timeout
 from lightning_ring.horovod.timeline import Timeline
@@ -172,7 +173,7 @@ def newcomers_wait() -> bool | None:
 
 
 def _open(job: Job) -> Communicator:
-    return open_communicator(job, "auto", torch.device("cpu"), TIMEOUT, stall_warning=STALL_WARNING)
+    return open_communicator(job, cpu_backend(), torch.device("cpu"), TIMEOUT, stall_warning=STALL_WARNING)
 
 
 def gradient_communicator(process_set: ProcessSet, device: torch.device) -> Communicator | None:

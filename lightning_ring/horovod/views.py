@@ -15,6 +15,7 @@ from lightning_ring.elastic.ending import end_job_on_error
 from lightning_ring.elastic.generations import Generations
 from lightning_ring.elastic.recovery import BLAME_SECONDS, NUM_ATTEMPTS, VIEW_SECONDS, is_from_a_peer
 from lightning_ring.errors import ConfigurationError, RingError
+from lightning_ring.horovod.cpu_operations import cpu_backend
 from lightning_ring.horovod.errors import HorovodInternalError
 from lightning_ring.job.communicators import open_communicator
 from lightning_ring.job.job import Job
@@ -42,7 +43,7 @@ class Views:
         self._member.open()
         end_job_on_error(self._member)
         atexit.register(self._finish)
-        self._generations = Generations(self._member, "auto", torch.device("cpu"), timeout, stall_warning)
+        self._generations = Generations(self._member, cpu_backend(), torch.device("cpu"), timeout, stall_warning)
         self._policies: list[WaitPolicy] = []
 
     @property
@@ -87,7 +88,7 @@ class Views:
         assert job.policy is not None
         self._policies = [job.policy]
         job.communicator = None  # the next one would close it
-        gradients = open_communicator(job, "auto", torch.device("cpu"), *self._limits)
+        gradients = open_communicator(job, cpu_backend(), torch.device("cpu"), *self._limits)
         self._policies.append(job.policy)
         job.communicator = None
         return job, negotiated, gradients

@@ -12,6 +12,8 @@ import pytest
 import torch
 
 import lightning_ring.horovod as hvd
+from lightning_ring.errors import ConfigurationError
+from lightning_ring.horovod.cpu_operations import cpu_backend
 from tests import forked
 from tests.battery import check_names
 from tests.processes import ROOT, mpirun_command, run
@@ -121,3 +123,11 @@ def test_bad_arguments_of_the_optimizer(arguments: dict[str, Any], expected: str
 
 def test_all_names_are_there() -> None:
     assert all(hasattr(hvd, name) for name in hvd.__all__)
+
+
+def test_an_unknown_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOROVOD_CPU_OPERATIONS", "CCL")
+    with pytest.raises(ConfigurationError, match="HOROVOD_CPU_OPERATIONS='CCL': expected GLOO or MPI"):
+        cpu_backend()
+    monkeypatch.setenv("HOROVOD_CPU_OPERATIONS", "GLOO")
+    assert cpu_backend() == "gloo"
