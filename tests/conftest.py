@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -19,6 +20,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "battery" in item.fixturenames or item.get_closest_marker("slurm") or item.get_closest_marker("netns"):
             item.add_marker("ranks")
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: garbage collections, some of which tests ask for, need not visit it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
