@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -17,7 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.recording import RecordedCommunicator
-from lightning_ring.gradients.compression import COMPRESSORS
+from lightning_ring.gradients.compression import COMPRESSORS, Compressor
 from lightning_ring.gradients.reducer import Reducer
 from lightning_ring.horovod.attachments import attachments
 from lightning_ring.horovod.collectives import Adasum, Average, Sum, reduction
@@ -47,7 +48,8 @@ def DistributedOptimizer(
 
     Args:
         named_parameters: All parameters of the optimizer, with a name of its own each.
-        compression: ``Compression.none``, ``fp16`` or ``bf16``.
+        compression: ``Compression.none``, ``fp16`` or ``bf16``; or one of `RingStrategy`'s, by its name (``"int8"``) or
+            as an object of `lightning_ring.gradients.compression`. What an error feedback keeps is in no state dict.
         backward_passes_per_step: Backwards whose gradients are summed before they are reduced.
         op: Average or Sum of the gradients; or Adasum, which combines what each rank's own step changes.
         gradient_predivide_factor: Only with Average; buckets divide by themselves, without overflow.
@@ -64,19 +66,36 @@ def DistributedOptimizer(
         raise ValueError(f"DistributedOptimizer got op={op}, expected Average, Sum or Adasum.")
     if backward_passes_per_step < 1:
         raise ValueError("backward_passes_per_step must be > 0")
-    name = getattr(compression, "name", None)
-    if name is None and compression is not Compression.none and op != Adasum:
-        raise ValueError("DistributedOptimizer got a compression of your own; expected Compression.none, fp16 or bf16.")
+    format_on_wire = _format_of(compression, op)
     named = _named(optimizer, named_parameters)
     optimizer._parameter_names = {param: name for name, param in named}  # type: ignore[attr-defined]
     attachments.pop(optimizer, None)
     if op == Adasum and process_set.included() and process_set.size() > 1:
         Deltas(optimizer, named, process_set, compression)
         return optimizer
-    attachment = _Attachment(ref(optimizer), named, process_set, (name, backward_passes_per_step, op), sparse_as_dense)
+    how = (format_on_wire, backward_passes_per_step, op)
+    attachment = _Attachment(ref(optimizer), named, process_set, how, sparse_as_dense)
     attachment.attach()
     attachments[optimizer] = attachment
     return optimizer
+
+
+def _format_of(compression: Any, op: str) -> str | Compressor | None:
+    """A name of `COMPRESSORS`, or a compressor. Steps that Adasum combines are converted by ``compression`` itself."""
+    if op == Adasum and hasattr(compression, "decompress"):
+        return None
+    found = compression if isinstance(compression, str | Compressor) else getattr(compression, "name", None)
+    if compression is Compression.none or (op != Adasum and (isinstance(found, Compressor) or found in COMPRESSORS)):
+        return found
+    names = (
+        ""
+        if op == Adasum
+        else f", one of {', '.join(COMPRESSORS)} or a lightning_ring.gradients.compression.Compressor"
+    )
+    raise ValueError(
+        f"DistributedOptimizer got compression={compression!r} with op={op}, expected Compression.none, fp16 or "
+        f"bf16{names}."
+    )
 
 
 def _named(
@@ -107,7 +126,7 @@ class _Attachment:
     optimizer: ref[Optimizer]
     named: list[tuple[str, Parameter]]
     process_set: ProcessSet
-    how: tuple[str | None, int, str]
+    how: tuple[str | Compressor | None, int, str]
     sparse_as_dense: bool
     gradients: _Gradients | None = None
 
@@ -146,7 +165,7 @@ class _Gradients:
         optimizer: Optimizer,
         named: list[tuple[str, Parameter]],
         comm: Communicator,
-        compression: str | None,
+        compression: str | Compressor | None,
         passes: int,
         op: str,
         *,
@@ -170,7 +189,12 @@ class _Gradients:
         self._hooks = hooks = list[Any]()
         for param in dict.fromkeys(param for _, param in named if param.requires_grad):
             hooks.append(param.register_post_accumulate_grad_hook(self._count))  # before the reducer's
-        compressor = COMPRESSORS[compression].build() if compression else None
+        # a new one, without what an earlier generation has kept
+        named_one = COMPRESSORS[compression].build() if isinstance(compression, str) else None
+        compressor = named_one or copy.deepcopy(compression)
+        assert not isinstance(compressor, str)
+        if compressor is not None:
+            compressor.check_optimizers([optimizer])
         self._reducer = kind(RecordedCommunicator(comm, [], label), named, compressor=compressor, warn=_quiet)
         for param in frozen:
             param.requires_grad_(False)

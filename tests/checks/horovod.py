@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_ring.horovod as hvd
+from lightning_ring.gradients.compression import ErrorFeedback, Int8
 from tests.checks.loops import assert_same, batches, loss_of, network, sgd
 
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
@@ -386,6 +387,33 @@ def check_accumulation_sums_and_sum_and_compression() -> None:
     grads = [param.grad for param in model.parameters() if param.grad is not None]
     assert grads
     assert all(torch.equal(grad, grad.half().float()) for grad in grads)
+
+
+def check_compressors_of_the_strategy_carry_gradients() -> None:
+    hvd.init()
+    for compression, tolerance in ((Int8(min_numel=1), 0.01), ("bf16", 0.01), (ErrorFeedback(Int8(min_numel=1)), 0.01)):
+        model = network()
+        before = [param.detach().clone() for param in model.parameters()]
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters(), compression=compression
+        )
+        loss_of(model(batches(1)[0])).backward()
+        own = [param.grad.clone() for param in model.parameters()]
+        optimizer.step()
+        for param, start, grad in zip(model.parameters(), before, own, strict=True):
+            mean = torch.from_numpy(np.mean(MPI.COMM_WORLD.allgather(grad.numpy()), 0))
+            found = start - param.detach()
+            assert (found - mean).abs().max() <= tolerance * mean.abs().max() + 1e-6
+            assert len({each.tobytes() for each in MPI.COMM_WORLD.allgather(param.detach().numpy())}) == 1
+    model = network()
+    with pytest.raises(
+        ValueError, match="compression='int9' with op=Average, expected Compression.none, fp16 or bf16, o"
+    ):
+        hvd.DistributedOptimizer(sgd(model), model.named_parameters(), compression="int9")
+    with pytest.raises(ValueError, match="expected Compression.none, fp16 or bf16."):
+        hvd.DistributedOptimizer(sgd(model), model.named_parameters(), compression="int8", op=hvd.Adasum)
+    with pytest.raises(ValueError, match="momentum twice"):
+        hvd.DistributedOptimizer(sgd(model), model.named_parameters(), compression="dgc")
 
 
 def check_a_rank_without_gradients_takes_part_with_zeros() -> None:
