@@ -87,14 +87,10 @@ def _format_of(compression: Any, op: str) -> str | Compressor | None:
     found = compression if isinstance(compression, str | Compressor) else getattr(compression, "name", None)
     if compression is Compression.none or (op != Adasum and (isinstance(found, Compressor) or found in COMPRESSORS)):
         return found
-    names = (
-        ""
-        if op == Adasum
-        else f", one of {', '.join(COMPRESSORS)} or a lightning_ring.gradients.compression.Compressor"
-    )
+    ours = f", one of {', '.join(COMPRESSORS)} or a Compressor of lightning_ring.gradients.compression"
     raise ValueError(
         f"DistributedOptimizer got compression={compression!r} with op={op}, expected Compression.none, fp16 or "
-        f"bf16{names}."
+        f"bf16{'' if op == Adasum else ours}."
     )
 
 

@@ -406,11 +406,9 @@ def check_compressors_of_the_strategy_carry_gradients() -> None:
             assert (found - mean).abs().max() <= tolerance * mean.abs().max() + 1e-6
             assert len({each.tobytes() for each in MPI.COMM_WORLD.allgather(param.detach().numpy())}) == 1
     model = network()
-    with pytest.raises(
-        ValueError, match="compression='int9' with op=Average, expected Compression.none, fp16 or bf16, o"
-    ):
+    with pytest.raises(ValueError, match=r"compression='int9' with op=Average, expected .*, fp16 or bf16, one of fp16"):
         hvd.DistributedOptimizer(sgd(model), model.named_parameters(), compression="int9")
-    with pytest.raises(ValueError, match="expected Compression.none, fp16 or bf16."):
+    with pytest.raises(ValueError, match=r"fp16 or bf16\.$"):
         hvd.DistributedOptimizer(sgd(model), model.named_parameters(), compression="int8", op=hvd.Adasum)
     with pytest.raises(ValueError, match="momentum twice"):
         hvd.DistributedOptimizer(sgd(model), model.named_parameters(), compression="dgc")
