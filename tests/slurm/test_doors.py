@@ -1,0 +1,31 @@
+"""A plain loop and a script for Horovod as ranks of srun, on two nodes."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.processes import ROOT
+from tests.slurm.cluster import Cluster
+from tests.slurm.test_slurm import JOB_SECONDS, Job
+
+LOOP = ROOT / "tests" / "loops" / "loop_script.py"
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(JOB_SECONDS + 50)]
+
+
+def test_srun_starts_loops_and_scripts_for_horovod(cluster: Cluster, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch, lightning_ring.horovod as hvd\n"
+        "hvd.init()\n"
+        "total = hvd.allreduce(torch.tensor([float(hvd.rank())]), op=hvd.Sum).item()\n"
+        "print(f'hvd {hvd.rank()} of {hvd.size()}, {hvd.local_rank()} of {hvd.local_size()}: {total}', flush=True)\n"
+    )
+    command = f"srun {sys.executable} {LOOP} 0 train; srun {sys.executable} {script}; echo code $?"
+    output = Job(cluster, tmp_path, command, "--nodes=2", "--ntasks=4", "--ntasks-per-node=2").ended()
+    assert "code 0" in output, output
+    for rank in range(4):
+        assert f"rank {rank} of 4: equal=True" in output, output
+        assert f"hvd {rank} of 4, {rank % 2} of 2: 6.0" in output, output
