@@ -92,12 +92,16 @@ def context() -> _Context:
 def init(comm: Any = None, process_sets: Iterable[ProcessSet] | None = None) -> None:
     """Meet the other ranks, however they were started. Collective; a second call does nothing.
 
+    Where a collective ended because another rank called `shutdown`, it closes what is left, and meets the ranks anew.
+
     Args:
         comm: Not taken: the ranks are those that the launcher started. Use ``process_sets``.
         process_sets: Added at once, as by `add_process_set`.
     """
     if _context is not None:
-        return
+        if not any(one._negotiation is not None and one._negotiation.ended for one in _context.sets.values()):
+            return
+        shutdown()  # as some other rank did
     if comm is not None:
         raise ValueError(f"init got comm={comm!r}; only the ranks of the launcher are taken. Use process_sets.")
     with within_start_timeout():
@@ -209,6 +213,9 @@ def shutdown() -> None:
         return
     atexit.unregister(shutdown)
     stop_timeline()
+    for process_set in _context.sets.values():  # all at once: another rank may wait in any of them, and gets an error
+        if process_set._negotiation is not None:
+            process_set._negotiation.leave()
     for process_set in reversed(_context.sets.values()):
         _close(process_set)
     if _context.on_gpu is not None:

@@ -110,9 +110,19 @@ class Negotiation:
                 self._moving.release()
         return all(request.done for request in requests)
 
+    @property
+    def ended(self) -> bool:
+        """Whether nothing can be submitted any more, as after `leave` on some rank."""
+        return self._ended is not None
+
+    def leave(self) -> None:
+        """Tell the others that this rank submits no more, without waiting for them: what they wait for ends."""
+        self._leaving = self._pending.fresh = True
+        self._wake_thread()
+
     def close(self) -> None:
         """End on all ranks. Collective: a rank that has more to do gets an error there."""
-        self._leaving = self._pending.fresh = True
+        self.leave()
         self._waiters.append(None)
         while self._ended is None:
             self._move_in_this_thread()
@@ -144,7 +154,7 @@ class Negotiation:
             self._alarm.wait()
             self._alarm_is_set = False  # before it looks: what is submitted from now on sets it again
             idle_since = time.monotonic()
-            while self._pending.requests and not self._waiters and self._ended is None:
+            while (self._pending.requests or self._leaving) and not self._waiters and self._ended is None:
                 waited = time.monotonic() - idle_since
                 with self._moving:  # a wait of its own tells of ranks that failed
                     moved = self._move(wait=waited > CHECK_SECONDS)

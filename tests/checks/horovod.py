@@ -476,6 +476,20 @@ def check_shutdown_ends_what_is_pending() -> None:
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == SIZE
 
 
+def check_shutdown_ends_what_other_ranks_wait_for_in_any_process_set() -> None:
+    for waits_for_all in (True, False):
+        hvd.init()
+        some = hvd.add_process_set([0, 1]) if SIZE > 2 else hvd.global_process_set
+        if RANK == 0 or (waits_for_all and RANK != 1):
+            with pytest.raises(hvd.HorovodInternalError, match="was shut down on some rank"):
+                hvd.barrier(hvd.global_process_set if waits_for_all else some)
+        else:
+            hvd.shutdown()
+        hvd.init()  # rank 0 has not called shutdown
+        assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == SIZE
+        hvd.shutdown()
+
+
 def check_shut_down_and_begin_again() -> None:
     hvd.init()
     hvd.shutdown()

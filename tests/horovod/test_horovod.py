@@ -37,6 +37,7 @@ def test_on_two_ranks(battery: Any, check: str) -> None:
         "check_batch_norm_sees_the_samples_of_all_ranks",
         "check_adasum_equals_its_definition",
         "check_the_optimizer_combines_steps_by_adasum",
+        "check_shutdown_ends_what_other_ranks_wait_for_in_any_process_set",
     ],
 )
 def test_on_four_ranks(battery: Any, check: str) -> None:
