@@ -217,15 +217,16 @@ class ElasticJob:
             process.child.kill_session()  # what it started
         if isinstance(process.child, Child):
             self._guard.forget(process.child.pid)
+        is_new = process.joins and not steward.membership.was_member(number)
         if self._is_over or (finished and code == 0):
-            process.outlived = by_signal(code) and not self._supervisor.ending  # the job has ended for another reason
+            no_failure = by_signal(code) or (code and is_new and steward.membership.finished)
+            process.outlived = bool(no_failure) and not self._supervisor.ending  # the job ends for another reason
             if process.outlived:
                 self._note_death(process, code)
             return
         if code == 0:
             self._left = self._left or process.name
             return
-        is_new = process.joins and not steward.membership.was_member(number)
         others = (other.child.poll() for other in self._processes if other is not process)
         if (by_signal(code) or is_new) and any(other in (None, 0) for other in others):
             process.outlived = True

@@ -138,6 +138,22 @@ def test_an_exit_ends_the_job_at_once_also_beside_deaths(
 
 
 @pytest.mark.ranks
+def test_a_replacement_that_fails_after_the_training_has_finished_is_no_failure_of_the_job(tmp_path: Path) -> None:
+    script = counting(
+        tmp_path,
+        "if number == '1': when_counting(lambda: os.kill(os.getpid(), signal.SIGKILL))\n"
+        "if number == '2':\n"
+        f"    while not os.path.exists({str(tmp_path / '0.json')!r}): time.sleep(0.01)\n"
+        "    time.sleep(0.5); os._exit(1)\n"
+        "count()\n",
+        steps=100,
+    )
+    done = start("ElasticLimits(2, respawn=RespawnLimits(delay=0.1))", script)
+    assert done.returncode == 0, done.stdout
+    assert re.search(r"process 2 \(pid \d+\) ended with exit code 1; 0 ranks are left", done.stdout), done.stdout
+
+
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("limits", "waited"), [("", ""), (", wait_for_ranks=1.0, respawn=RespawnLimits(delay=60.0)", " for 1 s")]
 )
