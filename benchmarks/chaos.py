@@ -92,14 +92,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=20, help="jobs run until so many faults were carried out")
     parser.add_argument("--seed", type=int, default=0, help="of the first job; the next ones have the next numbers")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="no job starts after so many")
+    parser.add_argument("--json", action="store_true", help="the summary on one line, and no line for each job")
     options = parser.parse_args()
     mounts, no_hosts = chaos_host.own_mounts(), why_not()
     if no_hosts is not None:
         print(f"jobs on several hosts are left out: {no_hosts}", file=sys.stderr)
     results: list[Result] = []
-    seed = options.seed
-    while sum(len(result.faults) for result in results) < options.faults:
+    seed, until = options.seed, time.monotonic() + options.seconds
+    while sum(len(result.faults) for result in results) < options.faults and time.monotonic() < until:
         plan = draw(seed)
         seed += 1
         if seed - options.seed > 10 + 3 * options.faults:

@@ -33,7 +33,7 @@ from lightning_ring.launch.limits import ElasticLimits
 from lightning_ring.launch.respawn import RespawnLimits
 from lightning_ring.membership.silence import SilenceLimits
 
-HANG_SECONDS = 90.0  # in which no process of the job has written anything
+HANG_SECONDS = 180.0  # in which no process of the job has written anything
 LEFT_SECONDS = 20.0  # for what is left when the launcher has ended
 SILENT_SECONDS = 3.0  # after which a stopped process is removed
 _LOOK_SECONDS = 0.005
