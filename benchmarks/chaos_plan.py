@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 
-SAMPLES, BATCH, EPOCHS, STEPS = 96, 4, 2, 10
+SAMPLES, BATCH, EPOCHS = 96, 4, 2
 GRADIENTS, BUCKETS = 6, 2
 PLACES = (
     *("forward", *(f"gradient {number}" for number in range(GRADIENTS))),
@@ -13,7 +13,7 @@ PLACES = (
     *("averages", "commit", "step", "batch_end", "validation", "save", "epoch_end"),
 )
 AFTER_A_DEATH = ("recovery", "connect", "open", "hand_over")  # also where others join
-SHARDED_PLACES = ("mirror", "gather", "move")  # in addition, with sharded optimizers
+SHARDED_PLACES = ("mirror", "gather")  # in addition, with sharded optimizers; and "move" after a death
 
 # How often each is drawn. The rank does these to itself. "exit" is an exit code that is no signal's, which ends the job
 # as an exception would; "stop" is SIGSTOP; "oom" the kernel's answer in a cgroup.
@@ -90,15 +90,17 @@ def with_faults(plan: Plan, draws: random.Random) -> Plan:
     survivor = draws.randrange(plan.ranks // plan.hosts if plan.hosts else plan.ranks)
     others = [number for number in range(plan.ranks) if number != survivor]
     weights = OF_RANKS | OF_MACHINES | (OF_HOSTS if plan.hosts else {})
+    steps = EPOCHS * (SAMPLES // (BATCH * plan.ranks * plan.accumulate))  # while nobody has died
+    after_a_death = (*AFTER_A_DEATH, "move") if plan.sharded else AFTER_A_DEATH
     faults: list[Fault] = []
     for number in draws.sample(others, draws.randint(1, len(others))):
         (kind,) = draws.choices(list(weights), list(weights.values()))
         together = faults and draws.random() < 0.3
-        step = faults[-1].step if together else draws.randrange(1, STEPS)
+        step = faults[-1].step if together else draws.randrange(1, steps)
         if together and draws.random() < 0.5:
             place = faults[-1].place  # two at once
         elif faults and draws.random() < 0.4:
-            place = draws.choice(AFTER_A_DEATH)
+            place = draws.choice(after_a_death)
         else:
             place = draws.choice((*PLACES, *SHARDED_PLACES * 3) if plan.sharded else PLACES)
         if kind == "agent" and plan.host_of(number) == 0:
@@ -107,5 +109,5 @@ def with_faults(plan: Plan, draws: random.Random) -> Plan:
         faults.append(Fault(number, step, place, kind, seconds))
     for number in range(plan.ranks, plan.ranks + (plan.respawns and draws.randint(0, 1))):  # of one that joins
         kind = draws.choices(list(OF_RANKS), list(OF_RANKS.values()))[0]
-        faults.append(Fault(number, 0, draws.choice((*AFTER_A_DEATH, "forward", "commit")), kind))
+        faults.append(Fault(number, 0, draws.choice((*after_a_death, "forward", "commit")), kind))
     return replace(plan, faults=tuple(faults))
