@@ -37,6 +37,7 @@ HANG_SECONDS = 180.0  # in which no process of the job has written anything
 LEFT_SECONDS = 20.0  # for what is left when the launcher has ended
 SILENT_SECONDS = 3.0  # after which a stopped process is removed
 _LOOK_SECONDS = 0.005
+_LOGS = (".out", ".steps", ".samples")
 # in ssh's place: asks for an agent, hands its own streams to it, and ends with it
 _SSH = (
     "import socket, sys; s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]); "
@@ -74,6 +75,13 @@ class Job:
         chaos_host.adopt_orphans()
         (self.folder / "tmp").mkdir()
         self._launcher = self._fork(self._launch)
+        try:
+            self._look_after()
+        finally:
+            self._kill_all()
+            self._listener.close()
+
+    def _look_after(self) -> None:
         came_further = time.monotonic()
         ended: float | None = None
         seen = -1
@@ -85,7 +93,7 @@ class Job:
                 self._mends.remove(mend)
                 assert self._hosts is not None
                 self._hosts.mend(mend[1])
-            written = sum(entry.stat().st_size for entry in os.scandir(self.folder) if entry.is_file())
+            written = sum(log.stat().st_size for log in self.folder.iterdir() if log.suffix in _LOGS)
             came_further, seen = (now, written) if written != seen else (came_further, seen)
             ended = ended or (now if self.code is not None else None)
             if ended is not None and now - ended > LEFT_SECONDS:
@@ -93,7 +101,6 @@ class Job:
             elif now - came_further > HANG_SECONDS:
                 self._give_up(f"hang: in {HANG_SECONDS:.0f} s nobody came further")
             time.sleep(_LOOK_SECONDS)
-        self._listener.close()
 
     # -- processes
 
@@ -191,6 +198,9 @@ class Job:
         for pid in left:
             os.kill(pid, signal.SIGUSR1)  # ranks and launcher write where they are
         time.sleep(1.0)
+        self._kill_all()
+
+    def _kill_all(self) -> None:
         while self._reap():
             for pid in _children():
                 os.kill(pid, signal.SIGKILL)
