@@ -9,10 +9,10 @@ import json
 import os
 import signal
 import sys
+import time
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,49 +23,65 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from benchmarks import chaos_host
+from benchmarks.chaos_plan import BATCH, EPOCHS, SAMPLES, Fault, Plan
 from lightning_ring import RingStrategy
 from lightning_ring.algorithms.sharded import Sharded
 from lightning_ring.algorithms.sharded.mirrors import Mirrors
 from lightning_ring.algorithms.sharded.state import ShardedState
+from lightning_ring.comm.communicator import Work
 from lightning_ring.data import ShuffledSampler
+from lightning_ring.elastic import generations
 from lightning_ring.elastic.recovery import Recovery
+from lightning_ring.gradients.reducer import Reducer
 from lightning_ring.integrations.lightning.elastic import fit as elastic_fit
 from lightning_ring.integrations.lightning.elastic.position import TrainingPosition
 
-SAMPLES, BATCH, EPOCHS, STEPS = 96, 4, 2, 10
-GRADIENTS = 6
-PLACES = (
-    *("forward", *(f"gradient {number}" for number in range(GRADIENTS)), "averages", "commit", "step", "batch_end"),
-    *("validation", "save", "epoch_end", "recovery", "connect", "hand_over"),
-)
-SHARDED_PLACES = ("mirror", "gather", "move")  # in addition, with sharded optimizers
-
-
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """In process ``number``, once ``step`` steps are finished, when it comes to ``place``; ``kind`` as in `KINDS`."""
-
-    number: int
-    step: int
-    place: str
-    kind: str
-
 
 class Faults:
-    """Carries out those of this process."""
+    """Carries out those of this process, each once."""
 
     def __init__(self, folder: Path, number: int, faults: tuple[Fault, ...]) -> None:
-        self._log = folder / f"{number}.fault"
+        self._folder, self._number = folder, number
         self._own = [fault for fault in faults if fault.number == number]
         self.step: Callable[[], int] = lambda: 0
 
     def reach(self, place: str) -> None:
-        for fault in self._own:
+        for fault in list(self._own):
             if fault.place == place and self.step() >= fault.step:
-                self._log.write_text(f"{fault.number} {fault.step} {fault.place.split()[0]} {fault.kind}\n")
-                if fault.kind == "exit":
-                    os._exit(9)
-                os.kill(os.getpid(), signal.SIGSTOP if fault.kind == "stop" else signal.SIGKILL)
+                self._own.remove(fault)
+                self._carry_out(fault)
+
+    def _carry_out(self, fault: Fault) -> None:
+        kind = fault.kind
+        if kind == "oom" and not chaos_host.limit_memory():
+            kind = "kill"
+        full = {"disk": self._folder / "disk", "shm": Path("/dev/shm")}.get(kind)
+        if full is not None and not chaos_host.is_small(full):
+            return  # everybody's
+        place = fault.place.split()[0]
+        with (self._folder / f"{self._number}.fault").open("a") as log:
+            log.write(f"{self._number} {os.uname().nodename} {place} {kind}\n")
+        if kind == "exit":
+            os._exit(9)
+        elif kind == "oom":
+            chaos_host.run_out_of_memory()
+        elif full is not None:
+            chaos_host.fill(full)
+        elif kind in ("kill", "stop"):
+            os.kill(os.getpid(), signal.SIGSTOP if kind == "stop" else signal.SIGKILL)
+        else:
+            self._ask(kind, fault.seconds)
+
+    def _ask(self, kind: str, seconds: float) -> None:
+        """Have the driver of the job do it, while this process stays where it is."""
+        ask = self._folder / f"{self._number}.ask"
+        written = ask.with_suffix(".asking")
+        written.write_text(json.dumps({"kind": kind, "host": os.uname().nodename, "seconds": seconds}))
+        written.rename(ask)
+        while not ask.with_suffix(".done").exists():
+            time.sleep(0.001)
+        ask.with_suffix(".done").unlink()
 
     def plant(self, owner: Any, name: str, place: str) -> None:
         """Reach ``place`` before each call of the function ``name`` of ``owner``."""
@@ -80,8 +96,9 @@ class Faults:
 
 
 class Module(pl.LightningModule):
-    def __init__(self, faults: Faults, folder: Path, number: int) -> None:
+    def __init__(self, faults: Faults, folder: Path, number: int, pace: float) -> None:
         super().__init__()
+        self.pace = pace
         self.net = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 1))
         self.faults = faults
         self.attempts: Counter[int] = Counter()
@@ -95,6 +112,7 @@ class Module(pl.LightningModule):
         with self.samples_log.open("a") as log:
             log.write(json.dumps(entry) + "\n")
         self.faults.reach("forward")
+        time.sleep(self.pace)
         loss = nn.functional.mse_loss(self.net(x), y)
         self.log("loss", loss, sync_dist=True, on_step=True, on_epoch=True)
         return loss
@@ -130,12 +148,26 @@ class Module(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
+class _Planted:
+    """The work of a bucket, whose wait is a place of faults."""
+
+    def __init__(self, work: Work, faults: Faults, place: str) -> None:
+        self._work, self._faults, self._place = work, faults, place
+
+    def wait(self, *args: Any) -> Any:
+        self._faults.reach(self._place)
+        return self._work.wait(*args)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
 def live(folder: Path, number: int, train: Callable[[int], None]) -> NoReturn:
     """The life of a forked process, which writes to ``FOLDER/NUMBER.out``."""
     out = os.open(folder / f"{number}.out", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(out, 1)
     os.dup2(out, 2)
-    faulthandler.register(signal.SIGUSR2)  # where it hangs
+    faulthandler.register(signal.SIGUSR1)  # where it hangs
     code = 1
     try:
         train(number)
@@ -148,14 +180,16 @@ def live(folder: Path, number: int, train: Callable[[int], None]) -> NoReturn:
         os._exit(code)
 
 
-def fit(folder: Path, number: int, plan: Any) -> None:
-    """A fit of process ``number`` with the faults of a `chaos.Plan`."""
+def fit(folder: Path, number: int, plan: Plan) -> None:
+    """A fit of process ``number`` of ``plan``, with its faults."""
     seed, planted = plan.seed, plan.faults
     faults = Faults(folder, number, planted)
+    if plan.nodes > 1:
+        os.environ["RING_NODE_RANK"] = str(number % plan.nodes)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     torch.manual_seed(seed)
-    module = Module(faults, folder, number)
+    module = Module(faults, folder, number, plan.pace)
     faults.step = lambda: module.global_step if module._trainer is not None else 0
     faults.plant(Recovery, "agree", "commit")
     faults.plant(Recovery, "committed", "step")
@@ -165,6 +199,11 @@ def fit(folder: Path, number: int, plan: Any) -> None:
     faults.plant(Mirrors, "receive", "mirror")
     faults.plant(Sharded, "after_commit", "gather")
     faults.plant(Sharded, "move", "move")
+    faults.plant(generations, "prefer_interface", "open")
+    send = Reducer._send
+    Reducer._send = (  # type: ignore[method-assign]
+        lambda self, bucket, name: _Planted(send(self, bucket, name), faults, f"bucket {len(self._works)}")
+    )
     go_back = TrainingPosition.go_back
 
     def counted(position: TrainingPosition) -> Any:
@@ -180,12 +219,12 @@ def fit(folder: Path, number: int, plan: Any) -> None:
         accelerator="cpu",
         max_epochs=EPOCHS,
         accumulate_grad_batches=plan.accumulate,
-        logger=CSVLogger(folder, name="csv"),
+        logger=CSVLogger(folder / "disk", name="csv"),
         log_every_n_steps=1,
         num_sanity_val_steps=0,
-        callbacks=[ModelCheckpoint(folder / "checkpoints", monitor="val_loss", save_top_k=2, save_last=True)],
+        callbacks=[ModelCheckpoint(folder / "disk" / "checkpoints", monitor="val_loss", save_top_k=2, save_last=True)],
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    loader = DataLoader(data, batch_size=BATCH, sampler=order, drop_last=True)
+    loader = DataLoader(data, batch_size=BATCH, sampler=order, drop_last=True, num_workers=plan.workers)
     trainer.fit(module, loader, DataLoader(data, batch_size=BATCH))

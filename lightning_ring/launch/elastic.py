@@ -58,6 +58,7 @@ class ElasticJob:
     _processes: list[JobProcess] = field(default_factory=list, init=False)  # by number
     _by_child: dict[Child | RemoteChild, JobProcess] = field(default_factory=dict, init=False)
     _filled: set[int] = field(default_factory=set, init=False)  # slots that have had a process
+    _failed: str = field(default="", init=False)  # who ended the job without a word, and how
     _left: str = field(default="", init=False)  # who ended with exit code 0 and had not finished
     _below_since: float | None = field(default=None, init=False)
     _ended_since: float | None = field(default=None, init=False)
@@ -107,6 +108,8 @@ class ElasticJob:
                 self._slots.remote.close()
             self._steward.close()
             self._guard.close()
+        if self._steward.ended is not None and not membership.finished:
+            code = code or 1  # also where a signal has ended every process since
         self._say_why(code)
         return code
 
@@ -214,19 +217,23 @@ class ElasticJob:
             process.child.kill_session()  # what it started
         if isinstance(process.child, Child):
             self._guard.forget(process.child.pid)
+        is_new = process.joins and not steward.membership.was_member(number)
         if self._is_over or (finished and code == 0):
-            process.outlived = steward.membership.finished and not self._supervisor.ending and by_signal(code)
+            no_failure = by_signal(code) or (code and is_new and steward.membership.finished)
+            process.outlived = bool(no_failure) and not self._supervisor.ending  # the job ends for another reason
             if process.outlived:
                 self._note_death(process, code)
             return
         if code == 0:
             self._left = self._left or process.name
             return
-        is_new = process.joins and not steward.membership.was_member(number)
         others = (other.child.poll() for other in self._processes if other is not process)
         if (by_signal(code) or is_new) and any(other in (None, 0) for other in others):
             process.outlived = True
             self._note_death(process, code)
+        elif not finished:
+            self._failed = process.death(code, "")
+            steward.end(self._failed)  # it has not said so itself, as an uncaught exception does: os._exit, a C library
 
     def _note_death(self, process: JobProcess, code: int) -> None:
         death = process.death(code, process.removed or self._steward.last_words.get(process.number, ""))
@@ -293,5 +300,6 @@ class ElasticJob:
         for line in self._deaths.given_up.values():
             say(line)
         ended = self._steward.ended
-        if code and ended is not None and not self._steward.membership.finished and self._supervisor.cause != ended:
+        told = (self._supervisor.cause, self._failed)
+        if code and ended is not None and not self._steward.membership.finished and ended not in told:
             say(f"the job has ended: {ended}")

@@ -106,6 +106,55 @@ def test_a_rank_that_fails_by_itself_ends_the_job(tmp_path: Path) -> None:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
+    ("killed", "code", "expected", "told"),
+    [
+        ("2", 9, 9, r"process 1 \(pid \d+\) ended with exit code 9; the job ends"),
+        ("02", 0, 1, r"the job has ended: process 1 \(pid \d+\) left with exit code 0 without having finished"),
+    ],
+)
+def test_an_exit_ends_the_job_at_once_also_beside_deaths(
+    killed: str, code: int, expected: int, told: str, tmp_path: Path
+) -> None:
+    """The launcher is stopped meanwhile, so that it sees all of them at the same time."""
+    script = counting(
+        tmp_path,
+        f"folder = {str(tmp_path)!r}\n"
+        "open(f'{folder}/{number}.pid', 'w').write(str(os.getpid()))\n"
+        "def leave():\n"
+        "    while not all(os.path.exists(f'{folder}/{other}.log') for other in '02'): time.sleep(0.01)\n"
+        "    launcher = os.getppid()\n"
+        "    subprocess.Popen(['sh', '-c', f'sleep 0.5; kill -CONT {launcher}'], start_new_session=True)\n"
+        "    os.kill(launcher, signal.SIGSTOP)\n"
+        f"    for other in {killed!r}: os.kill(int(open(f'{{folder}}/{{other}}.pid').read()), signal.SIGKILL)\n"
+        "    open(f'{folder}/left', 'w').close()\n"
+        f"    os._exit({code})\n"
+        "if number == '1': when_counting(leave)\n"
+        "count()\n",
+    )
+    done = start("ElasticLimits(3)", script)
+    assert time.time() - (tmp_path / "left").stat().st_mtime < 8  # those left are told, and do not go on for 15 s
+    assert done.returncode == expected, done.stdout
+    assert re.search(told, done.stdout.splitlines()[-1]), done.stdout
+
+
+@pytest.mark.ranks
+def test_a_replacement_that_fails_after_the_training_has_finished_is_no_failure_of_the_job(tmp_path: Path) -> None:
+    script = counting(
+        tmp_path,
+        "if number == '1': when_counting(lambda: os.kill(os.getpid(), signal.SIGKILL))\n"
+        "if number == '2':\n"
+        f"    while not os.path.exists({str(tmp_path / '0.json')!r}): time.sleep(0.01)\n"
+        "    time.sleep(0.5); os._exit(1)\n"
+        "count()\n",
+        steps=100,
+    )
+    done = start("ElasticLimits(2, respawn=RespawnLimits(delay=0.1))", script)
+    assert done.returncode == 0, done.stdout
+    assert re.search(r"process 2 \(pid \d+\) ended with exit code 1; 0 ranks are left", done.stdout), done.stdout
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
     ("limits", "waited"), [("", ""), (", wait_for_ranks=1.0, respawn=RespawnLimits(delay=60.0)", " for 1 s")]
 )
 def test_too_few_ranks_end_the_job_with_the_names_of_the_dead(limits: str, waited: str, tmp_path: Path) -> None:

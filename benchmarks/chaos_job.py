@@ -1,0 +1,277 @@
+"""Runs the job of a planted fit: its launcher, its agents and its ranks, and carries out faults that ranks ask for.
+
+Launcher and agents are this package's own (`launch.elastic`, `launch.agent`), in processes of their own, and on hosts
+of their own (`hosts`). One thing is other than in a job of a user: processes are forked from the one that calls this,
+which has imported torch and Lightning, and start no Python. So a job takes seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks import chaos_host
+from benchmarks.chaos_plan import Plan
+from benchmarks.chaos_rank import live
+from benchmarks.hosts import Hosts
+from lightning_ring.launch import agent
+from lightning_ring.launch.child import Child, _bind_to_parent
+from lightning_ring.launch.elastic import ElasticJob
+from lightning_ring.launch.hosts import Host
+from lightning_ring.launch.limits import ElasticLimits
+from lightning_ring.launch.respawn import RespawnLimits
+from lightning_ring.membership.silence import SilenceLimits
+
+HANG_SECONDS = 180.0  # in which no process of the job has written anything
+LEFT_SECONDS = 20.0  # for what is left when the launcher has ended
+SILENT_SECONDS = 3.0  # after which a stopped process is removed
+_LOOK_SECONDS = 0.005
+_LOGS = (".out", ".steps", ".samples")
+# in ssh's place: asks for an agent, hands its own streams to it, and ends with it
+_SSH = (
+    "import socket, sys; s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]); "
+    "socket.send_fds(s, [sys.argv[2].encode()], [0, 1, 2]); sys.exit(int(s.recv(16) or b'1'))"
+)
+
+
+class Job:
+    """Forks the processes of ``plan``, whose ranks call ``train`` with their numbers. They write to ``folder``.
+
+    Attributes:
+        code: The launcher's exit code, -n for signal n.
+        wrong: What went wrong, in words.
+        lost_hosts: That a fault has cut off or ended.
+        steward_died: Whether a fault has ended the launcher.
+    """
+
+    def __init__(self, plan: Plan, folder: Path, train: Callable[[int], None], hosts: Hosts | None = None) -> None:
+        self.plan, self.folder, self.train = plan, folder, train
+        self.code: int | None = None
+        self.wrong: list[str] = []
+        self.lost_hosts: set[str] = set()
+        self.steward_died = False
+        self._hosts = hosts
+        self._agents: dict[int, tuple[str, socket.socket]] = {}  # by pid
+        self._launcher = 0
+        self._mends: list[tuple[float, str]] = []
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(folder / "ssh"))
+        self._listener.listen()
+        self._listener.setblocking(False)
+
+    def run(self) -> None:
+        """Returns once none of the job's processes is left."""
+        chaos_host.adopt_orphans()
+        (self.folder / "tmp").mkdir()
+        self._launcher = self._fork(self._launch)
+        try:
+            self._look_after()
+        finally:
+            self._kill_all()
+            self._listener.close()
+
+    def _look_after(self) -> None:
+        came_further = time.monotonic()
+        ended: float | None = None
+        seen = -1
+        while self._reap():
+            now = time.monotonic()
+            self._start_agents()
+            self._carry_out()
+            for mend in [mend for mend in self._mends if mend[0] <= now]:
+                self._mends.remove(mend)
+                assert self._hosts is not None
+                self._hosts.mend(mend[1])
+            written = sum(log.stat().st_size for log in self.folder.iterdir() if log.suffix in _LOGS)
+            came_further, seen = (now, written) if written != seen else (came_further, seen)
+            ended = ended or (now if self.code is not None else None)
+            if ended is not None and now - ended > LEFT_SECONDS:
+                self._give_up(f"left behind {LEFT_SECONDS:.0f} s after the launcher's end")
+            elif now - came_further > HANG_SECONDS:
+                self._give_up(f"hang: in {HANG_SECONDS:.0f} s nobody came further")
+            time.sleep(_LOOK_SECONDS)
+
+    # -- processes
+
+    def _fork(self, run: Callable[[], Any]) -> int:
+        pid = os.fork()
+        if pid:
+            return pid
+        code = 1
+        try:
+            os.setsid()
+            _die_with_parent()
+            code = run() or 0
+        except BaseException as error:
+            sys.excepthook(type(error), error, error.__traceback__)
+        finally:
+            os._exit(code)
+
+    def _launch(self) -> int:
+        out = os.open(self.folder / "launcher.out", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+        for number in (1, 2):
+            os.dup2(out, number)
+        tempfile.tempdir = str(self.folder / "tmp")
+        plan, hosts = self.plan, self._hosts
+        limits = ElasticLimits(
+            plan.ranks,
+            respawn=RespawnLimits(plan.respawns, delay=0.1) if plan.respawns else None,
+            silence=SilenceLimits(answer=SILENT_SECONDS),
+        )
+        Child.start = lambda child, cwd, **names: self._start_child(child, names)  # type: ignore[method-assign]
+        listed = []
+        if hosts is not None:
+            chaos_host.enter(hosts.names[0])
+            listed = [Host(name, plan.ranks // plan.hosts) for name in hosts.names]
+        ssh = [sys.executable, "-I", "-S", "-c", _SSH, str(self.folder / "ssh")]
+        return ElasticJob(["a rank"], limits, dict(os.environ), listed, lambda host, _: [*ssh, host.name]).run()
+
+    def _start_child(self, child: Child, variables: dict[str, str]) -> None:
+        """`Child.start`, which forks in the place of starting a program."""
+        bind, environ = _bind_to_parent(child.dies_with_parent), {**child.environ, **variables}
+        number = int(environ["RING_MEMBER"])
+        pid = os.fork()
+        if pid == 0:
+            os.setsid()
+            assert bind is not None
+            bind()
+            os.closerange(3, 1024)  # as if a program was started; objects that hold them live to the end of this one
+            os.environ.clear()
+            os.environ.update(environ)
+            live(self.folder, number, self.train)
+        child.process = _Forked(pid, self.folder / f"{number}.code")  # type: ignore[assignment]
+
+    def _start_agents(self) -> None:
+        while True:
+            try:
+                client, _ = self._listener.accept()
+            except BlockingIOError:
+                return
+            client.setblocking(True)
+            name, streams, _, _ = socket.recv_fds(client, 256, 3)
+
+            def run(host: str = name.decode(), streams: list[int] = streams) -> int:
+                for number, stream in enumerate(streams):
+                    os.dup2(stream, number)
+                os.closerange(3, 1024)
+                chaos_host.enter(host)
+                sys.stdin = open(0)  # noqa: SIM115
+                Child.start = lambda child, cwd, **names: self._start_child(child, names)  # type: ignore[method-assign]
+                return agent.main()
+
+            self._agents[self._fork(run)] = name.decode(), client
+            for stream in streams:
+                os.close(stream)
+
+    def _reap(self) -> bool:
+        """Whether any process is left."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return False
+            if not pid:
+                return True
+            code = os.waitstatus_to_exitcode(status)
+            if pid == self._launcher:
+                self.code = code
+            elif pid in self._agents:
+                _, client = self._agents.pop(pid)
+                with contextlib.suppress(OSError):  # it was killed
+                    client.sendall(f"{code % 256}".encode())
+                client.close()
+
+    def _give_up(self, why: str) -> None:
+        left = _children()
+        self.wrong.append(f"{why}: {', '.join(f'{pid} ({_state(pid)})' for pid in left)}")
+        for pid in left:
+            os.kill(pid, signal.SIGUSR1)  # ranks and launcher write where they are
+        time.sleep(1.0)
+        self._kill_all()
+
+    def _kill_all(self) -> None:
+        while self._reap():
+            for pid in _children():
+                os.kill(pid, signal.SIGKILL)
+            time.sleep(_LOOK_SECONDS)
+
+    # -- faults
+
+    def _carry_out(self) -> None:
+        for ask in self.folder.glob("*.ask"):
+            asked = json.loads(ask.read_text())
+            ask.unlink()
+            self._do(asked["kind"], asked["host"], asked["seconds"])
+            ask.with_suffix(".done").touch()
+
+    def _do(self, kind: str, host: str, seconds: float) -> None:
+        if kind == "steward":
+            self.steward_died = True
+            os.kill(self._launcher, signal.SIGKILL)
+            return
+        assert self._hosts is not None
+        steward_is_here = host == self._hosts.names[0]
+        self.lost_hosts |= set(self._hosts.names[1:]) if steward_is_here else {host}
+        if kind == "agent":
+            for pid, (where, _) in self._agents.items():
+                if where == host:
+                    os.kill(pid, signal.SIGKILL)
+        else:
+            self._hosts.cut(host)
+            if seconds:
+                self._mends.append((time.monotonic() + seconds, host))
+        if kind == "host":
+            self.steward_died |= steward_is_here
+            listed = subprocess.run(["ip", "netns", "pids", host], capture_output=True, text=True, timeout=20).stdout
+            for pid in map(int, listed.split()):
+                os.kill(pid, signal.SIGKILL)
+
+
+class _Forked:
+    """What `Child` asks of its `subprocess.Popen`. The exit code also goes into a file."""
+
+    def __init__(self, pid: int, log: Path) -> None:
+        self.pid = pid
+        self._log = log
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            done, status = os.waitpid(self.pid, os.WNOHANG)
+            if done:
+                self.returncode = os.waitstatus_to_exitcode(status)
+                self._log.write_text(str(self.returncode))
+        return self.returncode
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))  # PR_SET_PDEATHSIG
+
+
+def _children() -> list[int]:
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        found += [int(stat.parent.name)] if int(fields[1]) == os.getpid() else []
+    return found
+
+
+def _state(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "gone"

@@ -1,0 +1,113 @@
+"""What a seed of `chaos.py` decides: the ranks of a job, where they run, and their faults."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+
+SAMPLES, BATCH, EPOCHS = 96, 4, 2
+GRADIENTS, BUCKETS = 6, 2
+PLACES = (
+    *("forward", *(f"gradient {number}" for number in range(GRADIENTS))),
+    *(f"bucket {number}" for number in range(BUCKETS)),  # that this rank is about to wait for
+    *("averages", "commit", "step", "batch_end", "validation", "save", "epoch_end"),
+)
+AFTER_A_DEATH = ("recovery", "connect", "open", "hand_over")  # also where others join
+SHARDED_PLACES = ("mirror", "gather")  # in addition, with sharded optimizers; and "move" after a death
+
+# How often each is drawn. The rank does these to itself. "exit" is an exit code that is no signal's, which ends the job
+# as an exception would; "stop" is SIGSTOP; "oom" the kernel's answer in a cgroup.
+OF_RANKS = {"kill": 8, "exit": 1, "stop": 2, "oom": 3}
+# These the rank asks the job's driver for, or does to what it shares with others, and goes on, if it can.
+# "disk" and "shm" are full from then on: the folder of checkpoints and logs, and /dev/shm
+OF_MACHINES = {"disk": 1, "shm": 1, "steward": 1}
+OF_HOSTS = {"cut": 5, "host": 3, "agent": 4}  # "host" is a power failure
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """In process ``number``, once ``step`` steps are finished, when it comes to ``place``. A cut link is mended after
+    ``seconds``, or never (0)."""
+
+    number: int
+    step: int
+    place: str
+    kind: str
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A job: its ranks, where they run, its faults.
+
+    With ``hosts`` each host is a network namespace; else all ranks are here, on pretended ``nodes``, which they take by
+    turns. A dead process is replaced up to ``respawns`` times.
+    """
+
+    seed: int
+    ranks: int
+    backend: str = "auto"
+    accumulate: int = 1
+    respawns: int = 0
+    faults: tuple[Fault, ...] = ()
+    nodes: int = 1
+    sharded: bool = False  # optimizers
+    hosts: int = 0
+    workers: int = 0  # processes of the training loader
+    pace: float = 0.0  # seconds of a forward
+
+    def host_of(self, number: int) -> int:
+        """Of one of the first processes."""
+        return number // (self.ranks // self.hosts) if self.hosts else 0
+
+
+def draw(seed: int) -> Plan:
+    draws = random.Random(seed)
+    hosts = draws.choice([0, 0, 0, 2, 3])
+    ranks, nodes = draws.choice(
+        {0: [(2, 1), (3, 1), (4, 1), (5, 1), (4, 2), (6, 2), (6, 3)], 2: [(4, 1), (6, 1)], 3: [(3, 1), (6, 1)]}[hosts]
+    )
+    sharded = draws.random() < 0.4
+    respawns = draws.choice([0, 1, 2])
+    plan = Plan(
+        seed,
+        ranks,
+        backend=draws.choice(["auto", "gloo"]) if nodes == 1 else "auto",
+        accumulate=draws.choice([1, 1, 2]),
+        respawns=respawns,
+        faults=(),
+        nodes=nodes,
+        sharded=sharded,
+        hosts=hosts,
+        workers=int(draws.random() < 0.2),
+        pace=0.15 if respawns and draws.random() < 0.5 else 0.0,  # so that newcomers come in time
+    )
+    return with_faults(plan, draws)
+
+
+def with_faults(plan: Plan, draws: random.Random) -> Plan:
+    """``plan`` with faults. One rank beside the steward has none, rank 0 as often as others."""
+    survivor = draws.randrange(plan.ranks // plan.hosts if plan.hosts else plan.ranks)
+    others = [number for number in range(plan.ranks) if number != survivor]
+    weights = OF_RANKS | OF_MACHINES | (OF_HOSTS if plan.hosts else {})
+    steps = EPOCHS * (SAMPLES // (BATCH * plan.ranks * plan.accumulate))  # while nobody has died
+    after_a_death = (*AFTER_A_DEATH, "move") if plan.sharded else AFTER_A_DEATH
+    faults: list[Fault] = []
+    for number in draws.sample(others, draws.randint(1, len(others))):
+        (kind,) = draws.choices(list(weights), list(weights.values()))
+        together = faults and draws.random() < 0.3
+        step = faults[-1].step if together else draws.randrange(1, steps)
+        if together and draws.random() < 0.5:
+            place = faults[-1].place  # two at once
+        elif faults and draws.random() < 0.4:
+            place = draws.choice(after_a_death)
+        else:
+            place = draws.choice((*PLACES, *SHARDED_PLACES * 3) if plan.sharded else PLACES)
+        if kind == "agent" and plan.host_of(number) == 0:
+            kind = "kill"  # there is none beside the steward
+        seconds = draws.choice([0.0, 0.2, 0.6, 2.5]) if kind == "cut" else 0.0
+        faults.append(Fault(number, step, place, kind, seconds))
+    for number in range(plan.ranks, plan.ranks + (plan.respawns and draws.randint(0, 1))):  # of one that joins
+        kind = draws.choices(list(OF_RANKS), list(OF_RANKS.values()))[0]
+        faults.append(Fault(number, 0, draws.choice((*after_a_death, "forward", "commit")), kind))
+    return replace(plan, faults=tuple(faults))

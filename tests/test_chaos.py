@@ -1,0 +1,68 @@
+"""Planted faults: a few of `benchmarks/chaos.py`, and that its checks find what they look for."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.chaos_checks import check_samples, check_steps
+from benchmarks.chaos_plan import BATCH, SAMPLES, Plan, draw
+from tests.processes import ROOT, run
+
+SEED, FAULTS = 0, 6
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(200)
+def test_fits_with_planted_faults_lose_nothing() -> None:
+    """One hundred: ``python benchmarks/chaos.py --faults 100``."""
+    command = [sys.executable, str(ROOT / "benchmarks" / "chaos.py"), "--seed", str(SEED), "--faults", str(FAULTS)]
+    done = run([*command, "--json"], timeout=180)
+    assert done.returncode == 0, done.stdout
+    assert json.loads(done.stdout.splitlines()[-1])["faults"] >= FAULTS
+
+
+def write(folder: Path, name: str, *lines: object) -> None:
+    (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@pytest.mark.parametrize(
+    ("second", "wrong"),
+    [
+        ([[2, "b"], [3, "c"]], []),
+        ([[2, "b"], [3, "other"]], ["ranks differ after step 3"]),
+        ([[5, "e"]], ["steps are missing: [1, 2, 3, 5]"]),
+    ],
+)
+def test_steps_that_differ_or_are_missing_are_found(second: list[object], wrong: list[str], tmp_path: Path) -> None:
+    write(tmp_path, "0.steps", [1, "a"], [2, "b"], [3, "c"])
+    write(tmp_path, "1.steps", *second)
+    with (tmp_path / "1.steps").open("a") as log:
+        log.write("[4, ")  # of a process that was killed
+    assert check_steps(tmp_path) == wrong
+
+
+@pytest.mark.parametrize(
+    ("change", "wrong"),
+    [
+        (lambda samples: samples[: -BATCH + 1], []),
+        (lambda samples: samples[:-BATCH], [f"epoch 0 left out {BATCH} samples"]),
+        (lambda samples: [samples[5], *samples], ["epoch 0 trained on 1 samples twice"]),
+    ],
+)
+def test_samples_that_are_read_twice_or_left_out_are_found(change, wrong: list[str], tmp_path: Path) -> None:
+    """The first attempt of a step that was done again does not count."""
+    write(tmp_path, "0.samples", [0, 0, 0, [1, 1]], [0, 0, 1, change(list(range(SAMPLES)))])
+    assert check_samples(tmp_path, Plan(0, ranks=1)) == wrong
+
+
+def test_a_seed_is_a_plan_and_one_rank_beside_the_steward_lives() -> None:
+    for seed in range(300):
+        plan = draw(seed)
+        assert plan == draw(seed)
+        faulty = {fault.number for fault in plan.faults}
+        here = [number for number in range(plan.ranks) if plan.host_of(number) == 0]
+        assert set(here) - faulty, plan
