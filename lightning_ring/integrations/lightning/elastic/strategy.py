@@ -20,7 +20,7 @@ from lightning_ring.comm.recording import RecordedCommunicator
 from lightning_ring.errors import StateLostError
 from lightning_ring.integrations.lightning.elastic.checks import check_fit
 from lightning_ring.integrations.lightning.elastic.fit import ElasticFit
-from lightning_ring.integrations.lightning.elastic.last_checkpoint import where_to_go_on
+from lightning_ring.integrations.lightning.elastic.last_checkpoint import go_on_from
 from lightning_ring.integrations.lightning.elastic.metric_sync import gathering_through
 from lightning_ring.integrations.lightning.elastic.position import TrainingPosition
 from lightning_ring.integrations.lightning.elastic.rank_zero_files import names_of, take_names
@@ -30,7 +30,7 @@ from lightning_ring.integrations.lightning.stop_requests import leave_sigterm_to
 from lightning_ring.integrations.lightning.strategy import RingStrategy, _inform, _warn
 from lightning_ring.job.launchers.elastic import started_by_steward
 from lightning_ring.job.members import nodes_of
-from lightning_ring.membership.member import JobEnded
+from lightning_ring.membership.member import RESUME_FROM, JobEnded
 from lightning_ring.monitor.terminal import widen_terminal
 
 T = TypeVar("T")
@@ -53,7 +53,7 @@ class ElasticStrategy(RingStrategy):
         super().__init__(**(arguments | {"elastic": True, "monitor": False}))
         self._fit: ElasticFit | None = None
         self._in_fit = ExitStack()  # what the fit has changed in Trainer and module
-        self._leaves_states_out = False
+        self._leaves_states_out = self._holds_whole_states = False
         self._blocked: ExitStack | None = None  # in a backward whose gradients are accumulated
 
     def _configure_launcher(self) -> None:
@@ -67,6 +67,9 @@ class ElasticStrategy(RingStrategy):
         if trainer is None or trainer.state.fn == TrainerFn.FITTING or self._fit is None:
             self._fit = ElasticFit(self)
             self._fit.start()
+            checkpoint = os.environ.get(RESUME_FROM)
+            if trainer is not None and checkpoint and self._fit.process.num_fits == 1 and not self._fit.waits_to_join:
+                self._in_fit.callback(go_on_from(trainer, checkpoint))
         self._process_group_backend = torch.distributed.get_backend()
 
     def setup(self, trainer: pl.Trainer) -> None:
@@ -128,7 +131,7 @@ class ElasticStrategy(RingStrategy):
         try:
             self.algorithm.move(comm, has_state=self._fit.recovery.step is not None)
         except StateLostError as error:
-            raise StateLostError(f"{error} {where_to_go_on(self.fit_trainer)}") from None
+            self._fit.lose_state(error)
         self._place_mirrors()
 
     def _place_mirrors(self) -> None:
@@ -178,7 +181,18 @@ class ElasticStrategy(RingStrategy):
         finally:
             self._leaves_states_out = False
 
+    @contextmanager
+    def whole_optimizer_states(self) -> Iterator[None]:
+        """Around a checkpoint of a rank that holds the whole of them, as after the shards were put together."""
+        self._holds_whole_states = True
+        try:
+            yield
+        finally:
+            self._holds_whole_states = False
+
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        if self._holds_whole_states:
+            return optimizer.state_dict()
         return {} if self._leaves_states_out else super().optimizer_state(optimizer)
 
     # -- training

@@ -141,6 +141,20 @@ def test_survivors_compute_what_fewer_ranks_compute_from_that_state(
     assert {end["digest"] for end in ends} == {end["digest"] for end in again}
 
 
+def test_a_job_that_has_lost_a_shard_goes_on_from_its_last_checkpoint_by_itself(tmp_path: Path) -> None:
+    """Rank 2 is the mirror of rank 1. Two new processes end with the bits of a fresh job from that checkpoint."""
+    first, fresh = tmp_path / "first", tmp_path / "fresh"
+    first.mkdir()
+    fresh.mkdir()
+    env = {"FIT_DROPOUT": "0", "FIT_STRATEGY": json.dumps({"shard_optimizer": True})}
+    ends = fit(first, "auto", "1:10:forward", "2:10:forward", **env)
+    assert [(end["number"], end["rank"], end["world_size"]) for end in ends] == [(4, 0, 2), (5, 1, 2)]
+    (checkpoint,) = (first / "checkpoints").glob("epoch=0-*.ckpt")
+    again = fit(fresh, "auto", ranks=2, FIT_RESUME=str(checkpoint), **env)
+    assert {end["digest"] for end in ends} == {end["digest"] for end in again}
+    assert {end["step"] for end in ends} == {end["step"] for end in again} == {9 + 18}
+
+
 @pytest.mark.skipif("RING_TORTURE" not in os.environ, reason="minutes of random kills: RING_TORTURE=1")
 @pytest.mark.parametrize("seed", range(2))
 def test_a_fit_outlives_random_kills(seed: int, tmp_path: Path) -> None:
