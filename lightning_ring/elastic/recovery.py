@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import replace
 from typing import Protocol
 
@@ -56,6 +57,7 @@ class Recovery:
         newcomers_wait: Whether all ranks have agreed to let newcomers in: `pause` has to follow the step.
         pausing: Whether this rank is in `pause`.
         parted: Whether this rank holds a part of the training's state.
+        since: When this rank left the view before, in seconds of `time.perf_counter`.
     """
 
     def __init__(self, member: Member, generations: Generations, training: Training) -> None:
@@ -65,6 +67,7 @@ class Recovery:
         self.newcomers_wait = False
         self.pausing = False
         self.parted = False
+        self.since = 0.0
         self.training = training
         self._member = member
         self._generations = generations
@@ -116,6 +119,7 @@ class Recovery:
 
     def _go_on(self, error: Exception | None) -> None:
         attempts = 0
+        self.since = time.perf_counter()
         while True:
             self._generations.close(_as_ring_error(error))
             self._member.report(Report(self.step, self.complete, self.parted))

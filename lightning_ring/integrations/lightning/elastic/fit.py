@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -24,6 +25,7 @@ from lightning_ring.integrations.lightning.elastic.process import Connecting, el
 from lightning_ring.integrations.lightning.elastic.rank_zero_files import take_over
 from lightning_ring.integrations.lightning.elastic.resize import Resize
 from lightning_ring.integrations.lightning.elastic.step_undo import remember_progress, remember_step
+from lightning_ring.integrations.lightning.elastic.watchers import tell_monitors
 from lightning_ring.job.exit import say
 from lightning_ring.job.job import Job, adopt
 from lightning_ring.job.members import own_member
@@ -272,6 +274,7 @@ class ElasticFit:
             strategy.attach_anew(comm)
         self.calls.compare(comm, joins=joins)
         if not strategy.in_fit:
+            strategy.rank_changes.of_view(view.members, 0, 0.0)
             return
         trainer = strategy.fit_trainer
         if not joins and not view.last:  # a last view trains no more
@@ -284,6 +287,9 @@ class ElasticFit:
         trainer.fit_loop.epoch_loop.val_loop._combined_loader = None  # its sampler has the ranks before
         if strategy.is_global_zero and not was_rank_zero:
             take_over(trainer)
+        changes = strategy.rank_changes
+        if changes.of_view(view.members, self.recovery.step or 0, time.perf_counter() - self.recovery.since):
+            tell_monitors(trainer, changes)
 
     @property
     def _job(self) -> Job:

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.recording import RecordedCommunicator
+from lightning_ring.elastic.rank_changes import RankChanges
 from lightning_ring.errors import StateLostError
 from lightning_ring.integrations.lightning.elastic.checks import check_fit
 from lightning_ring.integrations.lightning.elastic.fit import ElasticFit
@@ -31,6 +32,7 @@ from lightning_ring.integrations.lightning.strategy import RingStrategy, _inform
 from lightning_ring.job.launchers.elastic import started_by_steward
 from lightning_ring.job.members import nodes_of
 from lightning_ring.membership.member import RESUME_FROM, JobEnded
+from lightning_ring.monitor.ring_monitor import add_monitor
 from lightning_ring.monitor.terminal import widen_terminal
 
 T = TypeVar("T")
@@ -41,7 +43,9 @@ class ElasticStrategy(RingStrategy):
 
     A death is survived from the first training step to the end of the fit: in a step, in collectives that Lightning
     calls between steps, in validation and in saving. In set-up, test and predict, and in collectives that code calls by
-    itself between steps, it ends the job, as with `RingStrategy`. No `RingMonitor` is added.
+    itself between steps, it ends the job, as with `RingStrategy`.
+
+    ``rank_changes`` counts deaths and joins.
 
     Raises:
         ConfigurationError: The fit needs something that a death would destroy, or that is not written yet.
@@ -50,7 +54,8 @@ class ElasticStrategy(RingStrategy):
     strategy_name = "ring_elastic"
 
     def __init__(self, **arguments: Any) -> None:
-        super().__init__(**(arguments | {"elastic": True, "monitor": False}))
+        super().__init__(**(arguments | {"elastic": True}))
+        self.rank_changes = RankChanges()
         self._fit: ElasticFit | None = None
         self._in_fit = ExitStack()  # what the fit has changed in Trainer and module
         self._leaves_states_out = self._holds_whole_states = False
@@ -78,6 +83,8 @@ class ElasticStrategy(RingStrategy):
             check_fit(trainer)
             if self._fit is not None and self._fit.waits_to_join:
                 trainer.num_sanity_val_steps = 0  # the others have done it
+                if self.options.monitor:
+                    add_monitor(trainer)  # before its first collective
             elif self._fit is not None:
                 self._fit.resize.begin(self.world_size)
 
@@ -284,6 +291,13 @@ class ElasticStrategy(RingStrategy):
         return self._fit.take_step(lambda compute: plain(optimizer, compute, model, **kwargs), closure)
 
     # -- collectives of Lightning between steps
+
+    def call_together(self, run: Callable[[], T]) -> T:
+        """``run()``, which calls collectives that all ranks call between two steps; again where a rank dies in it.
+
+        Every rank gets a result, which may be another rank's: it has to be the same on all of them.
+        """
+        return self._call(run)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         self._call(lambda: super(ElasticStrategy, self).barrier(*args, **kwargs))

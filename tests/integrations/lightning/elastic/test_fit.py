@@ -68,7 +68,13 @@ def check(folder: Path, ends: list[dict[str, Any]], world_size: int) -> None:
         for step, digest in map(json.loads, log.read_text().splitlines()):
             assert digests.setdefault(step, digest) == digest, (log.name, step)
     with (folder / "csv" / "version_0" / "metrics.csv").open() as file:
-        steps = [int(row["step"]) for row in csv.DictReader(file) if row["loss_step"]]
+        rows = list(csv.DictReader(file))
+    sizes = [float(row["ring/world_size"]) for row in rows if row["ring/world_size"]]
+    died, joined = (max(float(row.get(f"ring/{name}") or 0) for row in rows) for name in ("deaths", "joins"))
+    assert sizes[-1] == world_size == sizes[0] - died + joined
+    assert died > 0 or len(set(sizes)) == 1
+    assert all(row["ring/step_ms"] for row in rows if row["ring/gradient_norm"])  # RingMonitor goes on
+    steps = [int(row["step"]) for row in rows if row["loss_step"]]
     assert steps == sorted(set(steps)), steps
     assert len(set(range(ends[0]["step"])) - set(steps)) <= 1  # the line that a rank 0 had yet to write when it died
     assert len(list((folder / "csv").iterdir())) == 1
