@@ -268,6 +268,7 @@ class ElasticFit:
             )
         was_rank_zero = self.recovery.step is None or strategy.is_global_zero
         self._adopt(self._job)
+        strategy.timeline.follow(comm)
         if joins:
             strategy.attach_newcomer(comm)
         elif strategy.in_fit:
@@ -288,7 +289,9 @@ class ElasticFit:
         if strategy.is_global_zero and not was_rank_zero:
             take_over(trainer)
         changes = strategy.rank_changes
-        if changes.of_view(view.members, self.recovery.step or 0, time.perf_counter() - self.recovery.since):
+        step = view.step or 0  # a newcomer learns its own count later
+        if changes.of_view(view.members, step, time.perf_counter() - self.recovery.since):
+            strategy.timeline.ranks_changed(changes.latest, self.recovery.since)
             tell_monitors(trainer, changes)
 
     @property

@@ -57,6 +57,7 @@ def hand_over_fit(strategy: ElasticStrategy, fit: ElasticFit, comm: Communicator
             broadcast_optimizer_state(optimizer, comm)
     if receives:
         _restore(trainer, strategy, fit, state)
+    strategy.timeline.let_in(comm, joins=receives)
 
 
 def _state(trainer: pl.Trainer, strategy: ElasticStrategy, fit: ElasticFit) -> dict[str, Any]:

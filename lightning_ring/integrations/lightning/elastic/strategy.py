@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.recording import RecordedCommunicator
 from lightning_ring.elastic.rank_changes import RankChanges
-from lightning_ring.errors import StateLostError
+from lightning_ring.errors import ConfigurationError, StateLostError
 from lightning_ring.integrations.lightning.elastic.checks import check_fit
 from lightning_ring.integrations.lightning.elastic.fit import ElasticFit
 from lightning_ring.integrations.lightning.elastic.last_checkpoint import go_on_from
@@ -34,6 +34,7 @@ from lightning_ring.job.members import nodes_of
 from lightning_ring.membership.member import RESUME_FROM, JobEnded
 from lightning_ring.monitor.ring_monitor import add_monitor
 from lightning_ring.monitor.terminal import widen_terminal
+from lightning_ring.timeline.settings import SWITCH_VARIABLE
 
 T = TypeVar("T")
 
@@ -56,6 +57,11 @@ class ElasticStrategy(RingStrategy):
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**(arguments | {"elastic": True}))
         self.rank_changes = RankChanges()
+        if self.timeline.settings.switch is not None:
+            raise ConfigurationError(
+                f"{SWITCH_VARIABLE} does not work with elastic=True: ranks look at the switch together, and a death "
+                "would part them. Record the whole fit (RING_TIMELINE, timeline=), or use strategy='ring'."
+            )
         self._fit: ElasticFit | None = None
         self._in_fit = ExitStack()  # what the fit has changed in Trainer and module
         self._leaves_states_out = self._holds_whole_states = False
@@ -72,8 +78,11 @@ class ElasticStrategy(RingStrategy):
         if trainer is None or trainer.state.fn == TrainerFn.FITTING or self._fit is None:
             self._fit = ElasticFit(self)
             self._fit.start()
+            timeline, process = self.timeline, self._fit.process
+            timeline.number, timeline.waits = process.member.number, self._fit.waits_to_join
+            timeline.call_together = self._call
             checkpoint = os.environ.get(RESUME_FROM)
-            if trainer is not None and checkpoint and self._fit.process.num_fits == 1 and not self._fit.waits_to_join:
+            if trainer is not None and checkpoint and process.num_fits == 1 and not timeline.waits:
                 self._in_fit.callback(go_on_from(trainer, checkpoint))
         self._process_group_backend = torch.distributed.get_backend()
 

@@ -41,7 +41,6 @@ def test_elastic_chooses_the_class_and_nothing_else_changes() -> None:
         ({"elastic": True, "shard_optimizer": True, "bucket_cap_mb": "auto"}, "in the middle of the training"),
         ({"elastic": True, "compression": "powersgd"}, "rounding errors"),
         ({"elastic": True, "uneven": "join", "force_communication": True}, "uneven='join', force_communication=True"),
-        ({"elastic": True, "timeline": "trace.json"}, "timeline"),
         ({"elastic": True, "start_method": "fork"}, "start_method='fork'"),
     ],
 )

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.checks.trace_format import read_trace, slices
 from tests.processes import ROOT, elastic_command, run
 
 RANK = str(ROOT / "tests" / "integrations" / "lightning" / "elastic" / "fitting_rank.py")
@@ -106,11 +107,19 @@ def test_a_step_of_several_batches_is_done_again_from_its_first_one(tmp_path: Pa
 
 def test_a_newcomer_trains_on_as_the_others_do(tmp_path: Path) -> None:
     deaths = ("2:0:start", "1:3:backward", "0:8:forward")  # the first one is replaced before the training begins
-    ends = fit(tmp_path, "auto", *deaths, respawn=True, ranks=3, FIT_WAIT="6", FIT_NEWCOMER="4")
+    strategy = json.dumps({"timeline": str(tmp_path / "trace" / "trace.json")})
+    env = {"FIT_WAIT": "6", "FIT_NEWCOMER": "4", "FIT_STRATEGY": strategy}
+    ends = fit(tmp_path, "auto", *deaths, respawn=True, ranks=3, **env)
     check(tmp_path, [end for end in ends if end], len(ends))
     assert len(ends) >= 2
     assert json.loads((tmp_path / "3.log").read_text().splitlines()[0])[:2] == [0, 0]
     assert (tmp_path / "4.json").exists()  # it took the place of process 1
+    events = read_trace(tmp_path / "trace" / "trace.json")
+    of_newcomer = [slice["name"] for slice in slices(events, "ranks", 4)]
+    assert of_newcomer[0].startswith("process 4 joined: 3 ranks after step")
+    told = [slice["name"] for slice in slices(events, "ranks", ends[0]["number"]) if "died" in slice["name"]]
+    assert told == ["process 1 died: 2 ranks after step 3", "process 0 died: 2 ranks after step 8"]
+    assert len(slices(events, "steps", 4)) > 5
     text = (tmp_path / "csv" / "version_0" / "hparams.yaml").read_text()
     assert "lr: 0.01" in text  # the next rank 0 keeps what the first one wrote
 
