@@ -24,7 +24,8 @@ def test_a_trial_is_survived_and_the_launcher_and_hosts_are_told() -> None:
     assert check(Request(4, 3, 30.0, part=True)) == []
 
 
-def test_a_trial_that_fails_is_broken(tmp_path: Path) -> None:
+def test_a_trial_that_fails_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # of which `python -m` imports first
     package = tmp_path / "lightning_ring"
     package.mkdir()
     (package / "__init__.py").write_text("raise ImportError('another package of this name')")
