@@ -171,8 +171,6 @@ class RingOptions:
             "force_communication": (True,),
         }
         found = [f"{name}={value!r}" for name in refused if (value := getattr(self, name)) in refused[name]]
-        if self.timeline is not None:
-            found.append("timeline")
         if found:
             raise ConfigurationError(
                 f"RingStrategy got elastic=True with {', '.join(found)}, which does not work with ranks that come and "

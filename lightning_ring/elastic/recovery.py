@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import replace
 from typing import Protocol
 
@@ -55,6 +56,8 @@ class Recovery:
         view: The current view, of the ranks that are connected.
         newcomers_wait: Whether all ranks have agreed to let newcomers in: `pause` has to follow the step.
         pausing: Whether this rank is in `pause`.
+        parted: Whether this rank holds a part of the training's state.
+        since: When this rank left the view before, in seconds of `time.perf_counter`.
     """
 
     def __init__(self, member: Member, generations: Generations, training: Training) -> None:
@@ -63,6 +66,8 @@ class Recovery:
         self.view: View | None = None
         self.newcomers_wait = False
         self.pausing = False
+        self.parted = False
+        self.since = 0.0
         self.training = training
         self._member = member
         self._generations = generations
@@ -114,9 +119,10 @@ class Recovery:
 
     def _go_on(self, error: Exception | None) -> None:
         attempts = 0
+        self.since = time.perf_counter()
         while True:
             self._generations.close(_as_ring_error(error))
-            self._member.report(Report(self.step, self.complete))
+            self._member.report(Report(self.step, self.complete, self.parted))
             view = self._member.next_view(VIEW_SECONDS)
             if self.step is not None and view.step is not None and view.step > self.step:
                 self.commit()
@@ -130,6 +136,9 @@ class Recovery:
                     error = None
                     continue
                 self.training.enter(connected, self._generations.open(connected))
+                if view.last:
+                    self._generations.communicator.barrier()  # nobody needs this rank any more
+                    raise JobEnded(f"The job ends: {view.last}.")
             except (JobEnded, ConfigurationError, StateLostError):
                 raise
             except (RingError, RuntimeError, TimeoutError) as again:

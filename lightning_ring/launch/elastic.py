@@ -17,11 +17,13 @@ from lightning_ring.launch.discovery import Discovery
 from lightning_ring.launch.hosts import Host
 from lightning_ring.launch.job_process import JobProcess, by_signal
 from lightning_ring.launch.limits import ElasticLimits
+from lightning_ring.launch.new_start import NewStarts
 from lightning_ring.launch.orphan_guard import OrphanGuard
 from lightning_ring.launch.remote import HostLine, RemoteChild, ssh_line
 from lightning_ring.launch.respawn import RespawnLimits
 from lightning_ring.launch.slots import Slots
 from lightning_ring.launch.supervisor import PEERS_SECONDS, Supervisor, stop_grace
+from lightning_ring.membership.member import RESUME_FROM
 from lightning_ring.membership.membership import Membership
 from lightning_ring.membership.steward import Steward
 
@@ -64,6 +66,7 @@ class ElasticJob:
     _ended_since: float | None = field(default=None, init=False)
     _next_idle: float = field(default=0.0, init=False)
     _shown: int = field(default=-1, init=False)
+    _new_starts: NewStarts = field(default_factory=NewStarts, init=False)
     _slots: Slots = field(init=False)
     _deaths: Deaths = field(init=False)
     _supervisor: Supervisor = field(init=False)
@@ -94,13 +97,17 @@ class ElasticJob:
         self._guard = OrphanGuard(f"the process that started the ranks (pid {os.getpid()}) has gone: they end")
         children = [self._next_child(slot) for slot in range(ranks)]
         self._supervisor = Supervisor(
-            children, grace=stop_grace(self.environ), excuses=self._outlives, wait=self._look_after
+            children,
+            grace=stop_grace(self.environ),
+            excuses=self._outlives,
+            wait=self._look_after,
+            goes_on=lambda: self._begins_again,
         )
         try:
             code = self._supervisor.run(cwd)
         finally:
             for process in self._processes:
-                if process.died is not None and process.number not in membership.finishers:
+                if process.died is not None and process.number not in self._steward.membership.finishers:
                     process.child.kill_session()
             if self.discovery is not None:
                 self.discovery.close()
@@ -108,7 +115,7 @@ class ElasticJob:
                 self._slots.remote.close()
             self._steward.close()
             self._guard.close()
-        if self._steward.ended is not None and not membership.finished:
+        if self._steward.ended is not None and not self._steward.membership.finished:
             code = code or 1  # also where a signal has ended every process since
         self._say_why(code)
         return code
@@ -125,7 +132,9 @@ class ElasticJob:
     def _next_child(self, slot: int) -> Child | RemoteChild:
         number = len(self._processes)
         self._filled.add(slot)
-        child = self._slots.child(slot, number, self._steward.variables(number, self._slots.listens[1]))
+        variables = self._steward.variables(number, self._slots.listens[1])
+        variables[RESUME_FROM] = self._new_starts.checkpoint
+        child = self._slots.child(slot, number, variables)
         joins = self._steward.membership.view is not None
         process = self._by_child[child] = JobProcess(number, slot, child, joins, time.monotonic())
         self._processes.append(process)
@@ -160,8 +169,25 @@ class ElasticJob:
                 f"{self._left} left with exit code 0 without having finished its training. Leave a fit by "
                 "trainer.should_stop on all ranks, not by sys.exit() on one"
             )
-        if self._steward.ended is not None:
+        if self._begins_again:
+            self._begin_again(now)
+        elif self._steward.ended is not None:
             self._end(now)
+
+    @property
+    def _begins_again(self) -> bool:
+        return self._steward.resume_from is not None and not self._supervisor.ending
+
+    def _begin_again(self, now: float) -> None:
+        """From a checkpoint, with new processes, once those that have lost their state have ended."""
+        slots = self._new_starts.look(self._steward, self._unended, now)
+        if slots is None:
+            return
+        if not slots:
+            self._supervisor.fail(PEERS_SECONDS)
+        self._ended_since, self._below_since, self._shown = None, None, -1
+        for slot in slots:
+            self._supervisor.start(self._next_child(slot))
 
     def _grow(self, discovery: Discovery, now: float) -> None:
         """Start ranks in slots that have had none, or whose host was gone for a while, up to the most ranks."""
@@ -217,6 +243,10 @@ class ElasticJob:
             process.child.kill_session()  # what it started
         if isinstance(process.child, Child):
             self._guard.forget(process.child.pid)
+        if self._begins_again:
+            process.outlived = True
+            self._new_starts.note_end(process, code)
+            return
         is_new = process.joins and not steward.membership.was_member(number)
         if self._is_over or (finished and code == 0):
             no_failure = by_signal(code) or (code and is_new and steward.membership.finished)
@@ -278,7 +308,7 @@ class ElasticJob:
         if not others_may_come or now - self._below_since > self.limits.wait_for_ranks:
             left = len(membership.members) or len(membership.newcomers)
             waited = f" for {now - self._below_since:.0f} s" if others_may_come else ""
-            self._steward.end(
+            self._steward.end_with_too_few(
                 f"{left} of its ranks are left{waited}, and it goes on with {self.limits.min_ranks} or more "
                 f"(--min-ranks). Dead: {'; '.join(self._deaths.told)}"
             )

@@ -18,6 +18,7 @@ from lightning_ring.membership.view import View
 
 CONNECT_SECONDS = 30.0
 FINISH_SECONDS = 10.0
+RESUME_FROM = "RING_RESUME_FROM"  # a checkpoint: an earlier start of the job has lost its state
 _LOST_SECONDS = 2.0
 
 
@@ -124,7 +125,7 @@ class Member:
 
     def report(self, report: Report) -> None:
         """Say where this rank stands. From here on it writes nothing that another rank reads, until the next view."""
-        standing = {"step": report.step, "complete": report.complete}
+        standing = {"step": report.step, "complete": report.complete, "parted": report.parted}
         self._send({"kind": "report", "generation": self.generation, **standing})
 
     def next_view(self, timeout: float) -> View:
@@ -185,6 +186,13 @@ class Member:
     def fail(self, text: str) -> None:
         """Say that this rank failed by an error of its program, which ends the job."""
         self._send({"kind": "failed", "text": text})
+
+    def lose_state(self, text: str, checkpoint: str, version: int) -> None:
+        """Say that no rank can go on, and that all processes of the job are to begin again from ``checkpoint``.
+
+        ``version`` is another number when the file has changed.
+        """
+        self._send({"kind": "lost", "text": text, "checkpoint": checkpoint, "version": version})
 
     def close(self) -> None:
         """Hang up. The steward takes a member that has not finished for dead."""

@@ -27,6 +27,7 @@ class Membership:
         self.finishers: set[int] = set()  # members that have finished the training
         self._seen: set[int] = set()  # members of any view
         self._has_state = False
+        self._last = ""  # why the job ends with the next view
 
     @property
     def members(self) -> list[int]:
@@ -58,7 +59,25 @@ class Membership:
     @property
     def below_min_ranks(self) -> bool:
         """Whether nothing but too few ranks is in the way of the next view."""
-        return self._is_settled() and len(self._reports) < self._min_ranks
+        return self._is_settled() and len(self._reports) < self._min_ranks and not self._last
+
+    def end_with_last_view(self, why: str) -> bool:
+        """Below ``min_ranks``: let the ranks that are left meet once more, if each has a part of the state.
+
+        Returns whether they do.
+        """
+        if any(report.parted and report.step is not None for report in self._reports.values()):
+            self._last = why
+        return bool(self._last)
+
+    @property
+    def last_word(self) -> str:
+        """Why the job is over, once its last view has no members any more."""
+        return self._last if not self.members else ""
+
+    def begin_anew(self) -> Membership:
+        """The membership of the processes that follow when all of these have ended."""
+        return Membership(self._min_ranks, self._max_ranks)
 
     def knows(self, member: int) -> bool:
         """Whether ``member`` was started, and may still take part."""
@@ -111,9 +130,9 @@ class Membership:
             DisagreementError: As `agreed_step`.
             StateLostError: Only newcomers are left.
         """
-        if not self._is_settled() or len(self._reports) < self._min_ranks:
+        if not self._is_settled() or (len(self._reports) < self._min_ranks and not self._last):
             return None
-        members = [*self.members, *self.newcomers][: self._max_ranks]
+        members = [*self.members, *([] if self._last else self.newcomers)][: self._max_ranks]
         if self._has_state and all(self._reports[member].step is None for member in members):
             raise StateLostError(
                 f"Every rank that held the training's state has died; the {len(members)} that wait have none. Start "
@@ -124,7 +143,7 @@ class Membership:
         newcomers = () if step is None else tuple(member for member in members if reports[member].step is None)
         order = sorted(members, key=lambda member: member in newcomers)  # stable: rank 0 has state
         generation = 0 if self.view is None else self.view.generation + 1
-        self.view = View(generation, tuple(order), step, newcomers)
+        self.view = View(generation, tuple(order), step, newcomers, self._last)
         self.stopping = False
         self._seen.update(members)
         return self.view

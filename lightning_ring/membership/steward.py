@@ -32,6 +32,7 @@ class Steward:
     Attributes:
         ended: Why the job is over, once it is.
         last_words: What processes said about their failure that were in no view.
+        resume_from: Checkpoint, and its version, from which the processes are to begin again, once the state is lost.
     """
 
     def __init__(
@@ -45,10 +46,11 @@ class Steward:
         self.membership = membership
         self.ended: str | None = None
         self.last_words: dict[int, str] = {}
+        self.resume_from: tuple[str, int] | None = None
         self._kill = kill
         self._store = KeyValue()
         self._silence = Silence(silence or SilenceLimits(), idle)
-        self._connections = Connections(self, membership.knows, host)
+        self._connections = Connections(self, lambda member: self.membership.knows(member), host)
         self._told_to_stop = True
         self._told_of_newcomers = False
         self._why = ""
@@ -92,6 +94,19 @@ class Steward:
             for member in [*self.membership.members, *self.membership.newcomers]:
                 self._tell(member, {"kind": "end", "why": why, "finished": self.membership.finished})
 
+    def end_with_too_few(self, why: str) -> None:
+        """As `end`; but ranks that each have a part of the state get a last view first, to save it."""
+        if self.membership.end_with_last_view(why):
+            self._advance()
+        else:
+            self.end(why)
+
+    def begin_anew(self) -> None:
+        """Serve the processes that follow. All earlier ones have ended."""
+        self.membership = self.membership.begin_anew()
+        self.ended, self.resume_from, self.last_words = None, None, {}
+        self._told_to_stop, self._why = True, ""
+
     def close(self) -> None:
         self._connections.close()
 
@@ -104,7 +119,8 @@ class Steward:
         if kind == "hello":
             self._tell(member, {"kind": "standing", "begun": self.membership.view is not None})
         elif kind == "report":
-            self.membership.report(member, message["generation"], Report(message["step"], message["complete"]))
+            report = Report(message["step"], message["complete"], message["parted"])
+            self.membership.report(member, message["generation"], report)
             self._why = self._why or (
                 "newcomers wait" if self.membership.newcomers else f"process {member} connects anew"
             )
@@ -122,6 +138,10 @@ class Steward:
                 self.last_words[member] = message["text"]  # the others go on: it fails on its own host
             else:
                 self.end(message["text"])
+        elif kind == "lost":
+            if self.ended is None and not self.membership.finishers:
+                self.resume_from = message["checkpoint"], message["version"]
+            self.end(message["text"])
 
     def hung_up(self, member: int) -> None:
         """The connection of ``member`` has ended."""
@@ -182,6 +202,8 @@ class Steward:
                 self._tell(member, {"kind": "newcomers"})
         if self.membership.finished:
             self.end("the training has finished")
+        elif self.membership.last_word:
+            self.end(self.membership.last_word)
 
     def _tell(self, member: int, message: Message) -> None:
         self._connections.tell(member, message)

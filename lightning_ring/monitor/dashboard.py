@@ -28,19 +28,22 @@ _IMAGE = "ring/buckets of a step"
 class Dashboard:
     """Writes to the TensorBoard loggers of ``trainer``, on rank 0, what `Logger.log_metrics` cannot.
 
-    Layout and hyper-parameters are written at once. Without TensorBoard: one warning, and nothing is written.
+    Layout and hyper-parameters are written at once; hyper-parameters only where the run ``begins``. Without
+    TensorBoard: one warning, and nothing is written.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Trainer, *, begins: bool = True) -> None:
         self._loggers = [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
         csv_instead = any(isinstance(logger, CSVLogger) for logger in trainer.loggers)
         if not self._loggers and csv_instead and importlib.util.find_spec("tensorboard") is None:
             _warn_of_missing("tensorboard", "scalars go to the other loggers, and its pages are left out")
         self._drawn = time.monotonic()
-        _log_hyperparameters(trainer, hyperparameters(trainer))
+        if begins:
+            _log_hyperparameters(trainer, hyperparameters(trainer))
         charts = layout(
             trust_ratios=any(hasattr(optimizer, "trust_ratios") for optimizer in trainer.optimizers),
             communicates=getattr(trainer.strategy, "communicator", None) is not None,
+            ranks_change=getattr(trainer.strategy, "rank_changes", None) is not None,
             judged_by=[getattr(callback, "monitor", None) for callback in trainer.checkpoint_callbacks],
         )
         for logger in self._loggers:
@@ -73,7 +76,7 @@ class Dashboard:
 
 
 def layout(
-    trust_ratios: bool, communicates: bool, judged_by: Sequence[str | None] = ()
+    trust_ratios: bool, communicates: bool, ranks_change: bool = False, judged_by: Sequence[str | None] = ()
 ) -> dict[str, dict[str, list[Any]]]:
     """The custom scalars' page: categories, charts, and expressions for the tags in each.
 
@@ -92,6 +95,13 @@ def layout(
             "slowest rank, ms behind the others": ["ring/slowest_rank_behind_ms/.*"],
         }
     }
+    ranks = {
+        "Ranks": {
+            "ranks": ["ring/world_size$"],
+            "deaths and joins, in all": ["ring/deaths$", "ring/joins$"],
+            "standstill of the last change, ms": ["ring/standstill_ms$"],
+        }
+    }
     pages = {
         "Training": {
             "loss": ["(?!ring/).*loss.*"],
@@ -108,6 +118,7 @@ def layout(
             "memory, GB": ["ring/memory_gb$", "ring/cuda_.*_gb$"],
         },
         **(communication if communicates else {}),
+        **(ranks if ranks_change else {}),
         "Data": {
             "waiting for data, ms": ["ring/data_ms$", "ring/data_ms_slowest$"],
             "waiting for data, share of the slowest rank's step": ["ring/data_share$"],

@@ -87,7 +87,8 @@ class RowExchange:
         if is_gpu(device):
             numbers = numbers.pin_memory().to(device, non_blocking=True)
         numbers = torch.cat([numbers, on_device.to(numbers.device)])
-        self._flat = numbers.new_zeros(self._world_size * numbers.numel())
+        self._width = numbers.numel()
+        self._flat = numbers.new_zeros(self._world_size * self._width)
         index = comm.shard_index if comm is not None else 0
         shard(self._flat, self._world_size, index).copy_(numbers)
         self._work: Work | None = CompletedWork()
@@ -108,9 +109,18 @@ class RowExchange:
         if self._copy is not None:
             self._flat = self._copy.value()
 
+    def table(self) -> Tensor:
+        """Block until all ranks' numbers are on the host; a row a rank. Raises `RingError`: as `Work.wait`."""
+        self.wait()
+        return self._flat.view(-1, self._width)
+
+    def take(self, table: Tensor) -> None:
+        """Have ``table``, which all ranks have, in the place of what this exchange has brought."""
+        self._flat = table.flatten()
+
     def finish(self) -> tuple[list[RankRow], Tensor]:
         """After `wait`: all ranks' rows, by rank, and the sum over ranks of what was ``on_device``."""
-        table = self._flat.view(self._world_size, -1)
+        table = self._flat.view(-1, self._width)
         rows = [RankRow.from_list(row) for row in table[:, :_NUM_NUMBERS].tolist()]
         return sorted(rows, key=lambda row: row.rank), table[:, _NUM_NUMBERS:].sum(0)
 

@@ -22,7 +22,7 @@ from lightning_ring.monitor.narrow_bars import narrow
 from lightning_ring.monitor.optimizer_numbers import SkippedSteps, gradient_squares, learning_rates, trust_ratios
 from lightning_ring.monitor.rank_rows import Memory, RankRow, RowExchange
 from lightning_ring.monitor.ring_report import UNKNOWN, LoggedStep, RingReport, numbers_on_device
-from lightning_ring.monitor.run_record import record_end, record_start
+from lightning_ring.monitor.run_record import record_change, record_end, record_start
 from lightning_ring.monitor.step_record import StepTimes
 from lightning_ring.monitor.step_timer import StepTimer
 from lightning_ring.monitor.step_window import RecordedStep, StepWindow
@@ -104,6 +104,28 @@ class RingMonitor(Callback):
         if self._fit is not None:
             self._fit.close()
             self._fit = None
+
+    @property
+    def log_every_n_steps(self) -> int:
+        """In the current fit, on all ranks."""
+        return self._fit.log_every_n_steps if self._fit is not None else 0
+
+    @log_every_n_steps.setter
+    def log_every_n_steps(self, every: int) -> None:
+        if self._fit is not None:
+            self._fit.log_every_n_steps = every
+
+    def on_ranks_changed(self, trainer: Trainer, scalars: dict[str, float], text: str) -> None:
+        """Ranks have died or come, as ``text`` says; ``scalars`` are logged. Calls no collective."""
+        fit = self._fit
+        if fit is None or not trainer.is_global_zero:
+            return
+        if fit.dashboard is None:  # another rank was rank 0 before
+            narrow(trainer)
+            fit.dashboard = fit.left_out.run(_PAGES, None, Dashboard, trainer, begins=False)
+        for logger in trainer.loggers:
+            logger.log_metrics(scalars, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+        fit.left_out.run(_RECORD, None, record_change, trainer, text)
 
     def _draw(self, fit: _Fit, draw: Callable[[Dashboard, RecordedStep | None, RingReport | None], None]) -> None:
         if fit.dashboard is not None and fit.window is not None:
@@ -193,12 +215,16 @@ class RingMonitor(Callback):
         if trainer.is_global_zero:
             rates = run(_OPTIMIZERS, rates, learning_rates, trainer.optimizers)
             ratios = run(_OPTIMIZERS, ratios, trust_ratios, trainer.optimizers)
-        row = RankRow(trainer.global_rank, skipped, times, memory)
+
+        def exchange() -> RowExchange:
+            row = RankRow(trainer.global_rank, skipped, times, memory)  # the rank may change where others die
+            return RowExchange(_communicator(trainer), row, on_device, place)
+
         fit.pending = LoggedStep(
             step=trainer.fit_loop.epoch_loop._batches_that_stepped,
             learning_rates=rates,
             trust_ratios=ratios,
-            rows=RowExchange(fit.communicator, row, on_device, place),
+            rows=_exchanged(trainer, exchange),
         )
 
     def _receive(self, trainer: Trainer, fit: _Fit, *, wait: bool) -> None:
@@ -216,6 +242,8 @@ class RingMonitor(Callback):
         scalars = fit.left_out.run(_REPORT, {}, report.scalars)
         if (algorithm := getattr(trainer.strategy, "algorithm", None)) is not None:
             scalars |= {f"ring/{name}": value for name, value in algorithm.metrics().items()}
+        if (changes := getattr(trainer.strategy, "rank_changes", None)) is not None:
+            scalars |= changes.scalars()
         fit.logged.update(name for name, value in scalars.items() if value)  # what is always 0 gets no chart
         scalars = {name: value for name, value in scalars.items() if name in fit.logged}
         for logger in trainer.loggers if scalars else ():
@@ -223,6 +251,26 @@ class RingMonitor(Callback):
         if fit.dashboard is not None:
             fit.left_out.run(_PAGES, None, fit.dashboard.add_histograms, report)
         fit.left_out.run(_BAR, None, _show_on_bar, trainer, report)
+
+
+def _communicator(trainer: Trainer) -> Communicator | None:
+    return getattr(trainer.strategy, "communicator", None)
+
+
+def _exchanged(trainer: Trainer, exchange: Callable[[], RowExchange]) -> RowExchange:
+    """``exchange()``, under way; where ranks may die, ended: all of them have to get the same rows."""
+    call_together = getattr(trainer.strategy, "call_together", None)
+    if call_together is None:
+        return exchange()
+    latest: list[RowExchange] = []
+
+    def run() -> Tensor:
+        latest[:] = [exchange()]
+        return latest[0].table()
+
+    table = call_together(run)
+    latest[0].take(table)
+    return latest[0]
 
 
 class _Fit:
@@ -235,8 +283,7 @@ class _Fit:
         self.window: StepWindow | None = self.left_out.run(_TIMES, None, StepWindow, trainer)
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         self.skipped: SkippedSteps | None = self.left_out.run(_SKIPPED, None, SkippedSteps, trainer.optimizers, scaler)
-        self.communicator: Communicator | None = getattr(trainer.strategy, "communicator", None)
-        if self.communicator is None and trainer.world_size > 1:
+        if _communicator(trainer) is None and trainer.world_size > 1:
             rank_zero_warn(
                 f"RingMonitor sees no other rank, and no communication, under {type(trainer.strategy).__name__}: what "
                 "it logs is rank 0's. Use strategy='ring' or 'ring_sharded' for the rest."

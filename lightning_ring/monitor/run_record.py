@@ -24,6 +24,12 @@ def record_start(trainer: Trainer) -> None:
         logger.experiment.add_scalar("ring/world_size", trainer.world_size, trainer.global_step)
 
 
+def record_change(trainer: Trainer, text: str) -> None:
+    """On rank 0: ranks have died or come."""
+    for logger in _loggers(trainer):
+        logger.experiment.add_text("ring/ranks", text, trainer.global_step)
+
+
 def record_end(trainer: Trainer, error: BaseException | None = None) -> None:
     """On rank 0: "finished", or the error that ended the fit, also that of another rank where it is known."""
     text = "finished" if error is None else f"{type(error).__name__}: {error}"

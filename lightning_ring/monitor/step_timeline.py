@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from lightning.pytorch import Trainer
 
@@ -15,9 +17,10 @@ from lightning_ring.host.accelerator import gpu_module, is_gpu
 from lightning_ring.monitor.step_record import StepRecord
 from lightning_ring.monitor.step_timer import StepTimer
 from lightning_ring.timeline.clocks import DeviceClock
+from lightning_ring.timeline.joining import invitation_to, join_session
 from lightning_ring.timeline.session import Session, start_session
 from lightning_ring.timeline.settings import TimelineSettings
-from lightning_ring.timeline.tracks import BACKWARD, DATA, FORWARD, OPTIMIZER, PAUSES, STEPS
+from lightning_ring.timeline.tracks import BACKWARD, DATA, FORWARD, OPTIMIZER, PAUSES, RANKS, STEPS
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +32,11 @@ class StepTimeline:
     """Records a fit in a trace, from its start, while a switch is on, or from `start` to `stop`.
 
     Each recording makes a trace of its own: ``trace.json``, ``trace-2.json`` and so on.
+
+    Attributes:
+        number: Of this process, where ranks may change (`ranks_changed`).
+        waits: Whether this process is to join others, which may record already.
+        call_together: Calls collectives that all ranks call, again where a rank dies in them.
     """
 
     def __init__(self, settings: TimelineSettings, listeners: list[Listener]) -> None:
@@ -40,6 +48,12 @@ class StepTimeline:
         self._timer: StepTimer | None = None
         self._batches = 0
         self._refused = False  # by `start`, since the switch is on
+        self.number: int | None = None
+        self.waits = False
+        self.call_together: Callable[[Callable[[], list[str]]], list[str]] = lambda run: run()
+        self._max_bytes = 0
+        self._ranks_since = 0.0  # when the ranks were connected that there are
+        self._num_ranks = 1
 
     @property
     def recording(self) -> bool:
@@ -74,12 +88,23 @@ class StepTimeline:
                 "The timeline was started outside a fit. Start it in a hook of the module or of a callback, such as "
                 "on_train_batch_start, on all ranks; RingStrategy(timeline='trace.json') records from the start."
             )
-        max_bytes = int((max_mb if max_mb is not None else self.settings.max_mb) * 2**20)
-        about = {"strategy": type(trainer.strategy).__name__, "epoch": trainer.current_epoch}
-        device = trainer.strategy.root_device
-        clock = DeviceClock(device) if is_gpu(device) else None
-        self._session = start_session(Path(chosen), self._comm, max_bytes=max_bytes, about=about, seconds_of=clock)
-        self._session.recorder.begin_step(_batch_number(trainer), time.perf_counter())
+        self._max_bytes = int((max_mb if max_mb is not None else self.settings.max_mb) * 2**20)
+        about: dict[str, Any] = {"strategy": type(trainer.strategy).__name__, "epoch": trainer.current_epoch}
+        about["ranks_change"] = self.number is not None
+        session = start_session(
+            Path(chosen),
+            self._comm,
+            max_bytes=self._max_bytes,
+            about=about,
+            seconds_of=_device_clock(trainer),
+            number=self.number,
+        )
+        self._record_in(session, trainer)
+
+    def _record_in(self, session: Session, trainer: Trainer) -> None:
+        self._session, self._ranks_since = session, time.perf_counter()
+        self._num_ranks = session.comm.world_size if session.comm is not None else 1
+        session.recorder.begin_step(_batch_number(trainer), self._ranks_since)
         self._listeners.append(self._session.recorder.collective)
         self._timer = StepTimer.attach(trainer)
         self._timer.listeners.append(self._on_step)
@@ -92,7 +117,16 @@ class StepTimeline:
             return
         if is_gpu(device := trainer.strategy.root_device):
             gpu_module(device).synchronize(device)  # what it has not come to would be left out
-        session.finish()
+        if self.number is not None:
+            self._slice_of_ranks(session, time.perf_counter())
+
+        def gather() -> list[str]:
+            session.comm = self._comm  # another one where a rank has died in the first attempt
+            return session.gather()
+
+        problems = self.call_together(gather)
+        if session.comm is None or session.comm.rank == 0:
+            session.merge(problems)
 
     # -- what the strategy calls
 
@@ -101,11 +135,12 @@ class StepTimeline:
         self._trainer, self._comm, self._batches = trainer, comm, 0
         if comm is not None:  # plain mpirun hands no RING_TIMELINE to other hosts, and starting is collective
             self.settings = comm.broadcast_object(self.settings)
-        if self.settings.path is not None and self.settings.switch is None:
+        if self.settings.path is not None and self.settings.switch is None and not self.waits:
             self.start()
 
     def begin_training(self) -> None:
-        if self.settings.path is not None and self.settings.switch is None and self._trainer is not None:
+        starts = self.settings.path is not None and self.settings.switch is None and not self.waits
+        if starts and self._trainer is not None:
             self.start()  # a fit within this one (a search for the learning rate) has ended its own
         if self._timer is not None:
             self._timer.restart()
@@ -115,6 +150,39 @@ class StepTimeline:
             self._look_at_switch(self.settings.switch)
         if self._session is not None and self._trainer is not None:
             self._session.recorder.begin_step(_batch_number(self._trainer), time.perf_counter())
+
+    def follow(self, comm: Communicator) -> None:
+        """Other ranks are connected through ``comm`` from now on."""
+        self._comm = comm
+        if self._session is not None:
+            self._session.comm = comm
+
+    def let_in(self, comm: Communicator, *, joins: bool) -> None:
+        """Let ranks that ``join`` record where the others do. Collective."""
+        session, trainer = self._session, self._trainer
+        assert trainer is not None
+        assert self.number is not None
+        invitation = invitation_to(session, self._max_bytes) if session is not None and comm.rank == 0 else None
+        made = join_session(
+            invitation, comm, number=self.number, joins=joins and session is None, seconds_of=_device_clock(trainer)
+        )
+        if made is not None:
+            self._record_in(made, trainer)
+        self.waits = False
+
+    def ranks_changed(self, text: str, since: float) -> None:
+        """Ranks have died or come, as ``text`` says; training has stood still ``since`` then (seconds)."""
+        session, now = self._session, time.perf_counter()
+        if session is None:
+            return
+        self._slice_of_ranks(session, since)
+        session.recorder.slice(RANKS, text, max(since, self._ranks_since), now)
+        self._ranks_since = now
+
+    def _slice_of_ranks(self, session: Session, until: float) -> None:
+        if until > self._ranks_since:
+            session.recorder.slice(RANKS, f"{self._num_ranks} ranks", self._ranks_since, until)
+        self._num_ranks = self._comm.world_size if self._comm is not None else 1
 
     def abandon(self) -> None:
         """The fit is torn down, perhaps after an error on one rank: close this rank's file, ask nobody."""
@@ -182,6 +250,11 @@ class StepTimeline:
     def _on_interruption(self, what: str, began: float, ended: float) -> None:
         if self._session is not None:
             self._session.recorder.slice(PAUSES, _PAUSES[what], began, ended)
+
+
+def _device_clock(trainer: Trainer) -> DeviceClock | None:
+    device = trainer.strategy.root_device
+    return DeviceClock(device) if is_gpu(device) else None
 
 
 def _batch_number(trainer: Trainer) -> int:

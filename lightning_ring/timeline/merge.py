@@ -18,17 +18,19 @@ if TYPE_CHECKING:
     from lightning_ring.comm.communicator import Communicator
 
 
-def gather_files(path: Path, run: str, comm: Communicator) -> list[str]:
+def gather_files(path: Path, run: str, comm: Communicator, number: int | None = None) -> list[str]:
     """Bring the files of ``run`` that rank 0 cannot see to rank 0's folder. Collective; all ranks have closed theirs.
 
-    A file that cannot be read or written is left out. Every rank gets the list of problems.
+    ``number`` is that of this rank's file, where it is not the rank's. A file that cannot be read or written is left
+    out. Every rank gets the list of problems.
     """
+    numbers = comm.all_gather_object(comm.rank if number is None else number)
     unseen: list[int] = []
     if comm.rank == 0:
-        unseen = [rank for rank in range(comm.world_size) if not _is_of(rank_file(path, rank), run)]
+        unseen = [rank for rank, number in enumerate(numbers) if not _is_of(rank_file(path, number), run)]
     problems: list[str] = []
     for rank in comm.broadcast_object(unseen):
-        problem = _send(rank_file(path, rank), rank, comm)
+        problem = _send(rank_file(path, numbers[rank]), rank, comm)
         if problem:
             problems.append(f"rank {rank}: {problem}")
     return problems
@@ -104,6 +106,7 @@ def merge(path: Path, output: Path | None = None) -> Merged:
             merged.left_out.append(f"{rank_files(path)[rank].name}: of an earlier run")
     merged.world_size = next(iter(of_run.values()))["world_size"]
     merged.ranks = list(of_run)
+    merged.world_size = len({*range(merged.world_size), *merged.ranks})  # with those that have joined
     merged.clocks = {rank: other["rank"]["clock"] for rank, other in of_run.items()}
     merged.unfinished = [rank for rank, other in of_run.items() if "ended" not in other]
     _write(merged, of_run, rank_files(path))

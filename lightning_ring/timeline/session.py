@@ -28,33 +28,48 @@ _times_started: dict[Path, int] = {}  # in this process, by the path that was as
 
 
 class Session:
-    """What one rank records between `start_session` and `finish`."""
+    """What one rank records between `start_session` and `finish`.
+
+    Attributes:
+        path: Where rank 0 writes the merged trace.
+        recorder: Takes what happens.
+        other: The trace's ``otherData``.
+        comm: Of the ranks that there are now.
+    """
 
     def __init__(self, path: Path, other: dict[str, Any], recorder: Recorder, comm: Communicator | None) -> None:
-        self.path = path  # where rank 0 writes the merged trace
-        self.recorder = recorder  # takes what happens
-        self._other = other
-        self._comm = comm
+        self.path = path
+        self.recorder = recorder
+        self.other = other
+        self.comm = comm
 
     def finish(self) -> None:
         """Close the ranks' files, and merge them on rank 0. Collective. What goes wrong with files is a warning."""
-        comm = self._comm
+        problems = self.gather()
+        if self.comm is None or self.comm.rank == 0:
+            self.merge(problems)
+
+    def gather(self) -> list[str]:
+        """Close the ranks' files, and bring them to rank 0's folder. Returns problems, the same on all ranks.
+
+        Collective; may be called again, where a rank died in it.
+        """
+        comm = self.comm
         if comm is not None:
-            self._other["rank"]["clock_at_end"] = asdict(read_clocks(comm)[comm.rank])
+            self.other["rank"]["clock_at_end"] = asdict(read_clocks(comm)[comm.rank])
         self.close()
-        problems: list[str] = []
-        if comm is not None:
-            comm.barrier()  # all files are closed
-            problems = gather_files(self.path, self._other["run"], comm)
-        if comm is None or comm.rank == 0:
-            self._merge(problems)
+        if comm is None:
+            return []
+        comm.barrier()  # all files are closed
+        return gather_files(self.path, self.other["run"], comm, self.other["rank"]["rank"])
 
     def close(self) -> None:
         """Close this rank's file. Not collective; `lightning-ring timeline` merges what is there."""
-        self._other["ended"] = _now()
-        self.recorder.close(self._other)
+        self.other["ended"] = _now()
+        self.recorder.close(self.other)
 
-    def _merge(self, problems: list[str]) -> None:
+    def merge(self, problems: list[str]) -> None:
+        """Write the merged trace, on rank 0, after `gather` has found ``problems``."""
         try:
             merged = merge(self.path)
         except (OSError, ConfigurationError) as error:
@@ -77,9 +92,10 @@ def start_session(
     max_bytes: int,
     about: dict[str, Any],
     seconds_of: Callable[[Any], float | None] | None = None,
+    number: int | None = None,
 ) -> Session:
     """Open every rank's file. Collective; rank 0's ``path`` and ``max_bytes`` count. ``comm`` is `None` for one process
-    alone.
+    alone. ``number``: of this process, where ranks may change; the trace has it in the place of the rank.
 
     A path that was used in this process before gets a number; files of an earlier run are replaced. Raises
     `ConfigurationError`: some rank cannot write its file, or another job is writing it; the same on every rank.
@@ -102,23 +118,23 @@ def start_session(
     clocks = read_clocks(comm) if comm is not None else [ClockReading(0.0, 0.0, time.perf_counter(), True)]
     # one zero for all: rank 0's reading, which every rank knows by its own clock
     zero = clocks[0].at + clocks[rank].offset
-    other = {
-        "generator": GENERATOR,
-        "run": run,
-        "began": agreed[3],
-        "world_size": world_size,
-        **about,
-        "rank": {
-            "rank": rank,
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "zero": zero,
-            "clock": asdict(clocks[rank]),
-        },
-    }
-    tracks = Tracks(rank)
-    file = _open_together(rank_file(final, rank), other, tracks, clocks[rank], agreed[1], comm)
+    run_of_all = {"generator": GENERATOR, "run": run, "began": agreed[3], "world_size": world_size, **about}
+    number = rank if number is None else number
+    other = run_of_all | {"rank": about_rank(number, zero, clocks[rank])}
+    tracks = Tracks(number)
+    file = _open_together(rank_file(final, number), other, tracks, clocks[rank], agreed[1], comm)
     return Session(final, other, Recorder(file, tracks, zero, seconds_of), comm)
+
+
+def about_rank(number: int, zero: float, clock: ClockReading) -> dict[str, Any]:
+    """The part of ``otherData`` that each rank has for itself. ``zero``: the trace's, by this rank's clock."""
+    return {
+        "rank": number,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "zero": zero,
+        "clock": asdict(clock),
+    }
 
 
 def _take_name(path: Path) -> Path:
@@ -137,11 +153,8 @@ def _open_together(
 ) -> TraceFile:
     file: TraceFile | None = None
     problem: str | None = None
-    labels = "" if clock.shared else f"clock ±{clock.error * 1e6:.0f} µs"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = TraceFile(path, other, max_bytes=max_bytes)
-        file.append(tracks.process(f"rank {other['rank']['rank']} ({other['rank']['host']})", labels))
+        file = open_rank_file(path, other, tracks, clock, max_bytes)
     except OSError as error:
         problem = f"{path}: {error.strerror or error}"
     problems = comm.all_gather_object(problem) if comm is not None else [problem]
@@ -151,6 +164,16 @@ def _open_together(
             file.discard()
         raise ConfigurationError(_cannot_write(who))
     assert file is not None
+    return file
+
+
+def open_rank_file(path: Path, other: dict[str, Any], tracks: Tracks, clock: ClockReading, max_bytes: int) -> TraceFile:
+    """This rank's file, which begins with its name. Raises `OSError`."""
+    labels = "" if clock.shared else f"clock ±{clock.error * 1e6:.0f} µs"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = TraceFile(path, other, max_bytes=max_bytes)
+    what = "process" if other.get("ranks_change") else "rank"
+    file.append(tracks.process(f"{what} {other['rank']['rank']} ({other['rank']['host']})", labels))
     return file
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 STEPS, DATA, FORWARD, BACKWARD, EXPOSED, OPTIMIZER = range(1, 7)
-GRADIENTS, PARAMETERS, OTHER, PAUSES = 1_000, 10_000, 20_000, 30_000  # GRADIENTS + i is bucket i's
+GRADIENTS, PARAMETERS, OTHER, PAUSES, RANKS = 1_000, 10_000, 20_000, 30_000, 40_000  # GRADIENTS + i is bucket i's
 _NAMES = {
     STEPS: "steps",
     DATA: "data wait",
@@ -18,6 +18,7 @@ _NAMES = {
     OPTIMIZER: "optimizer step",
     OTHER: "other collectives",
     PAUSES: "validation and checkpoints",
+    RANKS: "ranks",
 }
 _BUCKET = re.compile(r"(parameters of )?bucket (\d+)")
 _ABREAST = 8  # tracks of one name, for what runs at the same time

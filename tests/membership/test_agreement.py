@@ -102,6 +102,28 @@ def test_too_few_ranks_wait_for_others() -> None:
     assert membership.next_view() == View(1, (0, 2), 5, (2,))
 
 
+def test_too_few_ranks_meet_once_more_where_each_has_a_part_of_the_state() -> None:
+    whole, parted = opened(3, min_ranks=3), opened(3, min_ranks=3)
+    for membership, parts in ((whole, False), (parted, True)):
+        membership.fenced(2)
+        membership.report(0, 0, Report(5, parted=parts))
+        membership.report(1, 0, Report(5, parted=parts))
+        membership.report(3, -1, Report(parted=parts))  # a newcomer has no part of it
+        membership.remove(3)
+        membership.fenced(3)
+        assert membership.below_min_ranks
+    assert not whole.end_with_last_view("too few")
+    assert whole.next_view() is None
+    assert parted.end_with_last_view("too few")
+    assert parted.next_view() == View(1, (0, 1), 5, (), "too few")
+    assert not parted.last_word
+    parted.fenced(0)
+    parted.report(1, 1, Report(5, parted=True))  # it had not put all together yet
+    assert parted.next_view() == View(2, (1,), 5, (), "too few")
+    parted.fenced(1)
+    assert parted.last_word == "too few"
+
+
 def test_state_that_died_with_its_ranks_is_not_replaced_by_none() -> None:
     membership = opened(1)
     membership.report(0, 0, Report(5))

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from lightning_ring.launch.hosts import Host
-from lightning_ring.tools.doctor import gpus, launching, network, packages, reduction, resources
+from lightning_ring.tools.doctor import deaths, gpus, launching, network, packages, reduction, resources
 from lightning_ring.tools.doctor.asking import Request, ask, end_all
 from lightning_ring.tools.doctor.findings import Finding, HostReport, broken, compare
 from lightning_ring.tools.doctor.reduction import check_across, what_was_said
@@ -29,6 +29,7 @@ FAMILIES: dict[str, Callable[[Request], list[Finding]]] = {
     "gpus": gpus.check,
     "imports": packages.check_imports,
     "all-reduce": reduction.check,
+    "deaths": deaths.check,
 }
 
 

@@ -10,10 +10,8 @@ from torch.optim import LBFGS
 
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.monitor.profile import RingProfile
-from lightning_ring.monitor.ring_monitor import RingMonitor
-from lightning_ring.monitor.ring_report import RingReport
 
-_COMMUNICATING = (RingMonitor, RingProfile, RingReport)
+_COMMUNICATING = (RingProfile,)
 
 
 def check_fit(trainer: pl.Trainer) -> None:

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch.distributed as dist
 
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.elastic.step_under_way import StepUnderWay
-from lightning_ring.errors import ConfigurationError
+from lightning_ring.errors import ConfigurationError, StateLostError
 from lightning_ring.integrations.lightning.elastic.handover import hand_over_fit
 from lightning_ring.integrations.lightning.elastic.host_calls import HostCalls
-from lightning_ring.integrations.lightning.elastic.last_checkpoint import save_last_checkpoint, where_to_go_on
+from lightning_ring.integrations.lightning.elastic.last_checkpoint import (
+    newest_checkpoint,
+    save_last_checkpoint,
+    where_to_go_on,
+)
 from lightning_ring.integrations.lightning.elastic.position import TrainingPosition
 from lightning_ring.integrations.lightning.elastic.process import Connecting, elastic_process
 from lightning_ring.integrations.lightning.elastic.rank_zero_files import take_over
 from lightning_ring.integrations.lightning.elastic.resize import Resize
 from lightning_ring.integrations.lightning.elastic.step_undo import remember_progress, remember_step
+from lightning_ring.integrations.lightning.elastic.watchers import tell_monitors
 from lightning_ring.job.exit import say
 from lightning_ring.job.job import Job, adopt
 from lightning_ring.job.members import own_member
@@ -47,6 +55,7 @@ class ElasticFit:
         connecting = Connecting(options.backend, strategy.root_device, *limits, options.topology)
         self.process = elastic_process(connecting, self)
         self.recovery = self.process.recovery
+        self.recovery.parted = options.new_algorithm().sharded
         self.calls = HostCalls(self.recovery.after)
         self.position: TrainingPosition | None = None
         self.resize = Resize(options.resize_lr)
@@ -176,13 +185,32 @@ class ElasticFit:
         if "of its ranks are left" not in str(error):
             return
         number = self.process.member.number
-        if self._strategy.algorithm.sharded:
+        sharded, view = self._strategy.algorithm.sharded, self.recovery.view
+        if sharded and (view is None or not view.last):
             hint = where_to_go_on(self._strategy.fit_trainer)
             say(f"process {number} saves no checkpoint: it has a part of the optimizer's state. {hint}")
             return
         self._under_way.take_back()
-        path = save_last_checkpoint(self._strategy, number)
+        with self._strategy.whole_optimizer_states() if sharded else nullcontext():
+            path = save_last_checkpoint(self._strategy, number)
         say(f"process {number} saved a checkpoint: go on from it with ckpt_path={str(path)!r}")
+
+    def lose_state(self, error: StateLostError) -> NoReturn:
+        """End this rank, which cannot go on. The job begins again from the newest checkpoint, where there is one.
+
+        Raises:
+            JobEnded: With the reason, and what follows.
+            StateLostError: There is no checkpoint, or it cannot be used.
+        """
+        trainer, view = self._strategy.fit_trainer, self.recovery.view
+        hint = where_to_go_on(trainer)
+        if view is not None and view.last:
+            raise JobEnded(f"The job ends: {view.last}. No checkpoint could be saved: {error} {hint}") from error
+        checkpoint = newest_checkpoint(trainer)
+        if checkpoint is None or self.process.num_fits > 1:  # the fits before would get the checkpoint of this one
+            raise StateLostError(f"{error} {hint}") from None
+        self.process.member.lose_state(str(error), os.path.abspath(checkpoint), os.stat(checkpoint).st_mtime_ns)
+        raise JobEnded(f"The job begins again from {checkpoint}: {error}") from error
 
     # -- newcomers
 
@@ -240,15 +268,17 @@ class ElasticFit:
             )
         was_rank_zero = self.recovery.step is None or strategy.is_global_zero
         self._adopt(self._job)
+        strategy.timeline.follow(comm)
         if joins:
             strategy.attach_newcomer(comm)
         elif strategy.in_fit:
             strategy.attach_anew(comm)
         self.calls.compare(comm, joins=joins)
         if not strategy.in_fit:
+            strategy.rank_changes.of_view(view.members, 0, 0.0)
             return
         trainer = strategy.fit_trainer
-        if not joins:
+        if not joins and not view.last:  # a last view trains no more
             self.resize.apply(strategy, self.position, len(view.members), self.recovery.step or 0)
         if view.newcomers:
             hand_over_fit(strategy, self, comm, receives=joins)
@@ -258,6 +288,11 @@ class ElasticFit:
         trainer.fit_loop.epoch_loop.val_loop._combined_loader = None  # its sampler has the ranks before
         if strategy.is_global_zero and not was_rank_zero:
             take_over(trainer)
+        changes = strategy.rank_changes
+        step = view.step or 0  # a newcomer learns its own count later
+        if changes.of_view(view.members, step, time.perf_counter() - self.recovery.since):
+            strategy.timeline.ranks_changed(changes.latest, self.recovery.since)
+            tell_monitors(trainer, changes)
 
     @property
     def _job(self) -> Job:

@@ -14,6 +14,7 @@ from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.replicate import broadcast_optimizer_state, broadcast_tensors, check_same_model
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.integrations.lightning.elastic.rank_zero_files import names_of, take_names
+from lightning_ring.integrations.lightning.elastic.watchers import log_as_the_others, log_every_n_steps
 
 if TYPE_CHECKING:
     from lightning_ring.integrations.lightning.elastic.fit import ElasticFit
@@ -56,6 +57,7 @@ def hand_over_fit(strategy: ElasticStrategy, fit: ElasticFit, comm: Communicator
             broadcast_optimizer_state(optimizer, comm)
     if receives:
         _restore(trainer, strategy, fit, state)
+    strategy.timeline.let_in(comm, joins=receives)
 
 
 def _state(trainer: pl.Trainer, strategy: ElasticStrategy, fit: ElasticFit) -> dict[str, Any]:
@@ -73,6 +75,8 @@ def _state(trainer: pl.Trainer, strategy: ElasticStrategy, fit: ElasticFit) -> d
         "logged": {name: dict(getattr(trainer._logger_connector, name)) for name in _LOGGED},
         "should_stop": trainer.should_stop,
         "buffers": strategy.buffers_state,
+        "rank_changes": strategy.rank_changes.state_dict(),
+        "log_every_n_steps": log_every_n_steps(trainer),
     }
 
 
@@ -96,6 +100,8 @@ def _restore(trainer: pl.Trainer, strategy: ElasticStrategy, fit: ElasticFit, st
         getattr(trainer._logger_connector, name).update(metrics)
     trainer.should_stop = state["should_stop"]
     strategy.buffers_state = state["buffers"]
+    strategy.rank_changes.load_state_dict(state["rank_changes"])
+    log_as_the_others(trainer, state["log_every_n_steps"])
     assert fit.position is not None
     fit.position.load_state_dict(state["position"])
     fit.resize.begin(strategy.world_size)

@@ -1,10 +1,11 @@
-"""A checkpoint of one rank that is left, where the others are gone."""
+"""The checkpoint of a job that ends with too few ranks, and that with which a job goes on that has lost its state."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -29,12 +30,33 @@ def save_last_checkpoint(strategy: ElasticStrategy, number: int) -> Path:
     return path
 
 
-def where_to_go_on(trainer: pl.Trainer) -> str:
-    """A sentence for a job that has lost its state: the newest checkpoint that the fit has saved, if any."""
+def newest_checkpoint(trainer: pl.Trainer) -> str | None:
+    """The newest file that the fit has saved and can go on from; else the one that it began with, if any."""
     callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
-    saved = [path for one in callbacks for path in (one.last_model_path, *one.best_k_models) if path]
-    there = [path for path in saved if os.path.exists(path)]
-    if not there:
+    whole = [callback for callback in callbacks if not callback.save_weights_only]
+    saved = [path for one in whole for path in (one.last_model_path, *one.best_k_models) if path]
+    there = [path for path in saved if os.path.isfile(path)]
+    if there:
+        return max(there, key=os.path.getmtime)
+    first = trainer.ckpt_path
+    return str(first) if first and os.path.isfile(first) else None
+
+
+def where_to_go_on(trainer: pl.Trainer) -> str:
+    """A sentence for a job that has lost its state."""
+    newest = newest_checkpoint(trainer)
+    if newest is None:
         return "The fit has saved no checkpoint: start the job again."
-    newest = max(there, key=os.path.getmtime)
     return f"Start the job again from its newest checkpoint: trainer.fit(..., ckpt_path={newest!r})."
+
+
+def go_on_from(trainer: pl.Trainer, path: str) -> Callable[[], None]:
+    """Let the fit that begins load the checkpoint at ``path``, whatever the script names. Returns what ends that."""
+    connector = trainer._checkpoint_connector
+    plain = connector.resume_start
+
+    def resume(checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
+        plain(path, weights_only=weights_only)
+
+    connector.resume_start = resume  # type: ignore[method-assign]
+    return lambda: vars(connector).pop("resume_start", None)

@@ -17,10 +17,11 @@ from torch.optim import Optimizer
 
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.recording import RecordedCommunicator
-from lightning_ring.errors import StateLostError
+from lightning_ring.elastic.rank_changes import RankChanges
+from lightning_ring.errors import ConfigurationError, StateLostError
 from lightning_ring.integrations.lightning.elastic.checks import check_fit
 from lightning_ring.integrations.lightning.elastic.fit import ElasticFit
-from lightning_ring.integrations.lightning.elastic.last_checkpoint import where_to_go_on
+from lightning_ring.integrations.lightning.elastic.last_checkpoint import go_on_from
 from lightning_ring.integrations.lightning.elastic.metric_sync import gathering_through
 from lightning_ring.integrations.lightning.elastic.position import TrainingPosition
 from lightning_ring.integrations.lightning.elastic.rank_zero_files import names_of, take_names
@@ -30,8 +31,10 @@ from lightning_ring.integrations.lightning.stop_requests import leave_sigterm_to
 from lightning_ring.integrations.lightning.strategy import RingStrategy, _inform, _warn
 from lightning_ring.job.launchers.elastic import started_by_steward
 from lightning_ring.job.members import nodes_of
-from lightning_ring.membership.member import JobEnded
+from lightning_ring.membership.member import RESUME_FROM, JobEnded
+from lightning_ring.monitor.ring_monitor import add_monitor
 from lightning_ring.monitor.terminal import widen_terminal
+from lightning_ring.timeline.settings import SWITCH_VARIABLE
 
 T = TypeVar("T")
 
@@ -41,7 +44,9 @@ class ElasticStrategy(RingStrategy):
 
     A death is survived from the first training step to the end of the fit: in a step, in collectives that Lightning
     calls between steps, in validation and in saving. In set-up, test and predict, and in collectives that code calls by
-    itself between steps, it ends the job, as with `RingStrategy`. No `RingMonitor` is added.
+    itself between steps, it ends the job, as with `RingStrategy`.
+
+    ``rank_changes`` counts deaths and joins.
 
     Raises:
         ConfigurationError: The fit needs something that a death would destroy, or that is not written yet.
@@ -50,10 +55,16 @@ class ElasticStrategy(RingStrategy):
     strategy_name = "ring_elastic"
 
     def __init__(self, **arguments: Any) -> None:
-        super().__init__(**(arguments | {"elastic": True, "monitor": False}))
+        super().__init__(**(arguments | {"elastic": True}))
+        self.rank_changes = RankChanges()
+        if self.timeline.settings.switch is not None:
+            raise ConfigurationError(
+                f"{SWITCH_VARIABLE} does not work with elastic=True: ranks look at the switch together, and a death "
+                "would part them. Record the whole fit (RING_TIMELINE, timeline=), or use strategy='ring'."
+            )
         self._fit: ElasticFit | None = None
         self._in_fit = ExitStack()  # what the fit has changed in Trainer and module
-        self._leaves_states_out = False
+        self._leaves_states_out = self._holds_whole_states = False
         self._blocked: ExitStack | None = None  # in a backward whose gradients are accumulated
 
     def _configure_launcher(self) -> None:
@@ -67,6 +78,12 @@ class ElasticStrategy(RingStrategy):
         if trainer is None or trainer.state.fn == TrainerFn.FITTING or self._fit is None:
             self._fit = ElasticFit(self)
             self._fit.start()
+            timeline, process = self.timeline, self._fit.process
+            timeline.number, timeline.waits = process.member.number, self._fit.waits_to_join
+            timeline.call_together = self._call
+            checkpoint = os.environ.get(RESUME_FROM)
+            if trainer is not None and checkpoint and process.num_fits == 1 and not timeline.waits:
+                self._in_fit.callback(go_on_from(trainer, checkpoint))
         self._process_group_backend = torch.distributed.get_backend()
 
     def setup(self, trainer: pl.Trainer) -> None:
@@ -75,6 +92,8 @@ class ElasticStrategy(RingStrategy):
             check_fit(trainer)
             if self._fit is not None and self._fit.waits_to_join:
                 trainer.num_sanity_val_steps = 0  # the others have done it
+                if self.options.monitor:
+                    add_monitor(trainer)  # before its first collective
             elif self._fit is not None:
                 self._fit.resize.begin(self.world_size)
 
@@ -128,7 +147,7 @@ class ElasticStrategy(RingStrategy):
         try:
             self.algorithm.move(comm, has_state=self._fit.recovery.step is not None)
         except StateLostError as error:
-            raise StateLostError(f"{error} {where_to_go_on(self.fit_trainer)}") from None
+            self._fit.lose_state(error)
         self._place_mirrors()
 
     def _place_mirrors(self) -> None:
@@ -178,7 +197,18 @@ class ElasticStrategy(RingStrategy):
         finally:
             self._leaves_states_out = False
 
+    @contextmanager
+    def whole_optimizer_states(self) -> Iterator[None]:
+        """Around a checkpoint of a rank that holds the whole of them, as after the shards were put together."""
+        self._holds_whole_states = True
+        try:
+            yield
+        finally:
+            self._holds_whole_states = False
+
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        if self._holds_whole_states:
+            return optimizer.state_dict()
         return {} if self._leaves_states_out else super().optimizer_state(optimizer)
 
     # -- training
@@ -270,6 +300,13 @@ class ElasticStrategy(RingStrategy):
         return self._fit.take_step(lambda compute: plain(optimizer, compute, model, **kwargs), closure)
 
     # -- collectives of Lightning between steps
+
+    def call_together(self, run: Callable[[], T]) -> T:
+        """``run()``, which calls collectives that all ranks call between two steps; again where a rank dies in it.
+
+        Every rank gets a result, which may be another rank's: it has to be the same on all of them.
+        """
+        return self._call(run)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         self._call(lambda: super(ElasticStrategy, self).barrier(*args, **kwargs))

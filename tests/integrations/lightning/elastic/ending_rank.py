@@ -26,6 +26,7 @@ SAMPLES = torch.randn(48, 4, generator=torch.Generator().manual_seed(0))
 class Module(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
+        torch.manual_seed(1)
         self.net = nn.Linear(4, 1)
 
     def happen(self, place: str) -> None:
@@ -44,12 +45,16 @@ class Module(pl.LightningModule):
         self.happen("hook")
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        return torch.optim.AdamW(self.parameters(), lr=0.1)
 
 
 for fit in range(FITS):
     strategy = RingStrategy(
-        elastic=True, backend="gloo", min_ranks=int(os.environ.get("MIN", "1")), wait_for_ranks=timedelta(seconds=1)
+        elastic=True,
+        backend="gloo",
+        min_ranks=int(os.environ.get("MIN", "1")),
+        wait_for_ranks=timedelta(seconds=1),
+        shard_optimizer="SHARD" in os.environ,
     )
     trainer = pl.Trainer(
         strategy=strategy,

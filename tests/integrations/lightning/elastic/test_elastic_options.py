@@ -19,7 +19,7 @@ from lightning_ring.integrations.lightning.elastic.checks import check_fit
 from lightning_ring.integrations.lightning.elastic.resize import Resize, scale_learning_rates
 from lightning_ring.integrations.lightning.elastic.samplers import with_ordered_sampler
 from lightning_ring.integrations.lightning.elastic.strategy import ElasticStrategy
-from lightning_ring.monitor import RingMonitor
+from lightning_ring.monitor import RingMonitor, RingProfile
 
 
 def test_elastic_chooses_the_class_and_nothing_else_changes() -> None:
@@ -27,7 +27,7 @@ def test_elastic_chooses_the_class_and_nothing_else_changes() -> None:
     assert type(RingStrategy(elastic=False)) is RingStrategy
     strategy = RingStrategy(elastic=True, min_ranks=2, resize_lr="sqrt")
     assert type(strategy) is ElasticStrategy
-    assert (strategy.options.min_ranks, strategy.options.monitor) == (2, False)
+    assert (strategy.options.min_ranks, strategy.options.monitor) == (2, True)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,6 @@ def test_elastic_chooses_the_class_and_nothing_else_changes() -> None:
         ({"elastic": True, "shard_optimizer": True, "bucket_cap_mb": "auto"}, "in the middle of the training"),
         ({"elastic": True, "compression": "powersgd"}, "rounding errors"),
         ({"elastic": True, "uneven": "join", "force_communication": True}, "uneven='join', force_communication=True"),
-        ({"elastic": True, "timeline": "trace.json"}, "timeline"),
         ({"elastic": True, "start_method": "fork"}, "start_method='fork'"),
     ],
 )
@@ -65,7 +64,7 @@ def test_a_fit_that_cannot_be_elastic_is_refused_with_all_reasons() -> None:
     module.automatic_optimization = False
     optimizer = torch.optim.LBFGS([nn.Parameter(torch.zeros(1))])
     trainer = SimpleNamespace(
-        callbacks=[RingMonitor()],
+        callbacks=[RingMonitor(), RingProfile("profile.json")],
         lightning_module=module,
         optimizers=[optimizer],
         precision_plugin=SimpleNamespace(scaler=None),
@@ -74,9 +73,10 @@ def test_a_fit_that_cannot_be_elastic_is_refused_with_all_reasons() -> None:
     )
     with pytest.raises(ConfigurationError) as caught:
         check_fit(trainer)  # type: ignore[arg-type]
-    for name in ("RingMonitor", "manual optimization", "LBFGS", "reload_dataloaders_every_n_epochs"):
+    for name in ("RingProfile", "manual optimization", "LBFGS", "reload_dataloaders_every_n_epochs"):
         assert name in str(caught.value)
-    assert "several optimizers" not in str(caught.value)
+    for name in ("several optimizers", "RingMonitor"):
+        assert name not in str(caught.value)
 
 
 def test_lightnings_sampler_is_replaced_with_the_same_settings() -> None:

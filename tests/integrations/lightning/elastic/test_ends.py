@@ -39,8 +39,17 @@ def test_too_few_ranks_save_a_checkpoint_and_say_who_died(tmp_path: Path) -> Non
     assert "process 2" in output.rpartition("Dead: ")[2]
     saved = torch.load(tmp_path / "too-few-ranks-step=3.ckpt", weights_only=False)
     assert saved["global_step"] == 3
-    assert saved["optimizer_states"]
+    assert saved["optimizer_states"][0]["state"]
     assert not list(tmp_path.glob("*.ckpt.*"))
+    sharded = tmp_path / "sharded"
+    sharded.mkdir()
+    code, output = job(sharded, "1", "2:3:9", MIN="3", SHARD="1")
+    assert code == 1
+    assert "process 2" in output.rpartition("Dead: ")[2]
+    parts_together = torch.load(sharded / "too-few-ranks-step=3.ckpt", weights_only=False)
+    for name in ("optimizer_states", "state_dict", "global_step"):
+        torch.testing.assert_close(parts_together[name], saved[name], msg=name)
+    assert not list(sharded.glob("*.ckpt.*"))
 
 
 def test_a_rank_that_is_asked_to_stop_stops_all_of_them(tmp_path: Path) -> None:

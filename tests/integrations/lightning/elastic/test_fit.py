@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.checks.trace_format import read_trace, slices
 from tests.processes import ROOT, elastic_command, run
 
 RANK = str(ROOT / "tests" / "integrations" / "lightning" / "elastic" / "fitting_rank.py")
@@ -68,7 +69,13 @@ def check(folder: Path, ends: list[dict[str, Any]], world_size: int) -> None:
         for step, digest in map(json.loads, log.read_text().splitlines()):
             assert digests.setdefault(step, digest) == digest, (log.name, step)
     with (folder / "csv" / "version_0" / "metrics.csv").open() as file:
-        steps = [int(row["step"]) for row in csv.DictReader(file) if row["loss_step"]]
+        rows = list(csv.DictReader(file))
+    sizes = [float(row["ring/world_size"]) for row in rows if row["ring/world_size"]]
+    died, joined = (max(float(row.get(f"ring/{name}") or 0) for row in rows) for name in ("deaths", "joins"))
+    assert sizes[-1] == world_size == sizes[0] - died + joined
+    assert died > 0 or len(set(sizes)) == 1
+    assert all(row["ring/step_ms"] for row in rows if row["ring/gradient_norm"])  # RingMonitor goes on
+    steps = [int(row["step"]) for row in rows if row["loss_step"]]
     assert steps == sorted(set(steps)), steps
     assert len(set(range(ends[0]["step"])) - set(steps)) <= 1  # the line that a rank 0 had yet to write when it died
     assert len(list((folder / "csv").iterdir())) == 1
@@ -100,11 +107,19 @@ def test_a_step_of_several_batches_is_done_again_from_its_first_one(tmp_path: Pa
 
 def test_a_newcomer_trains_on_as_the_others_do(tmp_path: Path) -> None:
     deaths = ("2:0:start", "1:3:backward", "0:8:forward")  # the first one is replaced before the training begins
-    ends = fit(tmp_path, "auto", *deaths, respawn=True, ranks=3, FIT_WAIT="6", FIT_NEWCOMER="4")
+    strategy = json.dumps({"timeline": str(tmp_path / "trace" / "trace.json")})
+    env = {"FIT_WAIT": "6", "FIT_NEWCOMER": "4", "FIT_STRATEGY": strategy}
+    ends = fit(tmp_path, "auto", *deaths, respawn=True, ranks=3, **env)
     check(tmp_path, [end for end in ends if end], len(ends))
     assert len(ends) >= 2
     assert json.loads((tmp_path / "3.log").read_text().splitlines()[0])[:2] == [0, 0]
     assert (tmp_path / "4.json").exists()  # it took the place of process 1
+    events = read_trace(tmp_path / "trace" / "trace.json")
+    of_newcomer = [slice["name"] for slice in slices(events, "ranks", 4)]
+    assert of_newcomer[0].startswith("process 4 joined: 3 ranks after step")
+    told = [slice["name"] for slice in slices(events, "ranks", ends[0]["number"]) if "died" in slice["name"]]
+    assert told == ["process 1 died: 2 ranks after step 3", "process 0 died: 2 ranks after step 8"]
+    assert len(slices(events, "steps", 4)) > 5
     text = (tmp_path / "csv" / "version_0" / "hparams.yaml").read_text()
     assert "lr: 0.01" in text  # the next rank 0 keeps what the first one wrote
 
@@ -139,6 +154,20 @@ def test_survivors_compute_what_fewer_ranks_compute_from_that_state(
     torch.save(saved, checkpoint)
     again = fit(fresh, backend, ranks=left, FIT_RESUME=str(checkpoint), **env)
     assert {end["digest"] for end in ends} == {end["digest"] for end in again}
+
+
+def test_a_job_that_has_lost_a_shard_goes_on_from_its_last_checkpoint_by_itself(tmp_path: Path) -> None:
+    """Rank 2 is the mirror of rank 1. Two new processes end with the bits of a fresh job from that checkpoint."""
+    first, fresh = tmp_path / "first", tmp_path / "fresh"
+    first.mkdir()
+    fresh.mkdir()
+    env = {"FIT_DROPOUT": "0", "FIT_STRATEGY": json.dumps({"shard_optimizer": True})}
+    ends = fit(first, "auto", "1:10:forward", "2:10:forward", **env)
+    assert [(end["number"], end["rank"], end["world_size"]) for end in ends] == [(4, 0, 2), (5, 1, 2)]
+    (checkpoint,) = (first / "checkpoints").glob("epoch=0-*.ckpt")
+    again = fit(fresh, "auto", ranks=2, FIT_RESUME=str(checkpoint), **env)
+    assert {end["digest"] for end in ends} == {end["digest"] for end in again}
+    assert {end["step"] for end in ends} == {end["step"] for end in again} == {9 + 18}
 
 
 @pytest.mark.skipif("RING_TORTURE" not in os.environ, reason="minutes of random kills: RING_TORTURE=1")

@@ -1,0 +1,31 @@
+"""The callbacks that watch a fit, when ranks die and come."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+
+from lightning_ring.elastic.rank_changes import RankChanges
+from lightning_ring.monitor.ring_monitor import RingMonitor
+
+
+def tell_monitors(trainer: pl.Trainer, changes: RankChanges) -> None:
+    """Ranks have changed; on rank 0, which may be another one than before, that is logged."""
+    for monitor in _monitors(trainer):
+        scalars = changes.scalars() | {"ring/standstill_ms": changes.seconds * 1e3}
+        monitor.on_ranks_changed(trainer, scalars, changes.latest)
+
+
+def log_every_n_steps(trainer: pl.Trainer) -> int | None:
+    """How often monitors log, which rank 0 has decided."""
+    return next((monitor.log_every_n_steps for monitor in _monitors(trainer)), None)
+
+
+def log_as_the_others(trainer: pl.Trainer, every: int | None) -> None:
+    for monitor in _monitors(trainer):
+        if every is not None:
+            monitor.log_every_n_steps = every
+
+
+def _monitors(trainer: pl.Trainer) -> list[RingMonitor]:
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    return [callback for callback in callbacks if isinstance(callback, RingMonitor)]
