@@ -236,7 +236,10 @@ class _Fit:
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         self.skipped: SkippedSteps | None = self.left_out.run(_SKIPPED, None, SkippedSteps, trainer.optimizers, scaler)
         self.communicator: Communicator | None = getattr(trainer.strategy, "communicator", None)
-        if self.communicator is None and trainer.world_size > 1:
+        algorithm = getattr(trainer.strategy, "algorithm", None)
+        if algorithm is not None and not algorithm.steps_together:
+            self.communicator = None  # no rank waits for another one: each has its own row
+        elif self.communicator is None and trainer.world_size > 1:
             rank_zero_warn(
                 f"RingMonitor sees no other rank, and no communication, under {type(trainer.strategy).__name__}: what "
                 "it logs is rank 0's. Use strategy='ring' or 'ring_sharded' for the rest."
