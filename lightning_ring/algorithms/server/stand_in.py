@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
+from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
@@ -20,17 +21,17 @@ _STATE = (
 
 
 class StandIn:
-    """Hooks on ``optimizer``, between `begin` and `end`: during its step it has no parameters, and so steps none.
+    """Hooks on ``optimizer``, from `begin` to `end`: in its step no parameter has a gradient, so that it steps none.
 
-    It stays the same object, so that schedulers keep working. Its groups hold their parameters everywhere else, also
-    inside a closure. Its state is at the servers.
+    It stays the same object, so that schedulers keep working. Gradients are there everywhere else, also inside a
+    closure. Its state is at the servers.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
         self._params: Sequence[Parameter] = ()
         self._versions: list[int] = []
-        self._hidden: list[list[Parameter]] | None = None
+        self._hidden: dict[Parameter, Tensor] = {}  # gradients, in a step
         self._hooks: list[Any] = []
 
     def begin(self, params: Sequence[Parameter]) -> None:
@@ -41,7 +42,7 @@ class StandIn:
             self.optimizer.register_step_pre_hook(self._before_step),
             self.optimizer.register_step_post_hook(self._show),
         ]
-        self.optimizer.state = ShardedState(self.optimizer, _STATE)  # type: ignore[assignment]
+        self._show()
 
     def end(self, state: dict[Parameter, dict[str, Any]]) -> None:
         """Take the state back. Its tensors are on the CPU."""
@@ -92,12 +93,14 @@ class StandIn:
                 "batch (trainer.fit(ckpt_path=...), fabric.load), and change parameters by the optimizer alone; or use "
                 "algorithm='ring'."
             )
-        self._hidden = [group["params"] for group in self.optimizer.param_groups]
-        for group in self.optimizer.param_groups:
-            group["params"] = []
+        params = [param for group in self.optimizer.param_groups for param in group["params"]]
+        self._hidden = {param: param.grad for param in params if param.grad is not None}
+        for param in self._hidden:
+            param.grad = None
+        self.optimizer.state = defaultdict(dict)
 
     def _show(self, *_: Any) -> None:
-        if self._hidden is not None:
-            for group, params in zip(self.optimizer.param_groups, self._hidden, strict=True):
-                group["params"] = params
-            self._hidden = None
+        for param, gradient in self._hidden.items():
+            param.grad = gradient
+        self._hidden = {}
+        self.optimizer.state = ShardedState(self.optimizer, _STATE)  # type: ignore[assignment]
