@@ -23,6 +23,7 @@ from lightning_ring.errors import CollectiveError, ConfigurationError, RingError
 from lightning_ring.optim import LARS
 from tests.algorithms.test_local import loss
 from tests.algorithms.test_local import network as new_network
+from tests.battery import check_names
 from tests.thread_ranks import run_ranks
 
 MODULE = "tests.checks.server"
@@ -361,3 +362,10 @@ def attached(algorithm: ParameterServer, num_optimizers: int = 1, kind: Any = SG
         algorithm.attach(net, [kind(net.parameters(), 0.1) for _ in range(num_optimizers)], comm)
 
     run_ranks(2, rank)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("check", check_names(MODULE))
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_on_real_ranks(battery: Any, world_size: int, check: str) -> None:
+    battery(MODULE, world_size, check)
