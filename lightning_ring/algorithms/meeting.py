@@ -7,13 +7,17 @@ import torch
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.recording import unrecorded
 
-_PAUSE, _STOP = 0, 1
+_STOP, _PAUSE, _PAUSE_AFTER_STEPS = range(3)
 
 
-def meet_for_pause(comm: Communicator) -> None:
-    """Return when every rank is here. Ranks that want to stop first (`meet_to_stop`) are sent on. Collective."""
-    while not _all_want(_PAUSE, comm):
+def meet_for_pause(comm: Communicator, *, after_steps: bool) -> bool:
+    """Return when every rank is here: whether any of them comes ``after_steps`` since they last met. Collective.
+
+    Ranks that want to stop first (`meet_to_stop`) are sent on.
+    """
+    while _STOP in (wanted := _all_want(_PAUSE_AFTER_STEPS if after_steps else _PAUSE, comm)):
         pass
+    return _PAUSE_AFTER_STEPS in wanted
 
 
 def meet_to_stop(comm: Communicator) -> bool:
@@ -21,8 +25,8 @@ def meet_to_stop(comm: Communicator) -> bool:
 
     Else some rank is in `meet_for_pause` already, at the end of its epoch: this one trains on, and asks again later.
     """
-    return _all_want(_STOP, comm)
+    return set(_all_want(_STOP, comm)) == {_STOP}
 
 
-def _all_want(what: int, comm: Communicator) -> bool:
-    return all(int(other) == what for other in unrecorded(comm).all_gather(torch.tensor([what]), name="meeting"))
+def _all_want(what: int, comm: Communicator) -> list[int]:
+    return [int(other) for other in unrecorded(comm).all_gather(torch.tensor([what]), name="meeting")]

@@ -1,4 +1,4 @@
-"""Parameter servers on real ranks: through the Trainer beside `ring`, through `distribute` and Fabric."""
+"""Parameter servers, and asynchronous gossip, on real ranks: through the Trainer, `distribute` and Fabric."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_ring import RingFabricStrategy, RingStrategy, distribute
+from lightning_ring.algorithms.local import AsynchronousGossip
 from lightning_ring.algorithms.server import ParameterServer
 from lightning_ring.errors import ConfigurationError
 from tests.checks.fabric import ring
@@ -88,12 +89,17 @@ def check_a_slow_rank_with_fewer_batches_holds_nobody_up(tmp_path: Path) -> None
     """The others take their steps meanwhile, and wait at the end of the epoch, whose weights are those of all."""
     folder = Path(MPI.COMM_WORLD.bcast(str(tmp_path)))
     slow = RANK == SIZE - 1
-    for mode, num_epochs in (("async", 2), ("stale", 1)):
+    compensated = {"delay_compensation": 0.04}
+    for name, num_epochs, algorithm in (
+        ("async", 2, ParameterServer(1, "async", **compensated)),
+        ("stale", 1, ParameterServer(None, "stale", **compensated)),
+        ("gossip", 1, AsynchronousGossip()),
+    ):
         L.seed_everything(5, verbose=False)
         module = Noted(0.3 if slow else 0.0)
-        saved = ModelCheckpoint(folder / mode, save_top_k=-1, filename="{epoch}")
+        saved = ModelCheckpoint(folder / name, save_top_k=-1, filename="{epoch}")
         job = trainer(
-            RingStrategy(algorithm=ParameterServer(1, mode, delay_compensation=0.04)),
+            RingStrategy(algorithm=algorithm),
             use_distributed_sampler=False,
             callbacks=[saved],
             enable_checkpointing=True,
@@ -104,14 +110,14 @@ def check_a_slow_rank_with_fewer_batches_holds_nobody_up(tmp_path: Path) -> None
         assert len(module.times) == num_epochs * (5 if slow else 9)
         *others, slowest = MPI.COMM_WORLD.allgather(module.times)  # by one clock
         for times in others:
-            if mode == "async":
+            if name != "stale":
                 assert times[8] < slowest[4]
             else:  # the sixth step needs the fourth of the slow rank, which begins after its third
                 assert times[5] > slowest[2]
         for shown in module.validated:
             assert_all_ranks_equal(shown)
         assert_all_ranks_equal(parameters(module))
-        checkpoint = torch.load(folder / mode / "epoch=0.ckpt", weights_only=True)["state_dict"]
+        checkpoint = torch.load(folder / name / "epoch=0.ckpt", weights_only=True)["state_dict"]
         weights = torch.cat([checkpoint[name].reshape(-1).double() for name, _ in module.named_parameters()])
         assert torch.equal(weights, module.validated[0])
 

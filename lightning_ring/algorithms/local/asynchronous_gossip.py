@@ -116,10 +116,12 @@ class AsynchronousGossip(Gossip):
             self._add_step()
 
     def show_averages(self) -> None:
-        if self._own or self._requests is None:
+        if self._requests is None:
             return
         self._finish_exchange()
-        meet_for_pause(self._communicator)
+        if not meet_for_pause(self._communicator, after_steps=not self._own):
+            return
+        self._hide_averages()  # where this rank alone has taken no step
         self._add_step()  # of length 0: the parameters become x
         self._own = {param: param.detach().clone() for param in self._params}
         average_(self._params, unrecorded(self._communicator), "parameters")

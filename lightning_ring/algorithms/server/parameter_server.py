@@ -172,10 +172,11 @@ class ParameterServer(Algorithm):
         self._delays.append(delay)
 
     def show_averages(self) -> None:
-        if self._serving is None or self._shown_at == self.num_steps:
+        if self._serving is None:
             return
         self._serving.rest()
-        meet_for_pause(self._communicator)
+        if not meet_for_pause(self._communicator, after_steps=self._shown_at != self.num_steps):
+            return
         self._serving.show()
         if self._optimizer is not None:
             self._optimizer.note_parameters()
