@@ -132,6 +132,11 @@ class RingOptions:
                 f"{self.caller} got uneven='join' with algorithm={name}, whose ranks step with gradients of their own: "
                 "a rank without data has none. Use uneven='error', or algorithm='ring'."
             )
+        if self.broadcast_buffers == "step" and isinstance(chosen, Algorithm) and not chosen.steps_together:
+            raise ConfigurationError(
+                f"{self.caller} got broadcast_buffers='step' with algorithm={name}, under which no rank waits for "
+                "another one at a step. Use broadcast_buffers='epoch' or 'start'."
+            )
         if isinstance(chosen, str) and self.compression is not None:
             raise ConfigurationError(
                 f"{self.caller} got compression={self.compression!r} with algorithm={name}, which sends parameters, "

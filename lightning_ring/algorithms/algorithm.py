@@ -42,12 +42,15 @@ class Algorithm:
         sharded: Whether parameters and optimizer state are sharded over the ranks between two steps.
         steps_alone: Whether ranks step with gradients of their own, so that their parameters differ between two steps.
             Each rank then needs data for every step, and a loss scaler would skip different ones.
+        steps_together: Whether all ranks take the same number of steps. Else nothing between two steps may wait for
+            other ranks, and an epoch may have more batches on one rank than on another.
         mirrors_shards: Set before `attach`, where ranks may die: each rank holds what another one alone would have.
         mirror_order: Then, all ranks: each holds what the one before it has. `None`: by number.
     """
 
     sharded: ClassVar[bool] = False
     steps_alone: ClassVar[bool] = False
+    steps_together: bool = True
     mirrors_shards: bool = False
     mirror_order: Sequence[int] | None = None
 
@@ -163,6 +166,10 @@ class Algorithm:
     def clip_grad_norm_(self, parameters: Iterable[Parameter], max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale gradients so that their norm over ``parameters`` is at most ``max_norm``; returns the norm before."""
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+
+    def refusal_of_clipping(self) -> str:
+        """Why gradients cannot be clipped on a rank; ``""`` if they can."""
+        return ""
 
     def gradient_squares(self, parameters: Sequence[Parameter]) -> Tensor:
         """This rank's part of the squared norm of gradients. 0-d, float64, summed over ranks by the caller."""

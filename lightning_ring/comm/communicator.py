@@ -7,7 +7,7 @@ import pickle
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -15,7 +15,10 @@ from torch import Tensor
 from lightning_ring.comm.calls import check_all_to_all, check_rank, check_sizes, describe, sizes_and_dtypes
 from lightning_ring.comm.host_copy import HostCopy, on_host
 from lightning_ring.comm.waiting import poll_until
-from lightning_ring.errors import CollectiveError
+from lightning_ring.errors import CollectiveError, ConfigurationError
+
+if TYPE_CHECKING:
+    from lightning_ring.comm.requests import Requests
 
 T = TypeVar("T")
 
@@ -197,6 +200,15 @@ class Communicator(Protocol):
     def wait_until(self, reached: Callable[[], bool]) -> None:
         """Block until ``reached()``: a point in the device's streams. Raises as `Work.wait`. Not collective."""
         poll_until(reached, lambda: None)
+
+    def open_requests(self, answer: Callable[[int, Tensor], Tensor]) -> Requests:
+        """Let ranks ask each other at any time: ``answer(peer, question)`` runs in threads of this rank. Collective.
+
+        Other than collectives, questions need no order that all ranks share, and travel on the host.
+        """
+        raise ConfigurationError(
+            f"{type(self).__name__} carries collectives alone, and no questions between two ranks."
+        )
 
     def abandon(self) -> None:
         """Close without waiting: what is under way ends with an error, where its peers may never take part in it."""

@@ -79,6 +79,7 @@ class RecordedCommunicator(Communicator):
     all_gather_object = passed_on("_comm", "all_gather_object")
     barrier = passed_on("_comm", "barrier")
     wait_until = passed_on("_comm", "wait_until")
+    open_requests = passed_on("_comm", "open_requests")
     abandon = passed_on("_comm", "abandon")
     close = passed_on("_comm", "close")
 

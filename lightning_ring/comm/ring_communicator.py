@@ -25,6 +25,7 @@ from lightning_ring.comm.calls import (
 )
 from lightning_ring.comm.channel import Channel, ChannelSelector
 from lightning_ring.comm.communicator import Communicator, CompletedWork, ReduceOp, Work, as_bytes
+from lightning_ring.comm.requests import Answer, Requests
 from lightning_ring.comm.waiting import WaitPolicy, nothing
 from lightning_ring.errors import CollectiveError
 
@@ -42,6 +43,9 @@ class Transport(ring.PointToPoint, Protocol):
 
     def interrupt(self) -> None:
         """End the waits of other threads that ask `while_waiting` too seldom; no message travels after that."""
+
+    def duplicate(self, policy: WaitPolicy) -> Transport:
+        """Another one between the same ranks, whose messages do not meet those of this one. Collective."""
 
     def close(self, broken: bool) -> None: ...
 
@@ -128,6 +132,9 @@ class RingCommunicator(Communicator):
     def barrier(self) -> None:
         assert self._checked, "the exchange of headers is the barrier"
         self._start(describe("barrier"), nothing).wait()
+
+    def open_requests(self, answer: Answer) -> Requests:
+        return Requests(self.transport.duplicate(self._policy), self._policy, answer)
 
     def abandon(self) -> None:
         if not all(thread.idle for thread in self._threads):

@@ -254,6 +254,10 @@ class RingMonitor(Callback):
 
 
 def _communicator(trainer: Trainer) -> Communicator | None:
+    """`None` also where no rank may wait for another one between two steps: each then has its own row."""
+    algorithm = getattr(trainer.strategy, "algorithm", None)
+    if algorithm is not None and not algorithm.steps_together:
+        return None
     return getattr(trainer.strategy, "communicator", None)
 
 
@@ -283,7 +287,7 @@ class _Fit:
         self.window: StepWindow | None = self.left_out.run(_TIMES, None, StepWindow, trainer)
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         self.skipped: SkippedSteps | None = self.left_out.run(_SKIPPED, None, SkippedSteps, trainer.optimizers, scaler)
-        if _communicator(trainer) is None and trainer.world_size > 1:
+        if getattr(trainer.strategy, "communicator", None) is None and trainer.world_size > 1:
             rank_zero_warn(
                 f"RingMonitor sees no other rank, and no communication, under {type(trainer.strategy).__name__}: what "
                 "it logs is rank 0's. Use strategy='ring' or 'ring_sharded' for the rest."

@@ -76,6 +76,19 @@ def sent_bytes() -> int:
     return int(Path(f"/sys/class/net/{INTERFACE}/statistics/tx_bytes").read_text())
 
 
+def own_steps(done: int, settings: Settings, *, asynchronous: bool) -> Iterator[int]:
+    """This rank's steps until the next evaluation, after ``done`` steps: the number of each, from 0, for its schedule.
+
+    Ranks of an asynchronous method share out what all of them have to do: a fast one takes more steps than a slow one.
+    """
+    if not asynchronous:
+        yield from range(done, done + settings.eval_every)
+        return
+    store = dist.distributed_c10d._get_default_store()
+    while (number := store.add(f"study/{done}", 1) - 1) < settings.eval_every * settings.ranks:
+        yield done + number // settings.ranks
+
+
 @dataclass
 class Replicas:
     """``called`` in the place of the model. Before an evaluation ``show`` has parameters be what the ranks stand for.
@@ -113,7 +126,10 @@ def train(order: dict[str, Any]) -> dict[str, Any]:
     torch.manual_seed(order["seed"])
     module = network(settings.hidden)
     optimizer = torch.optim.SGD(
-        module.parameters(), settings.lr, order["method"]["momentum"], weight_decay=settings.weight_decay
+        module.parameters(),
+        settings.lr * order["method"]["lr_scale"],
+        order["method"]["momentum"],
+        weight_decay=settings.weight_decay,
     )
     schedule = WarmupLR(optimizer, warmup_cosine(settings.steps, settings.warmup_steps))
     slower = seconds_of_a_batch(module, settings, parts["train"])
@@ -125,13 +141,14 @@ def train(order: dict[str, Any]) -> dict[str, Any]:
     while step < settings.steps and spent < settings.seconds:
         replicas.barrier()
         began, before = time.perf_counter(), sent_bytes()
-        for _ in range(settings.eval_every):
+        for number in own_steps(step, settings, asynchronous=order["method"]["asynchronous"]):
+            while schedule.last_epoch < number:
+                schedule.step()
             images, labels = next(data)
             if is_slow:
                 time.sleep(slower)
             F.cross_entropy(replicas.called(images), labels).backward()
             optimizer.step()
-            schedule.step()
             optimizer.zero_grad()
         replicas.barrier()
         ended = torch.tensor([time.perf_counter() - began])

@@ -17,15 +17,18 @@ from benchmarks.hosts import open_hosts
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """A way to keep the ranks' models together, and the momentum of its SGD.
+    """A way to keep the ranks' models together, the momentum of its SGD, and a factor of its learning rate.
 
     ``distribute`` holds arguments of `lightning_ring.distribute`, nodes of Hydra among them. `None` is torch's own
-    DistributedDataParallel over Gloo.
+    DistributedDataParallel over Gloo. If ``asynchronous``, a rank that is ready takes the next step of all that the
+    ranks have before an evaluation; else all take equally many.
     """
 
     label: str
     distribute: dict[str, Any] | None
     momentum: float = 0.9
+    lr_scale: float = 1.0
+    asynchronous: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +69,11 @@ class Run:
     def key(self, settings: Settings) -> str:
         """Equal for runs that would do the same, whatever they are called."""
         text = json.dumps(
-            [asdict(settings), self.method.distribute, self.method.momentum, self.rate, self.straggler, self.seed],
+            [
+                *(asdict(settings), self.method.distribute, self.method.momentum, self.rate, self.straggler, self.seed),
+                *([self.method.lr_scale] if self.method.lr_scale != 1 else []),
+                *(["asynchronous"] if self.method.asynchronous else []),
+            ],
             sort_keys=True,
         )
         return hashlib.sha256(text.encode()).hexdigest()[:16]

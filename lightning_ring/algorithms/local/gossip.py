@@ -122,10 +122,13 @@ class Gossip(LocalSGD):
             return
         super().show_averages()
         if self._own:
-            squares = [(own - param.detach()).square().sum(dtype=torch.float64) for param, own in self._own.items()]
-            mean = torch.stack(squares).sum().view(1).cpu()
-            unrecorded(self._communicator).all_reduce_(mean, op=ReduceOp.AVG, name="consensus distance").wait()
-            self._consensus_distance = math.sqrt(mean.item())
+            self._note_consensus_distance()
+
+    def _note_consensus_distance(self) -> None:
+        squares = [(own - param.detach()).square().sum(dtype=torch.float64) for param, own in self._own.items()]
+        mean = torch.stack(squares).sum().view(1).cpu()
+        unrecorded(self._communicator).all_reduce_(mean, op=ReduceOp.AVG, name="consensus distance").wait()
+        self._consensus_distance = math.sqrt(mean.item())
 
     def metrics(self) -> dict[str, float]:
         return {} if self._consensus_distance is None else {"consensus_distance": self._consensus_distance}

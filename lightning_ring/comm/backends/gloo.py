@@ -197,6 +197,10 @@ class GlooTransport:
             with contextlib.suppress(RuntimeError):  # a receive that is too late closes Gloo's connections
                 self._group.recv([torch.empty(1)], peer, tag).wait(timedelta(milliseconds=1))
 
+    def duplicate(self, policy: WaitPolicy) -> GlooTransport:
+        assert self.world_size == dist.get_world_size(), "torch wants all ranks to make a group together"
+        return open_gloo_transport(policy)
+
     def close(self, broken: bool) -> None:
         if not broken and dist.is_initialized():
             dist.destroy_process_group(self._group)

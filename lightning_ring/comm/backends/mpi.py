@@ -96,6 +96,9 @@ class MPITransport:
     def interrupt(self) -> None:
         return None  # waits ask every 20 ms
 
+    def duplicate(self, policy: WaitPolicy) -> MPITransport:
+        return MPITransport(self._mpi, _duplicate(self._comm, policy))
+
     def close(self, broken: bool) -> None:
         if self._mpi.Is_finalized():
             return

@@ -18,6 +18,7 @@ from lightning_ring.comm.backends.stream_work import StreamQueue
 from lightning_ring.comm.calls import check_all_to_all, describe
 from lightning_ring.comm.communicator import Communicator, ReduceOp, Work, as_bytes, shard
 from lightning_ring.comm.padded_rows import PaddedRows
+from lightning_ring.comm.requests import Answer, Requests
 from lightning_ring.comm.ring import check_reducible, divides_first, finish_, prepare_
 from lightning_ring.comm.waiting import WaitPolicy, transport_error
 from lightning_ring.errors import CollectiveError, ConfigurationError, RingError
@@ -128,6 +129,9 @@ class NCCLCommunicator(Communicator):
 
     def wait_until(self, reached: Callable[[], bool]) -> None:
         self.queue.wait_until(reached)
+
+    def open_requests(self, answer: Answer) -> Requests:
+        return self._host.open_requests(answer)
 
     def abandon(self) -> None:
         """Abort the group. To destroy it would wait for kernels that end only once every rank takes part.

@@ -29,7 +29,7 @@ from lightning_ring.algorithms.step_hooks import StepHooks
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.recording import RecordedCommunicator
 from lightning_ring.comm.replicate import broadcast_module, broadcast_optimizer_state, check_same_model
-from lightning_ring.errors import RingError
+from lightning_ring.errors import ConfigurationError, RingError
 from lightning_ring.gradients.compression import Compressor
 from lightning_ring.host.malloc import keep_freed_memory, return_freed_memory
 from lightning_ring.integrations.lightning.averaged_weights import ShowAverages
@@ -47,6 +47,7 @@ from lightning_ring.integrations.lightning.stop_requests import (
     leave_sigterm_to_the_buckets,
     stop_signals,
 )
+from lightning_ring.integrations.lightning.uneven import warn_of_padding
 from lightning_ring.integrations.lightning.worker_signals import ignore_in_workers
 from lightning_ring.integrations.lightning.zero_loss import ZeroLoss
 from lightning_ring.integrations.ranks.loss_scaling import refuse_scaler
@@ -255,6 +256,7 @@ class RingStrategy(RankedStrategy):
         if self.algorithm.steps_alone:
             refuse_scaler(self.precision_plugin, type(self.algorithm).__name__)
             self._averages.follow(trainer)
+        self._refuse_beside(trainer)
         self._step_hooks = StepHooks(self.algorithm)
         self.algorithm.attach(self.model, self.optimizers, self._recorded, _warn, _inform)
         if isinstance(self.algorithm, Sharded):
@@ -263,6 +265,16 @@ class RingStrategy(RankedStrategy):
             f"{self.world_size} ranks on {self.ring_environment.num_nodes()} node(s), gradients by "
             f"{type(comm).__name__}{self.algorithm.description()}"
         )
+
+    def _refuse_beside(self, trainer: pl.Trainer) -> None:
+        """Raise `ConfigurationError` for arguments of the Trainer that the algorithm cannot have beside it."""
+        if trainer.gradient_clip_val and (why := self.algorithm.refusal_of_clipping()):
+            raise ConfigurationError(f"Trainer got gradient_clip_val={trainer.gradient_clip_val}, but {why}")
+        if not self.algorithm.steps_together and (switch := self.timeline.settings.switch) is not None:
+            raise ConfigurationError(
+                f"the timeline is to be switched by {switch}, at a step that all ranks take together, and under "
+                f"{type(self.algorithm).__name__} each rank has steps of its own. Give timeline a path."
+            )
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -308,6 +320,9 @@ class RingStrategy(RankedStrategy):
             ignore_in_workers(dataloader, signals, self.global_rank)
         if self._comm is None or self._trainer is None:
             return dataloader
+        if not self.algorithm.steps_together:
+            warn_of_padding(dataloader, self._comm.world_size)
+            return dataloader
         return self._training_loaders.prepare(dataloader, self._trainer, self._comm, self.options.uneven)
 
     def on_train_start(self) -> None:
@@ -338,7 +353,10 @@ class RingStrategy(RankedStrategy):
             self.algorithm.begin_batch(self._active_ranks.take(batch_idx, trainer.accumulate_grad_batches))
         if self.model is not None and (comm := self._buffers_comm) is not None:
             accumulate = trainer.accumulate_grad_batches if trainer is not None else 1
-            self._buffers.before_batch(self.model, comm, batch_idx, accumulate)
+            if self.algorithm.steps_together:
+                self._buffers.before_batch(self.model, comm, batch_idx, accumulate)
+            elif batch_idx == 0:
+                self._buffers.before_reading(self.model, comm)
         super().on_train_batch_start(batch, batch_idx)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -497,8 +515,8 @@ class RingStrategy(RankedStrategy):
             return super().optimizer_state(optimizer)
         if self._alone and not self._stopping_together:
             rank_zero_warn(
-                "lightning_ring: a checkpoint after an exception holds no optimizer state under ring_sharded: the "
-                "other ranks, which have their shards of it, may be gone."
+                "lightning_ring: a checkpoint after an exception holds no optimizer state where that is sharded "
+                "(ring_sharded, ParameterServer): the other ranks, which have their shards of it, may be gone."
             )
             return {}
         return self.algorithm.optimizer_state_dict(optimizer, is_rank_zero=self.is_global_zero)

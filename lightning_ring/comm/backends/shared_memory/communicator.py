@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_ring.comm.backends.gloo import open_gloo_transport
 from lightning_ring.comm.backends.shared_memory import collectives as shared
 from lightning_ring.comm.backends.shared_memory.kept import KeptMemory
 from lightning_ring.comm.backends.shared_memory.regions import Regions
@@ -30,6 +31,7 @@ from lightning_ring.comm.calls import (
 )
 from lightning_ring.comm.collective_queue import SPIN_SECONDS, CollectiveQueue, Steps
 from lightning_ring.comm.communicator import Communicator, ReduceOp, Work, as_bytes
+from lightning_ring.comm.requests import Answer, Requests
 from lightning_ring.comm.ring import check_reducible
 from lightning_ring.comm.waiting import WaitPolicy
 from lightning_ring.comm.wide_sum import sums_halves
@@ -157,6 +159,9 @@ class SharedMemoryCommunicator(Communicator):
     def broadcast_(self, tensor: Tensor, *, src: int = 0, name: str = "") -> Work:
         check_rank(src, self.world_size, "src")
         return self._submit(_BROADCAST, tensor, src, name)
+
+    def open_requests(self, answer: Answer) -> Requests:
+        return Requests(open_gloo_transport(self._policy), self._policy, answer)
 
     def abandon(self) -> None:
         if not self._queue.idle:

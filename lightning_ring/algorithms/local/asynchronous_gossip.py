@@ -1,0 +1,197 @@
+"""Asynchronous decentralised training: pairs of ranks average their parameters, and no rank waits for a slow one.
+
+Source: Lian, Zhang, Zhang and Liu, "Asynchronous decentralized parallel stochastic gradient descent" (2018),
+arXiv:1710.06952 (AD-PSGD), algorithm 1, with the bipartite graph of section 3.3 against deadlocks.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from lightning_ring.algorithms.local.averages import average_
+from lightning_ring.algorithms.local.gossip import Gossip
+from lightning_ring.algorithms.meeting import meet_for_pause, meet_to_stop
+from lightning_ring.algorithms.server.layout import Layout, layouts, write_
+from lightning_ring.comm.recording import unrecorded
+from lightning_ring.comm.requests import Answers, Requests
+
+_STOP = torch.ones(1, dtype=torch.uint8)  # a question that is no exchange
+
+
+class AsynchronousGossip(Gossip):
+    """Rank r has parameters x_r, and computes its gradient g_r for a copy of them. Even ranks choose an odd one, s::
+
+        x_r, x_s ← (x_r + x_s) / 2      while both compute
+        x_r ← x_r + (the optimizer's step from the copy with g_r)      at the end of each batch
+
+    A thread of rank s answers, so that a slow rank s holds nobody up. The mean of all x moves as if every step were
+    divided by the number of ranks. Fast ranks take more steps than slow ones, if they have data for them. Evaluations
+    and checkpoints wait for all ranks, and see their average.
+
+    Args:
+        seed: Of the choice of partners.
+
+    `metrics` has the ``consensus_distance``, as of `Gossip`.
+    """
+
+    def __init__(self, *, seed: int = 0) -> None:
+        super().__init__("pairs", seed=seed)
+        self.steps_together = False
+        self._requests: Requests | None = None
+        self._exchange_under_way: tuple[int, Answers] | None = None
+        self._told_to_stop = False
+        self._changing = threading.Lock()  # the memory of x
+        self._layout = Layout((), 0)
+        self._params: Sequence[Parameter] = ()
+        self._x = self._copied = torch.empty(0, dtype=torch.uint8)  # x_r, and the copy for which g_r is computed
+        self._is_new = True  # the parameters are what x shall be
+
+    def __deepcopy__(self, memo: Any) -> AsynchronousGossip:
+        return AsynchronousGossip(seed=self.seed)  # of one that trains nothing: a lock has no copy
+
+    # -- begin and end
+
+    def detach(self, *, wait: bool = True) -> None:
+        self._end_requests(wait=wait)
+        super().detach(wait=wait)
+
+    def load_state_dict(self, state: dict[str, Any]) -> str:
+        self._is_new = True
+        return super().load_state_dict(state)
+
+    def _begin_requests(self, params: Sequence[Parameter]) -> None:
+        """Collective: at the first batch, and when other parameters are trained."""
+        self._end_requests()
+        self._params = list(params)
+        self._layout = layouts(self._params, 1, cut=False)[0]
+        self._x = torch.zeros(self._layout.nbytes, dtype=torch.uint8)
+        self._copied = self._x.clone()
+        self._take_parameters()
+        self._requests = unrecorded(self._communicator).open_requests(self._answer)
+
+    def _end_requests(self, *, wait: bool = True) -> None:
+        if self._requests is None:
+            return
+        if wait:
+            self._finish_exchange()
+        self._exchange_under_way = None
+        requests, self._requests = self._requests, None
+        requests.close(wait=wait)
+
+    # -- a step
+
+    def begin_batch(self, active_ranks: int | None = None) -> None:
+        super(Gossip, self).begin_batch(active_ranks)
+        comm = self._communicator
+        if comm.world_size == 1:
+            return
+        params = self._parameters()
+        if self._requests is None or [*map(id, params)] != [*map(id, self._params)]:
+            self._begin_requests(params)
+        elif self._is_new:
+            self._take_parameters()
+        if self._exchange_under_way is None and comm.rank % 2 == 0:
+            chosen = random.Random(f"{self.seed} {comm.rank} {self.num_steps}").randrange(1, comm.world_size, 2)
+            assert self._requests is not None
+            name = f"step {self.num_steps + 1}: average with rank {chosen}"
+            self._exchange_under_way = chosen, self._requests.ask({chosen: self._x}, name)
+
+    def before_step(self, optimizer: Optimizer, *, has_closure: bool) -> None:
+        self._hide_averages()
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        if not self._steps_the_module(optimizer):
+            return
+        self.num_steps += 1
+        if self._requests is not None:
+            self._finish_exchange()
+            self._add_step()
+
+    def show_averages(self) -> None:
+        if self._requests is None:
+            return
+        self._finish_exchange()
+        if not meet_for_pause(self._communicator, after_steps=not self._own):
+            return
+        self._hide_averages()  # where this rank alone has taken no step
+        self._add_step()  # of length 0: the parameters become x
+        self._own = {param: param.detach().clone() for param in self._params}
+        average_(self._params, unrecorded(self._communicator), "parameters")
+        self._note_consensus_distance()
+
+    @torch.no_grad()
+    def _finish_exchange(self) -> None:
+        """On an even rank: x_r, which nobody else changes, becomes the mean."""
+        under_way, self._exchange_under_way = self._exchange_under_way, None
+        if under_way is not None:
+            chosen, answers = under_way
+            theirs = answers.wait()[chosen]
+            with self._changing:
+                self._average_with(theirs)
+
+    @torch.no_grad()
+    def _add_step(self) -> None:
+        """x ← x + (parameters - copy), exactly the parameters where x has not moved; then both become x."""
+        with self._changing:
+            x, copied = self._views(self._x), self._views(self._copied)
+            torch._foreach_sub_(x, copied)
+            torch._foreach_add_(x, self._flat_parameters())
+            self._copied.copy_(self._x)
+            write_(self._params, zip(self._layout.pieces, x, strict=True))
+
+    @torch.no_grad()
+    def _take_parameters(self) -> None:
+        with self._changing:
+            torch._foreach_copy_(self._views(self._x), self._flat_parameters())
+            self._copied.copy_(self._x)
+        self._is_new = False
+
+    def _flat_parameters(self) -> list[Tensor]:
+        return [piece.of(self._params[piece.index]).to("cpu") for piece in self._layout.pieces]
+
+    def _views(self, message: Tensor) -> list[Tensor]:
+        return self._layout.views(message, self._params)
+
+    # -- in the threads that answer
+
+    @torch.no_grad()
+    def _answer(self, peer: int, question: Tensor) -> Tensor:
+        if question.numel() == 1:
+            self._told_to_stop = True
+            return _STOP
+        with self._changing:
+            before = self._x.clone()
+            self._average_with(question)
+        return before
+
+    def _average_with(self, theirs: Tensor) -> None:
+        """The same bits on both ranks."""
+        x = self._views(self._x)
+        torch._foreach_add_(x, self._views(theirs))
+        torch._foreach_mul_(x, 0.5)
+
+    # -- requests to stop
+
+    def agreed_to_stop(self) -> bool:
+        if self._requests is None:
+            return False
+        comm = self._communicator
+        if self._asked_to_stop and not self._told_to_stop:
+            others = [rank for rank in range(comm.world_size) if rank != comm.rank]
+            self._requests.ask(dict.fromkeys(others, _STOP), "a request to stop").wait()
+            self._told_to_stop = True
+        if not self._told_to_stop or not meet_to_stop(comm):
+            return False
+        self._told_to_stop = False
+        return True
+
+    def _exchange(self) -> str:
+        return "while it computes parameters are averaged with those of another rank, which waits for nothing,"

@@ -1,0 +1,197 @@
+"""Questions from rank to rank, in no order that all ranks share: threads answer them beside the computation."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lightning_ring.comm import ring
+from lightning_ring.comm.collective_thread import CollectiveThread, ThreadWork
+from lightning_ring.comm.waiting import CHECK_SECONDS, WaitPolicy
+from lightning_ring.errors import CollectiveError, RingError
+
+if TYPE_CHECKING:
+    from lightning_ring.comm.ring_communicator import Transport
+
+Answer = Callable[[int, Tensor], Tensor]
+
+_QUESTION_TAG, _ANSWER_TAG = 16, 17  # others than those of collectives, and of Gloo's interrupts
+_GOOD, _ERROR, _GOODBYE = 0, 1, 2  # told with the length of a message
+_PIECE_BYTES = 64 * 2**20  # no message is longer than transports like
+_IDLE_SECONDS = 1e7  # a peer may ask nothing for as long as it likes
+_STUCK_SECONDS = 1.0
+
+_log = logging.getLogger("lightning_ring")
+
+
+class Requests:
+    """This rank asks other ranks, and answers their questions, at any time, over a ``transport`` of its own.
+
+    A question and its answer are 1-D uint8 tensors of any length. A thread for each peer answers its questions, one
+    after another, with ``answer(peer, question)``; the next question overwrites that memory. What ``answer`` raises is
+    a `CollectiveError` where the question was asked. An error of the transport, or of a collective with the same
+    ``policy``, ends all questions.
+    """
+
+    def __init__(self, transport: Transport, policy: WaitPolicy, answer: Answer) -> None:
+        self._transport = transport
+        self._rank = transport.rank
+        self._policy = policy
+        self._answer = answer
+        self._asking = CollectiveThread(policy)
+        self._received: dict[tuple[int, int], Tensor] = {}  # kept: fresh memory costs a page fault for every 4 KiB
+        self._stopped = False
+        transport.while_waiting = self._while_waiting
+        peers = [peer for peer in range(transport.world_size) if peer != self._rank]
+        self._threads = {
+            peer: threading.Thread(target=self._serve, args=(peer,), name=f"ring-answers-{peer}", daemon=True)
+            for peer in peers
+        }
+        _open.add(self)
+        for thread in self._threads.values():
+            thread.start()
+
+    def ask(self, questions: Mapping[int, Tensor], name: str) -> Answers:
+        """Ask each peer its question, all at the same time. They may not change before `Answers.wait`.
+
+        This rank itself may be among them. ``name`` stands in errors and stall reports.
+        """
+        answers: dict[int, tuple[int, Tensor]] = {}
+
+        def run() -> None:
+            others = {peer: question for peer, question in questions.items() if peer != self._rank}
+            sends = [each for peer, question in others.items() for each in self._send(question, peer, _QUESTION_TAG)]
+            if self._rank in questions:
+                answers[self._rank] = self._answered(self._rank, questions[self._rank])
+            for peer in others:
+                answers[peer] = self._receive(peer, _ANSWER_TAG)
+            self._transport.wait(sends)
+
+        return Answers(self._asking.submit(name, run), answers)
+
+    def check(self) -> None:
+        """Raise what ends a wait of ``answer``: this rank closes, a collective failed, or a peer."""
+        if self._stopped:
+            raise CollectiveError("this rank answers no more.")
+        self._policy.raise_if_broken()
+        self._policy.check_peers()
+
+    def close(self, *, wait: bool = True) -> None:
+        """Say goodbye, and wait until every peer has; with ``wait=False`` end what is under way. Twice is fine."""
+        if self._stopped:
+            return
+        ended = False
+        try:
+            if wait and self._policy.error is None:
+                self._asking.submit("goodbye", self._say_goodbye).wait()
+                self._wait_for_threads()
+                ended = True
+        finally:
+            self._stopped = True
+            if not ended:
+                self._transport.interrupt()
+            for thread in self._threads.values():
+                thread.join(_STUCK_SECONDS)
+            self._asking.close()
+            self._transport.close(broken=not ended)
+
+    def _say_goodbye(self) -> None:
+        nothing = torch.empty(0, dtype=torch.uint8)
+        goodbyes = [each for peer in self._threads for each in self._send(nothing, peer, _QUESTION_TAG, _GOODBYE)]
+        self._transport.wait(goodbyes)
+
+    def _wait_for_threads(self) -> None:
+        until = time.monotonic() + self._policy.seconds
+        while asking := [peer for peer, thread in self._threads.items() if thread.is_alive()]:
+            self.check()
+            if time.monotonic() > until:
+                raise self._policy.fail(self._policy.timeout_error("the end of questions between ranks", asking))
+            self._threads[asking[0]].join(CHECK_SECONDS)
+
+    # -- in the threads
+
+    def _serve(self, peer: int) -> None:
+        try:
+            while True:
+                status, question = self._receive(peer, _QUESTION_TAG)
+                if status == _GOODBYE:
+                    return
+                status, answer = self._answered(peer, question)
+                self._transport.wait(self._send(answer, peer, _ANSWER_TAG, status))
+        except Exception as error:  # a peer failed, which its watch tells, or this rank closes
+            _log.debug("answers for rank %d end: %s: %s", peer, type(error).__name__, error)
+
+    def _answered(self, peer: int, question: Tensor) -> tuple[int, Tensor]:
+        try:
+            return _GOOD, self._answer(peer, question)
+        except Exception as error:
+            text = str(error) if isinstance(error, RingError) else f"{type(error).__name__}: {error}"
+            return _ERROR, torch.frombuffer(bytearray(text.encode() or b"unknown"), dtype=torch.uint8)
+
+    def _while_waiting(self, peers: Sequence[int]) -> float:
+        if self._asking.is_run_by(threading.current_thread()):
+            return self._asking.while_waiting(peers)
+        if self._stopped:
+            raise CollectiveError("this rank answers no more.")
+        self._policy.raise_if_broken()
+        return _IDLE_SECONDS
+
+    # -- messages
+
+    def _send(self, message: Tensor, peer: int, tag: int, status: int = _GOOD) -> list[ring.Request]:
+        length = self._transport.isend(torch.tensor([message.numel(), status]), peer, tag)
+        return [length, *(self._transport.isend(piece, peer, tag) for piece in _pieces(message))]
+
+    def _receive(self, peer: int, tag: int) -> tuple[int, Tensor]:
+        head = torch.empty(2, dtype=torch.int64)
+        self._transport.wait([self._transport.irecv(head, peer, tag)])
+        size, status = head.tolist()
+        kept = self._received.get((peer, tag))
+        if kept is None or kept.numel() < size:
+            kept = self._received[peer, tag] = torch.empty(size, dtype=torch.uint8)
+        message = kept[:size]
+        if size:
+            self._transport.wait([self._transport.irecv(piece, peer, tag) for piece in _pieces(message)])
+        return status, message
+
+
+class Answers:
+    """The answers to one `Requests.ask`, under way."""
+
+    def __init__(self, work: ThreadWork, answers: Mapping[int, tuple[int, Tensor]]) -> None:
+        self._work = work
+        self._answers = answers
+
+    def wait(self) -> dict[int, Tensor]:
+        """By peer, in memory that the next question to that peer overwrites.
+
+        Raises:
+            CollectiveError: A peer could not answer; or as `Work.wait`.
+        """
+        self._work.wait()
+        for peer, (status, answer) in self._answers.items():
+            if status == _ERROR:
+                raise CollectiveError(f"rank {peer} answers: {bytes(answer.tolist()).decode(errors='replace')}")
+        return {peer: answer for peer, (_, answer) in self._answers.items()}
+
+
+def _pieces(message: Tensor) -> list[Tensor]:
+    return list(message.split(_PIECE_BYTES)) if message.numel() else []
+
+
+_open: weakref.WeakSet[Requests] = weakref.WeakSet()
+
+
+@atexit.register
+def _stop_threads() -> None:
+    """A thread that comes back from Gloo or torch when the interpreter ends would abort the process."""
+    for requests in list(_open):
+        requests.close(wait=False)

@@ -1,0 +1,151 @@
+"""`AsynchronousGossip` against its formula in one process. Ranks are threads, but for the last test."""
+
+from __future__ import annotations
+
+import copy
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector
+
+from lightning_ring import RingStrategy
+from lightning_ring.algorithms.local import AsynchronousGossip
+from lightning_ring.errors import ConfigurationError
+from tests.algorithms.test_local import OPTIMIZERS, loss
+from tests.algorithms.test_local import network as new_network
+from tests.thread_ranks import run_ranks
+
+START = new_network()
+
+
+def vector(net: nn.Module) -> Tensor:
+    return parameters_to_vector(net.parameters()).detach().clone()
+
+
+def turns(world_size: int, number: int) -> list[int]:
+    """The rank of each step, in an order in which one rank takes twice as many."""
+    return [(0, *range(world_size))[turn % (world_size + 1)] for turn in range(number)]
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_steps_in_an_order_of_their_own_are_those_of_the_formula(world_size: int, optimizer: str) -> None:
+    """The ranks take turns, so that it is known which averages come before which step."""
+    order = turns(world_size, 13)
+    averages: list[tuple[int, int]] = []  # in their order
+
+    class Noting(AsynchronousGossip):
+        def _answer(self, peer: int, question: Tensor) -> Tensor:
+            averages.append((peer, self._communicator.rank))
+            return super()._answer(peer, question)
+
+    def rank(comm: Any) -> list[Tensor]:
+        net, algorithm = copy.deepcopy(START), Noting(seed=4)
+        steps = OPTIMIZERS[optimizer](net)
+        algorithm.attach(net, [steps], comm)
+        algorithm.begin_batch()  # the first average of each even rank
+        comm.barrier()
+        found = []
+        for turn in order:
+            if turn == comm.rank:
+                loss(net, comm.rank, algorithm.num_steps).backward()
+                steps.step()
+                algorithm.after_step(steps)
+                steps.zero_grad()
+                found.append(vector(net))
+                algorithm.begin_batch()
+                algorithm._finish_exchange()  # before the next turn
+            comm.barrier()
+        assert algorithm._requests is not None
+        algorithm.show_averages()
+        found.append(vector(net))
+        algorithm.detach()
+        return found
+
+    found = run_ranks(world_size, rank)
+    nets = [copy.deepcopy(START) for _ in range(world_size)]  # with the parameters for which gradients are computed
+    optimizers = [OPTIMIZERS[optimizer](net) for net in nets]
+    x = [vector(net) for net in nets]
+    taken = [0] * world_size
+    active = [rank for rank in range(world_size) if rank % 2 == 0]
+    remaining = averages[len(active) :]  # the first ones are of equal parameters
+    for turn in order:
+        before = vector(nets[turn])
+        optimizers[turn].zero_grad()
+        loss(nets[turn], turn, taken[turn]).backward()
+        optimizers[turn].step()
+        x[turn] = x[turn] + vector(nets[turn]) - before
+        torch.nn.utils.vector_to_parameters(x[turn].clone(), nets[turn].parameters())
+        torch.testing.assert_close(found[turn][taken[turn]], x[turn], rtol=1e-4, atol=1e-6)
+        taken[turn] += 1
+        if turn in active:
+            one, other = remaining.pop(0)
+            assert one == turn
+            assert other % 2 == 1
+            x[one] = x[other] = (x[one] + x[other]) / 2
+    assert not remaining
+    for shown in found:
+        torch.testing.assert_close(shown[-1], torch.stack(x).mean(0), rtol=1e-4, atol=1e-6)
+
+
+def test_a_slow_rank_holds_nobody_up_and_averages_leave_no_trace() -> None:
+    def rank(comm: Any, *, slow: int) -> tuple[list[float], Tensor, dict[str, float]]:
+        net, algorithm = copy.deepcopy(START), AsynchronousGossip()
+        steps = OPTIMIZERS["sgd"](net)
+        algorithm.attach(net, [steps], comm)
+        times = []
+        for step in range(6):
+            algorithm.begin_batch()
+            time.sleep(0.3 * (comm.rank == slow))
+            loss(net, comm.rank, step).backward()
+            steps.step()
+            algorithm.after_step(steps)
+            steps.zero_grad()
+            times.append(time.perf_counter())
+        own = vector(net)
+        algorithm.show_averages()
+        shown = vector(net)
+        assert not torch.equal(own, shown)
+        metrics = algorithm.metrics()
+        algorithm.detach()
+        return times, shown, metrics
+
+    for slow in (0, 1):  # the one that asks, and the one that answers
+        found = run_ranks(2, lambda comm, slow=slow: rank(comm, slow=slow))
+        assert torch.equal(found[0][1], found[1][1])
+        assert found[1 - slow][0][-1] < found[slow][0][2]
+        assert found[0][2]["consensus_distance"] > 0
+
+
+def test_a_request_to_stop_is_met_by_all_ranks() -> None:
+    def rank(comm: Any) -> list[tuple[int, bool]]:
+        net, algorithm = copy.deepcopy(START), AsynchronousGossip()
+        steps = OPTIMIZERS["sgd"](net)
+        algorithm.attach(net, [steps], comm)
+        stops = []
+        for epoch, batches in enumerate(((6, 6, 6), (2, 6, 9), (6, 6, 6))):
+            for step in range(batches[comm.rank]):
+                if (epoch, step, comm.rank) == (1, 4, 1):
+                    algorithm.ask_to_stop()
+                if algorithm.agreed_to_stop():
+                    stops.append((epoch, comm.all_gather_object(step) != []))
+                    algorithm.ask_to_stop(False)
+                algorithm.begin_batch()
+                loss(net, comm.rank, step).backward()
+                steps.step()
+                algorithm.after_step(steps)
+                steps.zero_grad()
+            algorithm.show_averages()
+        algorithm.detach()
+        return stops
+
+    assert run_ranks(3, rank) == 3 * [[(2, True)]]
+
+
+def test_what_cannot_work_is_refused() -> None:
+    for arguments in ({"uneven": "join"}, {"elastic": True}, {"broadcast_buffers": "step"}, {"compression": "int8"}):
+        with pytest.raises(ConfigurationError, match="AsynchronousGossip"):
+            RingStrategy(algorithm=AsynchronousGossip(), **arguments)

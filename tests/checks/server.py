@@ -1,0 +1,186 @@
+"""Parameter servers, and asynchronous gossip, on real ranks: through the Trainer, `distribute` and Fabric."""
+
+from __future__ import annotations
+
+import copy
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from mpi4py import MPI
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_ring import RingFabricStrategy, RingStrategy, distribute
+from lightning_ring.algorithms.local import AsynchronousGossip
+from lightning_ring.algorithms.server import ParameterServer
+from lightning_ring.errors import ConfigurationError
+from tests.checks.fabric import ring
+from tests.checks.loops import batches, loss_of, network
+from tests.checks.models import Classifier, assert_all_ranks_equal, data, loader, parameters, trainer
+from tests.checks.strategy.references import scaler_plugin
+
+RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+
+
+class Noted(Classifier):
+    """Notes its parameters at validations; a rank may be slow. Its logs wait for no rank."""
+
+    def __init__(self, slow_seconds: float = 0.0) -> None:
+        super().__init__(batch_norm=True)
+        self.slow_seconds = slow_seconds
+        self.validated: list[Tensor] = []
+        self.times: list[float] = []
+
+    def training_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> Tensor:
+        time.sleep(self.slow_seconds)
+        return self.loss(batch)
+
+    def on_validation_start(self) -> None:
+        self.validated.append(parameters(self))
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.times.append(time.perf_counter())
+
+
+def check_bulk_mode_has_the_bits_of_ring_in_checkpoints_too(tmp_path: Path) -> None:
+    folder = Path(MPI.COMM_WORLD.bcast(str(tmp_path)))
+
+    def run(strategy: Any, name: str, ckpt_path: str | None = None) -> Noted:
+        L.seed_everything(5, verbose=False)
+        module = Noted()
+        saved = ModelCheckpoint(folder / name, save_top_k=-1, save_on_train_epoch_end=True, filename="{epoch}")
+        job = trainer(
+            strategy,
+            callbacks=[saved],
+            enable_checkpointing=True,
+            limit_train_batches=4,
+            limit_val_batches=1,
+            accumulate_grad_batches=2,
+        )
+        job.fit(module, loader(), loader(), ckpt_path=ckpt_path)
+        return module
+
+    def compare(found: Any, expected: Any) -> None:
+        exact = {"rtol": 0.0, "atol": 0.0} if SIZE == 2 else {"rtol": 1e-4, "atol": 1e-6}
+        torch.testing.assert_close(found, expected, **exact)
+
+    expected = run(RingStrategy(), "ring")
+    whole = run(RingStrategy(algorithm=ParameterServer()), "whole")
+    one = run(RingStrategy(algorithm=ParameterServer(servers=1)), "one")
+    paths = [str(folder / name / "epoch=0.ckpt") for name in ("ring", "whole", "one")]
+    saved = [torch.load(path, weights_only=True) for path in paths]
+    for module, checkpoint in ((whole, saved[1]), (one, saved[2])):
+        compare(parameters(module), parameters(expected))
+        compare(torch.stack(module.validated), torch.stack(expected.validated))
+        assert_all_ranks_equal(parameters(module))
+        compare(checkpoint["optimizer_states"][0]["state"], saved[0]["optimizer_states"][0]["state"])
+    resumed = run(RingStrategy(algorithm=ParameterServer()), "resumed", paths[1])
+    assert torch.equal(parameters(resumed), parameters(whole))
+    for strategy, path in ((RingStrategy(), paths[2]), (RingStrategy(algorithm=ParameterServer()), paths[0])):
+        compare(parameters(run(strategy, "elsewhere", path)), parameters(expected))
+
+
+def check_a_slow_rank_with_fewer_batches_holds_nobody_up(tmp_path: Path) -> None:
+    """The others take their steps meanwhile, and wait at the end of the epoch, whose weights are those of all."""
+    folder = Path(MPI.COMM_WORLD.bcast(str(tmp_path)))
+    slow = RANK == SIZE - 1
+    compensated = {"delay_compensation": 0.04}
+    for name, num_epochs, algorithm in (
+        ("async", 2, ParameterServer(1, "async", **compensated)),
+        ("stale", 1, ParameterServer(None, "stale", **compensated)),
+        ("gossip", 1, AsynchronousGossip()),
+    ):
+        L.seed_everything(5, verbose=False)
+        module = Noted(0.3 if slow else 0.0)
+        saved = ModelCheckpoint(folder / name, save_top_k=-1, filename="{epoch}")
+        job = trainer(
+            RingStrategy(algorithm=algorithm),
+            use_distributed_sampler=False,
+            callbacks=[saved],
+            enable_checkpointing=True,
+            gradient_clip_val=1.0,
+            max_epochs=num_epochs,
+        )
+        job.fit(module, DataLoader(data(4 * (5 if slow else 9)), 4), loader())
+        assert len(module.times) == num_epochs * (5 if slow else 9)
+        *others, slowest = MPI.COMM_WORLD.allgather(module.times)  # by one clock
+        for times in others:
+            if name != "stale":
+                assert times[8] < slowest[4]
+            else:  # the sixth step needs the fourth of the slow rank, which begins after its third
+                assert times[5] > slowest[2]
+        for shown in module.validated:
+            assert_all_ranks_equal(shown)
+        assert_all_ranks_equal(parameters(module))
+        checkpoint = torch.load(folder / name / "epoch=0.ckpt", weights_only=True)["state_dict"]
+        weights = torch.cat([checkpoint[name].reshape(-1).double() for name, _ in module.named_parameters()])
+        assert torch.equal(weights, module.validated[0])
+
+
+def check_loops_over_every_backend() -> None:
+    inputs = batches(8)
+    for backend in ("mpi", "gloo", "auto"):
+        for mode in ("bulk", "async"):
+            net = network()
+            optimizer = torch.optim.AdamW(net.parameters(), 0.01)
+            with distribute(net, optimizer, algorithm=ParameterServer(mode=mode), backend=backend) as training:
+                for batch in inputs:
+                    loss_of(net(batch)).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    if mode == "bulk":
+                        assert_all_ranks_equal(parameters(net))
+                training.show_averages()
+                assert_all_ranks_equal(parameters(net))
+                assert (training.optimizer_state_dict(optimizer) != {}) == (RANK == 0)
+            steps = {float(state["step"]) for state in optimizer.state_dict()["state"].values()}
+            assert steps == {8.0 if mode == "bulk" else 8.0 * SIZE}
+
+
+def check_fabric_saves_the_servers_weights_and_goes_on_from_them(tmp_path: Path) -> None:
+    path = MPI.COMM_WORLD.bcast(str(tmp_path / "saved.ckpt"))
+    inputs = batches(8)
+
+    def train(fabric: Any, model: Any, optimizer: Any, steps: range) -> Tensor:
+        for step in steps:
+            fabric.backward(loss_of(model(inputs[step])))
+            optimizer.step()
+            optimizer.zero_grad()
+        return parameters(model)
+
+    def build(mode: Any, seed: int) -> tuple[Any, Any, Any]:
+        fabric = ring(RingFabricStrategy(algorithm=ParameterServer(mode=mode)))
+        module = network(norm=True, seed=seed)
+        return fabric, *fabric.setup(module, torch.optim.AdamW(module.parameters(), 0.01))
+
+    for mode in ("bulk", "async"):
+        fabric, model, optimizer = build(mode, 3)
+        train(fabric, model, optimizer, range(4))
+        fabric.save(path, {"model": model, "optimizer": optimizer})
+        shown = parameters(model)
+        assert_all_ranks_equal(shown)
+        straight = train(fabric, model, optimizer, range(4, 8))
+        other, again, others = build(mode, 9)
+        train(other, again, others, range(2))  # what is loaded replaces it
+        other.load(path, {"model": again, "optimizer": others})
+        assert torch.equal(parameters(again), shown)
+        if mode == "bulk":
+            assert torch.equal(train(other, again, others, range(4, 8)), straight)
+
+
+def check_what_cannot_work_is_refused() -> None:
+    bulk = RingStrategy(algorithm=ParameterServer())
+    with pytest.raises(ConfigurationError, match=r"gradient_clip_val=0\.5, but ParameterServer"):
+        trainer(bulk, gradient_clip_val=0.5).fit(Classifier(), loader())
+    with pytest.raises(ConfigurationError, match="loss scaler"):
+        trainer(RingStrategy(algorithm=ParameterServer()), plugins=[scaler_plugin()]).fit(Classifier(), loader())
+    net = network()
+    with distribute(net, algorithm=ParameterServer()):
+        loss_of(net(batches(1)[0])).backward()
+        with pytest.raises(ConfigurationError, match="SGD that ParameterServer does not know"):
+            torch.optim.SGD(copy.deepcopy(list(net.parameters())) + list(net.parameters()), 0.1).step()
