@@ -8,7 +8,6 @@ gradients first).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -18,6 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_ring.algorithms.algorithm import Algorithm, log
 from lightning_ring.algorithms.averaging import Averaging
+from lightning_ring.algorithms.delegating import Delegating
 from lightning_ring.algorithms.local.averages import average_
 from lightning_ring.algorithms.local.rank_states import collect
 from lightning_ring.comm.communicator import Communicator
@@ -26,7 +26,7 @@ from lightning_ring.errors import ConfigurationError
 from lightning_ring.gradients.compression import Compressor
 
 
-class LocalSGD(Algorithm):
+class LocalSGD(Delegating):
     """Rank r steps its parameters w_r with its own gradients; after each round of ``every`` steps w_r ← mean of all w.
 
     ``strategy="ring_local"`` is ``LocalSGD(every=8)``. During ``warmup_steps`` steps gradients are averaged instead,
@@ -113,41 +113,16 @@ class LocalSGD(Algorithm):
 
     def begin_batch(self, active_ranks: int | None = None) -> None:
         self._hide_averages()
-        self._gradients.begin_batch(active_ranks)
-
-    def forward(self, *, wait: bool = True) -> AbstractContextManager[None]:
-        return self._gradients.forward(wait=wait)
-
-    def backward(self) -> AbstractContextManager[None]:
-        return self._gradients.backward()
-
-    def finish_backward(self) -> None:
-        self._gradients.finish_backward()
-
-    def plain_backwards(self, *, reduced: bool) -> AbstractContextManager[None]:
-        return self._gradients.plain_backwards(reduced=reduced)
-
-    @property
-    def reduces_plain_backwards(self) -> bool:
-        return self._gradients.reduces_plain_backwards
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        return self._gradients.no_sync()
-
-    def discarding(self) -> AbstractContextManager[None]:
-        return self._gradients.discarding()
+        super().begin_batch(active_ranks)
 
     def before_step(self, optimizer: Optimizer, *, has_closure: bool) -> None:
         self._hide_averages()
-        self._gradients.before_step(optimizer, has_closure=has_closure)
-
-    def check_gradients(self, optimizer: Optimizer) -> None:
-        self._gradients.check_gradients(optimizer)
+        super().before_step(optimizer, has_closure=has_closure)
 
     def after_step(self, optimizer: Optimizer) -> None:
         if not self._steps_the_module(optimizer):
             return
-        self._gradients.after_step(optimizer)
+        super().after_step(optimizer)
         self.num_steps += 1
         if self.num_steps > self.warmup_steps:
             if self.steps_of_round == 0:
@@ -229,7 +204,7 @@ class LocalSGD(Algorithm):
             "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
         }
         ranks = collect(mine, comm) if self.num_steps > self.warmup_steps else []
-        return {"num_steps": self.num_steps, "ranks": ranks, "gradients": self._gradients.state_dict()}
+        return {"num_steps": self.num_steps, "ranks": ranks, "gradients": super().state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> str:
         comm = self._communicator
@@ -241,7 +216,7 @@ class LocalSGD(Algorithm):
         if self.num_steps >= self.warmup_steps:
             self._gradients.detach()
             self._gradients = Algorithm()
-        problem = self._gradients.load_state_dict(state["gradients"]) if state["gradients"] else ""
+        problem = super().load_state_dict(state["gradients"]) if state["gradients"] else ""
         self._own = {}
         ranks = state["ranks"]
         if not ranks:
@@ -267,18 +242,18 @@ class LocalSGD(Algorithm):
 
     def ask_to_stop(self, asked: bool = True) -> None:
         self._asked_to_stop = asked
-        self._gradients.ask_to_stop(asked)
+        super().ask_to_stop(asked)
 
     def agreed_to_stop(self) -> bool:
-        agreed, self._agreed_to_stop = self._agreed_to_stop or self._gradients.agreed_to_stop(), False
+        agreed, self._agreed_to_stop = self._agreed_to_stop or super().agreed_to_stop(), False
         return agreed
 
     def progress(self) -> str:
-        return self._gradients.progress() or f"step {self.num_steps}"
+        return super().progress() or f"step {self.num_steps}"
 
     def description(self) -> str:
         if self.num_steps < self.warmup_steps:
-            return f"{self._gradients.description()}; after {self.warmup_steps} steps none: {self._rounds()}"
+            return f"{super().description()}; after {self.warmup_steps} steps none: {self._rounds()}"
         return f": none, {self._rounds()}"
 
     def _rounds(self) -> str:
