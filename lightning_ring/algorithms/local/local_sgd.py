@@ -125,8 +125,7 @@ class LocalSGD(Delegating):
         super().after_step(optimizer)
         self.num_steps += 1
         if self.num_steps > self.warmup_steps:
-            if self.steps_of_round == 0:
-                self._end_round()
+            self._after_local_step()
         elif self.num_steps == self.warmup_steps:
             self._agreed_to_stop |= self._gradients.agreed_to_stop()
             self._gradients.detach()
@@ -155,21 +154,25 @@ class LocalSGD(Delegating):
             torch._foreach_copy_(list(self._own), list(self._own.values()))
             self._own = {}
 
+    def _after_local_step(self) -> None:
+        if self.steps_of_round == 0:
+            self._end_round()
+
     def _end_round(self) -> None:
         comm, name = self._communicator, f"step {self.num_steps}"
         stop = torch.tensor([float(self._asked_to_stop)])
         average_([stop], unrecorded(comm), f"{name}: requests to stop")
         self._agreed_to_stop |= bool(stop > 0)
-        average_(self._parameters(), comm, f"{name}: parameters")
-        self._use_averages()
+        self._average_parameters()
         if self.average_optimizer:
             average_(self._optimizer_tensors(), comm, f"{name}: optimizer state")
 
     def _begin_first_round(self) -> None:
         """The parameters are those of the first round's begin, the same on all ranks."""
 
-    def _use_averages(self) -> None:
-        """The parameters are the averages at the end of a round: replace them by those of the next round's begin."""
+    def _average_parameters(self) -> None:
+        """Replace the parameters at the end of a round by those of the next round's begin."""
+        average_(self._parameters(), self._communicator, f"step {self.num_steps}: parameters")
 
     def _parameters(self) -> list[Parameter]:
         return [param for param in self._module.parameters() if param.requires_grad]
