@@ -20,12 +20,15 @@ class Method:
     """A way to keep the ranks' models together, and the momentum of its SGD.
 
     ``distribute`` holds arguments of `lightning_ring.distribute`, nodes of Hydra among them. `None` is torch's own
-    DistributedDataParallel over Gloo.
+    DistributedDataParallel over Gloo. With ``own_pace`` a slow rank takes fewer of the ranks' steps than the others.
+    ``whole_steps``: how many steps' gradients, whole, a warm-up sends in all.
     """
 
     label: str
     distribute: dict[str, Any] | None
     momentum: float = 0.9
+    own_pace: bool = False
+    whole_steps: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +37,7 @@ class Settings:
 
     Attributes:
         hosts, ranks: One rank a host if both are equal; the ranks share this machine's cores.
-        copies: Augmented images of each scan.
+        images: Of the training set.
         batch_size: Of each rank.
         hidden: Width of the two hidden layers. It sets how many bytes a step sends.
         eval_every: Steps between two evaluations, whose time does not count.
@@ -43,7 +46,7 @@ class Settings:
 
     hosts: int
     ranks: int
-    copies: int
+    images: int
     batch_size: int
     hidden: int
     steps: int
@@ -56,17 +59,22 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What sets one run apart. ``rate`` of the wire as tc writes it; a ``straggler`` takes twice as long a batch."""
+    """What sets one run apart. ``rate`` of the wire as tc writes it; a ``straggler`` takes twice as long a batch.
 
-    method: Method
+    Without ``method`` nothing is trained: a profile is measured, for predictions of the others on that wire.
+    """
+
+    method: Method | None
     rate: str
     straggler: bool
     seed: int
 
     def key(self, settings: Settings) -> str:
         """Equal for runs that would do the same, whatever they are called."""
+        method = self.method
+        how = None if method is None else [method.distribute, method.momentum, method.own_pace]
         text = json.dumps(
-            [asdict(settings), self.method.distribute, self.method.momentum, self.rate, self.straggler, self.seed],
+            [asdict(settings), how, self.rate, self.straggler, self.seed],
             sort_keys=True,
         )
         return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -79,6 +87,7 @@ def execute(run: Run, settings: Settings) -> dict[str, Any]:
         RuntimeError: There can be no such hosts here, or the ranks failed.
     """
     started = time.perf_counter()
+    label = run.method.label if run.method is not None else "the profile"
     with tempfile.TemporaryDirectory() as folder, open_hosts(settings.hosts, run.rate) as hosts:
         order, result = Path(folder, "order.json"), Path(folder, "result.json")
         address = hosts.address(hosts.names[0])
@@ -88,7 +97,7 @@ def execute(run: Run, settings: Settings) -> dict[str, Any]:
         limit = 4 * settings.seconds + 120
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit)
         if done.returncode or not result.exists():
-            raise RuntimeError(f"{run.method.label} at {run.rate} failed:\n{(done.stdout + done.stderr)[-4000:]}")
+            raise RuntimeError(f"{label} at {run.rate} failed:\n{(done.stdout + done.stderr)[-4000:]}")
         found = json.loads(result.read_text())
-    about = {"key": run.key(settings), "method": run.method.label, "rate": run.rate, "straggler": run.straggler}
+    about = {"key": run.key(settings), "method": label, "rate": run.rate, "straggler": run.straggler}
     return about | {"seed": run.seed} | found | {"seconds": round(time.perf_counter() - started, 1)}

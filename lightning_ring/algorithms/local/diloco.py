@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from lightning_ring.algorithms.exchanges import Exchange, diloco
 from lightning_ring.algorithms.local.averages import start_averages
 from lightning_ring.algorithms.local.fragments import Fragments
 from lightning_ring.algorithms.local.local_sgd import LocalSGD
@@ -230,6 +231,9 @@ class DiLoCo(LocalSGD):
                 change = [torch.empty_like(params[name]).copy_(saved) for name, saved in changes.items()]
                 self._under_way[index] = _OuterGradient(those, change, [])
         return problem
+
+    def exchange(self) -> Exchange:
+        return diloco(self.every, self.fragments, self.overlap, self.outer_bits)
 
     def _exchange(self) -> str:
         parts = f" of each of {self.fragments} fragments" if self.fragments > 1 else ""

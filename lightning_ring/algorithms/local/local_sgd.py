@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from lightning_ring.algorithms.algorithm import Algorithm, log
 from lightning_ring.algorithms.averaging import Averaging
 from lightning_ring.algorithms.delegating import Delegating
+from lightning_ring.algorithms.exchanges import Exchange, local_sgd
 from lightning_ring.algorithms.local.averages import average_
 from lightning_ring.algorithms.local.rank_states import collect
 from lightning_ring.comm.communicator import Communicator
@@ -253,6 +254,9 @@ class LocalSGD(Delegating):
 
     def progress(self) -> str:
         return super().progress() or f"step {self.num_steps}"
+
+    def exchange(self) -> Exchange:
+        return local_sgd(self.every)
 
     def description(self) -> str:
         if self.num_steps < self.warmup_steps:
