@@ -11,7 +11,7 @@ from recipes.study.augment import Images, augment
 
 
 def pairs_of_digits(count: int) -> dict[str, Images]:
-    """``train`` of ``count`` images ``[1, 8, 16]``, and ``val`` and ``test`` of a quarter of that each.
+    """``train`` of ``count`` images ``[1, 8, 16]``, ``val`` of an eighth of that, ``test`` of a quarter.
 
     Each is a pair of scans, augmented once each. Scans never cross the split. The same on every call.
     """
@@ -25,7 +25,7 @@ def pairs_of_digits(count: int) -> dict[str, Images]:
         both = torch.cat([augment(images[left], generator), augment(images[right], generator)], 3)
         return Images(both, 10 * labels[left] + labels[right])
 
-    sizes = {"train": (train[rest], count), "val": (train[val], count // 4), "test": (test, count // 4)}
+    sizes = {"train": (train[rest], count), "val": (train[val], count // 8), "test": (test, count // 4)}
     return {name: pairs(part, size) for name, (part, size) in sizes.items()}
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_ring.comm.communicator import ChainedWork, Communicator, ReduceOp, Work
 from lightning_ring.gradients.compression import Compressor
@@ -38,6 +40,21 @@ def start_averages(
             work = comm.all_reduce_(flat, op=ReduceOp.AVG, name=called)
         works.append(ChainedWork(work, partial(_take_apart, flat, message)))
     return works
+
+
+def optimizer_tensors(optimizers: Iterable[Optimizer]) -> list[Tensor]:
+    """State of one value for each element, in the order of the parameters."""
+    tensors: list[Tensor] = []
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                state = optimizer.state.get(param, {})
+                tensors += [state[key] for key in sorted(state) if _is_like(state[key], param)]
+    return tensors
+
+
+def _is_like(value: Any, param: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == param.shape and value.is_floating_point()
 
 
 def _take_apart(flat: Tensor, message: list[Tensor]) -> None:

@@ -233,7 +233,7 @@ class DiLoCo(LocalSGD):
         return problem
 
     def exchange(self) -> Exchange:
-        return diloco(self.every, self.fragments, self.overlap, self.outer_bits)
+        return diloco(self.every, self.fragments, self.overlap, self.outer_bits, self.in_nodes)
 
     def _exchange(self) -> str:
         parts = f" of each of {self.fragments} fragments" if self.fragments > 1 else ""

@@ -16,7 +16,6 @@ from lightning_ring.gradients.compression.registry import COMPRESSORS
 from lightning_ring.tools.plan.profile import Gradient, Profile
 
 MIB = 2**20
-PREDICTABLE = [name for name, known in COMPRESSORS.items() if known.wire_bytes or known.shape_bytes]
 _PASSES = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1}
 
 Seconds = Callable[[float], float]
