@@ -10,12 +10,11 @@ from typing import Any
 
 from lightning_ring.cli.arguments import check_output, check_plot
 from lightning_ring.errors import ConfigurationError
-from lightning_ring.gradients.compression.registry import COMPRESSORS
 from lightning_ring.tools.plan import report
 from lightning_ring.tools.plan.advice import advise, in_words
 from lightning_ring.tools.plan.choice import choices, recommended
 from lightning_ring.tools.plan.choice import lines as choice_lines
-from lightning_ring.tools.plan.model import Cluster, Link, Settings, predict, world_sizes
+from lightning_ring.tools.plan.model import COMPRESSOR_NAMES, Cluster, Link, Settings, predict, world_sizes
 from lightning_ring.tools.plan.networks import parse_link
 from lightning_ring.tools.plan.profile import Profile, check_same_model, json_text, read_profile
 
@@ -76,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
         default="auto",
         help="of RingStrategy (default: auto, whatever was recorded: it depends on the nodes)",
     )
-    parser.add_argument("--compression", choices=("none", *COMPRESSORS), help="default: as recorded")
+    parser.add_argument("--compression", choices=("none", *COMPRESSOR_NAMES), help="default: as recorded")
     parser.add_argument("--bucket-cap-mb", type=float, metavar="MIB", help="default: as recorded")
     parser.add_argument(
         "--check", nargs="+", default=[], metavar="OTHER.json", help="profiles to check predictions with"
@@ -122,10 +121,10 @@ def chosen_settings(options: argparse.Namespace, profile: Profile) -> Settings:
     if cap is None:
         cap = None if isinstance(run.bucket_cap_mb, str) else run.bucket_cap_mb
     compression = run.compression if options.compression is None else options.compression
-    if compression not in (None, "none", *COMPRESSORS):
+    if compression not in (None, "none", *COMPRESSOR_NAMES):
         raise ConfigurationError(
             f"{options.profile} was recorded with compression {compression!r}, whose messages `plan` cannot predict. "
-            f"Say --compression none, or one of {', '.join(COMPRESSORS)}."
+            f"Say --compression none, or one of {', '.join(COMPRESSOR_NAMES)}."
         )
     return Settings(options.topology, run.sharded, None if compression == "none" else compression, cap)
 

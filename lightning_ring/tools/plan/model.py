@@ -16,6 +16,7 @@ from lightning_ring.gradients.compression.registry import COMPRESSORS
 from lightning_ring.tools.plan.profile import Gradient, Profile
 
 MIB = 2**20
+COMPRESSOR_NAMES = tuple(COMPRESSORS)
 _PASSES = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1}
 
 Seconds = Callable[[float], float]
