@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python -m benchmarks.compression                # encoding and decoding, one process
     python -m benchmarks.compression --hosts 4                        # bytes, one rank on each of 4 hosts
 
-Speeds are gradients (4 bytes each) a second of the processor, the best of several rounds, on a tensor of --mb MB:
+Speeds are gradients (4 bytes each) a second, the best of several rounds, on a tensor of --mb MB:
 ``encode`` is all that a rank does before it sends, with what it keeps for error feedback; ``decode`` what it does to
 the average that has arrived. Bytes need Linux, root, ip and tc (`benchmarks.hosts`): they are the growth of
 ``tx_bytes`` of a host's interface, headers of TCP included, against that of an all-reduce in float32.
@@ -21,12 +21,12 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from benchmarks.hosts import INTERFACE, open_hosts, why_not
-from lightning_ring.comm.communicator import Communicator, CompletedWork, ReduceOp, Work
+from lightning_ring.comm.communicator import ReduceOp
 from lightning_ring.gradients.compression import DGC, Compressor, Int8, OneBit, TernGrad, TopK
 from lightning_ring.host.malloc import keep_freed_memory
+from lightning_ring.tools.plan.probing import Layout, seconds_to_encode
 
 WAYS: dict[str, Callable[[], Compressor]] = {
     "int8": Int8,
@@ -37,73 +37,13 @@ WAYS: dict[str, Callable[[], Compressor]] = {
 }
 
 
-class Layout:
-    """Of ``flat`` as gradients of a million elements each."""
-
-    def __init__(self, flat: Tensor) -> None:
-        self.views = list(flat.split(1_000_000))
-        self.names = [str(index) for index in range(len(self.views))]
-        self.contributed = [True] * len(self.views)
-        self.used = torch.ones(len(self.views))
-
-
-class Silent(Communicator):
-    """One of ``world_size`` ranks, whose collectives take no time and bring nothing new."""
-
-    def __init__(self, world_size: int) -> None:
-        self.rank, self.world_size = 0, world_size
-        self.marks: list[float] = []  # processor time at each collective
-
-    def _mark(self) -> Work:
-        self.marks.append(time.process_time())
-        return CompletedWork()
-
-    def all_reduce_(self, tensor: Tensor, *, op: ReduceOp = ReduceOp.SUM, name: str = "") -> Work:
-        return self._mark()
-
-    def reduce_scatter_(self, flat: Tensor, *, op: ReduceOp = ReduceOp.SUM, name: str = "") -> Work:
-        return self._mark()
-
-    def all_gather_(self, flat: Tensor, *, name: str = "") -> Work:
-        work = self._mark()
-        rows = flat.view(self.world_size, -1)
-        rows[1:].copy_(rows[:1].expand_as(rows[1:]))
-        return work
-
-    def all_to_all(self, inputs: list[Tensor], outputs: list[Tensor], *, name: str = "") -> Work:  # type: ignore[override]
-        work = self._mark()
-        for source, target in zip(inputs, outputs, strict=True):
-            target.copy_(source)
-        self.marks[-1] = time.process_time()
-        return work
-
-    def broadcast_(self, tensor: Tensor, *, src: int = 0, name: str = "") -> Work:
-        return self._mark()
-
-    def close(self) -> None:
-        return None
-
-
 def speeds(num_bytes: int, rounds: int) -> None:
     torch.set_num_threads(1)
     keep_freed_memory()  # as `RingStrategy` does by default
     print(f"{'gradients, GB/s a core':24}{'encode':>9}{'whole':>9}")
-    gradient = torch.randn(num_bytes // 4, generator=torch.Generator().manual_seed(1))
     for name, make in WAYS.items():
-        compressor, comm = make(), Silent(2)
-        flat = torch.empty_like(gradient)
-        compressor.prepare(flat, Layout(flat))
-        encoding, whole = [], []
-        for _ in range(rounds):
-            flat.copy_(gradient)
-            compressor.begin_backward()
-            comm.marks.clear()
-            began = time.process_time()
-            compressor.all_reduce(flat, comm, name="bucket").wait()
-            whole.append(time.process_time() - began)
-            first = 1 if name == "terngrad" else 0  # its scalers travel before
-            encoding.append(comm.marks[first] - began)
-        print(f"{name:24}{num_bytes / min(encoding) / 1e9:9.2f}{num_bytes / min(whole) / 1e9:9.2f}", flush=True)
+        encoding, whole = seconds_to_encode(make(), num_bytes // 4, rounds)
+        print(f"{name:24}{num_bytes / encoding / 1e9:9.2f}{num_bytes / whole / 1e9:9.2f}", flush=True)
 
 
 def transmitted() -> int:

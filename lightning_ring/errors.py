@@ -41,3 +41,10 @@ class ShardError(RingError):
 
 class SampleError(RingError):
     """A sample cannot be read or decoded, or its data set raised; the message names it."""
+
+
+def check_arguments(name: str, works: bool, expected: str, **given: object) -> None:
+    """Raise `ConfigurationError` unless the arguments ``given`` to ``name`` work together."""
+    if not works:
+        found = ", ".join(f"{argument}={value!r}" for argument, value in given.items())
+        raise ConfigurationError(f"{name} got {found}; expected {expected}.")

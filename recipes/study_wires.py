@@ -15,7 +15,9 @@ if not __package__:  # run as a script: make `recipes` importable, instead of th
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from benchmarks.hosts import why_not
+from lightning_ring.tools.plan.profile import profile_of
 from recipes.study.record import Result, finish
+from recipes.wires.predict import predicted_seconds
 from recipes.wires.report import Cell, cell_of, plot, seconds_until, table
 from recipes.wires.run import Method, Run, Settings, execute
 
@@ -24,14 +26,16 @@ def study(config: dict[str, Any], folder: Path) -> list[Cell]:
     """Do every run that is not on record yet, and write table and picture."""
     settings, target = Settings(**config["settings"]), config["target"]
     methods = [Method(**config["methods"][name]) for name in config["only"] or config["methods"]]
+    wires = [(rate, False) for rate in config["rates"]] + [(rate, True) for rate in config["straggler_rates"]]
     groups = [
-        [Run(method, rate, straggler, seed) for seed in config["seeds"]]
-        for rate in config["rates"]
-        for straggler in config["stragglers"]
+        (method, [Run(method, rate, straggler, seed) for seed in config["seeds"]])
+        for rate, straggler in wires
         for method in methods
     ]
 
     def line(result: Result) -> str:
+        if "profile" in result:
+            return f"{result['rate']}: a profile for the predictions"
         return (
             f"{result['rate']}{', slow rank' if result['straggler'] else ''}: {result['method']}, seed "
             f"{result['seed']}: {seconds_until(result['curve'], target):.1f} s to {target}, "
@@ -39,10 +43,15 @@ def study(config: dict[str, Any], folder: Path) -> list[Cell]:
         )
 
     # a seed of everything first: a study that is interrupted has a table of all methods
-    runs = sorted((run for group in groups for run in group), key=lambda run: run.seed)
+    profiles = {rate: Run(None, rate, False, 0) for rate, _ in wires}
+    runs = [*profiles.values(), *sorted((run for _, group in groups for run in group), key=lambda run: run.seed)]
     by_key = {run.key(settings): run for run in runs}
     results = finish(by_key, partial(execute, settings=settings), line, folder / "runs.jsonl", workers=1)
-    cells = [cell_of([results[run.key(settings)] for run in group], target) for group in groups]
+    measured = {rate: profile_of(results[run.key(settings)]["profile"]) for rate, run in profiles.items()}
+    cells = []
+    for method, group in groups:
+        predicted = predicted_seconds(method, measured[group[0].rate], group[0].straggler, settings)
+        cells.append(cell_of([results[run.key(settings)] for run in group], target, predicted))
     baseline = config["baseline"]
     (folder / "wires.md").write_text(table(cells, baseline))
     plot(cells, baseline, folder / "wires.png")

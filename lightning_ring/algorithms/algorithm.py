@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from lightning_ring.algorithms.exchanges import Exchange
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.gradients.squared_norms import sum_of_squares
 
@@ -214,6 +215,10 @@ class Algorithm:
     def metrics(self) -> dict[str, float]:
         """Numbers about the training for the loggers, by name; the monitor logs rank 0's under ``ring/``."""
         return {}
+
+    def exchange(self) -> Exchange | None:
+        """What ranks send that step alone, for `lightning-ring plan`. `None`: gradients, or nothing that is known."""
+        return None
 
     def description(self) -> str:
         """How gradients or parameters travel, for one line in the log."""

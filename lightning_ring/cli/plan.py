@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,9 @@ from lightning_ring.cli.arguments import check_output, check_plot
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.tools.plan import report
 from lightning_ring.tools.plan.advice import advise, in_words
-from lightning_ring.tools.plan.model import PREDICTABLE, Cluster, Link, Settings, predict, world_sizes
+from lightning_ring.tools.plan.choice import choices, recommended
+from lightning_ring.tools.plan.choice import lines as choice_lines
+from lightning_ring.tools.plan.model import COMPRESSOR_NAMES, Cluster, Link, Settings, predict, world_sizes
 from lightning_ring.tools.plan.networks import parse_link
 from lightning_ring.tools.plan.profile import Profile, check_same_model, json_text, read_profile
 
@@ -38,11 +40,15 @@ def main(arguments: Sequence[str]) -> int:
     checks = [check(path, other, profile, options, network, node) for path, other in others]
     print(*report.heading(profile, network, node, per_node, settings), sep="\n")
     print("", *report.table_lines(table, profile.run.batch_size), sep="\n")
+    found = choices(profile, _cluster(at, per_node, network, node), settings)
+    print("", *choice_lines(found), sep="\n")
     print("", *report.slower_topology(table), f"what to change first: {in_words(advice)}", sep="\n")
     print(report.ASSUMED, report.ERROR_RANGE, sep="\n")
     print(*map(report.check_line, checks), sep="\n", end="\n" if checks else "")
     if options.json is not None:
         content = report.as_json(profile, network, node, per_node, settings, table, advice, checks)
+        content["choices"] = [asdict(choice) for choice in found]
+        content["recommended"] = recommended(found).argument
         Path(options.json).write_text(json_text(content))
     if options.plot is not None:
         report.plot(table, f"{profile.model.name}, {network.name}", options.plot)
@@ -69,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
         default="auto",
         help="of RingStrategy (default: auto, whatever was recorded: it depends on the nodes)",
     )
-    parser.add_argument("--compression", choices=("none", *PREDICTABLE), help="default: as recorded")
+    parser.add_argument("--compression", choices=("none", *COMPRESSOR_NAMES), help="default: as recorded")
     parser.add_argument("--bucket-cap-mb", type=float, metavar="MIB", help="default: as recorded")
     parser.add_argument(
         "--check", nargs="+", default=[], metavar="OTHER.json", help="profiles to check predictions with"
@@ -115,10 +121,10 @@ def chosen_settings(options: argparse.Namespace, profile: Profile) -> Settings:
     if cap is None:
         cap = None if isinstance(run.bucket_cap_mb, str) else run.bucket_cap_mb
     compression = run.compression if options.compression is None else options.compression
-    if compression not in (None, "none", *PREDICTABLE):
+    if compression not in (None, "none", *COMPRESSOR_NAMES):
         raise ConfigurationError(
             f"{options.profile} was recorded with compression {compression!r}, whose messages `plan` cannot predict. "
-            f"Say --compression none, or one of {', '.join(PREDICTABLE)}."
+            f"Say --compression none, or one of {', '.join(COMPRESSOR_NAMES)}."
         )
     return Settings(options.topology, run.sharded, None if compression == "none" else compression, cap)
 

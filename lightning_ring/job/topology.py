@@ -81,27 +81,36 @@ def open_hierarchical(
     def over(backend: str, parts: Sequence[Sequence[int]]) -> Communicator:
         return open_gloo_subgroup(parts, policy) if backend == "gloo" else open_mpi_subgroup(mpi_comm, parts, policy)
 
+    def open_node() -> Communicator:
+        own = _through_memory(nodes, rank, policy, PrefixStore("of node", store), None, 1) if store is not None else []
+        return own[0] if own else over(backend, nodes)
+
     in_node: Sequence[Communicator] = _through_memory(nodes, rank, policy, store, kept) if store is not None else []
     inward, outward = in_node or [over(backend, nodes), over(backend, nodes)]
     across = over(across_backend, peers)
     if rank == 0:
         names = type(inward).__name__, type(across).__name__
         _log.info("%d nodes of %d ranks: %s in a node, %s between nodes.", len(nodes), len(peers), *names)
-    return HierarchicalCommunicator(transport, inward, outward, across, peers, policy)
+    return HierarchicalCommunicator(transport, inward, outward, across, peers, policy, open_node=open_node)
 
 
 def _through_memory(
-    nodes: Sequence[Sequence[int]], rank: int, policy: WaitPolicy, store: Store, kept: KeptMemory | None
+    nodes: Sequence[Sequence[int]],
+    rank: int,
+    policy: WaitPolicy,
+    store: Store,
+    kept: KeptMemory | None,
+    count: int = 2,
 ) -> list[SharedMemoryCommunicator]:
-    """Two communicators over this rank's node in the same shared memory; empty if some node cannot share memory."""
+    """One or two communicators over this rank's node in the same shared memory; empty if some node cannot share it."""
     number, members = next((number, ranks) for number, ranks in enumerate(nodes) if rank in ranks)
     bootstrap = StoreBootstrap(PrefixStore(f"node/{number}", store), members, rank, policy)
     first = open_shared_memory(bootstrap, policy, members=members, kept=kept)
-    second = open_shared_memory(first, policy, members=members, beside=first) if first is not None else None
+    opened = [first]
+    if count == 2 and first is not None:
+        opened.append(open_shared_memory(first, policy, members=members, beside=first))
     all_ranks = range(sum(map(len, nodes)))
     exchange = StoreBootstrap(PrefixStore("all", store), all_ranks, rank, policy)
-    if not all(exchange.all_gather_object(second is not None)):
+    if not all(exchange.all_gather_object(opened[-1] is not None)):
         return []
-    assert first is not None
-    assert second is not None
-    return [first, second]
+    return [comm for comm in opened if comm is not None]

@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from statistics import median
 
-import torch
 from lightning.pytorch import LightningModule, Trainer
 
 from lightning_ring.comm.communicator import Communicator
-from lightning_ring.comm.cost import Collective, CostModel, fit
+from lightning_ring.comm.cost import CostModel
 from lightning_ring.comm.hierarchical import HierarchicalCommunicator
-from lightning_ring.comm.timing import time_collective
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.host.accelerator import is_gpu
+from lightning_ring.tools.plan.probing import measure_collectives
 from lightning_ring.tools.plan.profile import Run
-
-PROBE_BYTES = (2**16, 2**18, 2**19, 2**20, 2**22, 2**24)
-PROBE_REPEATS = 5
-_COLLECTIVES: tuple[Collective, ...] = ("all_reduce", "reduce_scatter", "all_gather")
 
 
 def check_can_record(path: Path, trainer: Trainer, module: LightningModule) -> None:
@@ -90,10 +84,5 @@ def measure_link(comm: Communicator | None, trainer: Trainer) -> tuple[str | Non
     collective. Nothing on one rank, and where several ranks on several nodes talk over both. Collective."""
     if comm is None or num_nodes(trainer) not in (1, comm.world_size):
         return None, None
-    flats = [comm.empty(size // 4, torch.float32, trainer.strategy.root_device).zero_() for size in PROBE_BYTES]
-    costs: dict[str, CostModel] = {}
-    for collective in _COLLECTIVES:
-        own = [median(time_collective(comm, collective, flat, PROBE_REPEATS, "probe of the profile")) for flat in flats]
-        slowest = [max(times) for times in zip(*comm.all_gather_object(own), strict=True)]
-        costs[collective] = fit([flat.nbytes for flat in flats], slowest, comm.world_size, collective=collective)
+    costs = measure_collectives(comm, trainer.strategy.root_device)
     return "node" if num_nodes(trainer) == 1 else "network", costs

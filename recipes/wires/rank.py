@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,24 +20,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.hosts import INTERFACE
 from lightning_ring import distribute
-from lightning_ring.schedules import WarmupLR, warmup_cosine
-from recipes.study.augment import Images, augmented_digits
+from lightning_ring.schedules import warmup_cosine
+from lightning_ring.tools.plan.probing import measure_collectives, measure_encoding, measure_processor
+from lightning_ring.tools.plan.profile import json_text
+from recipes.study.augment import Images
+from recipes.wires.measure import measured_step
 from recipes.wires.run import Settings
+from recipes.wires.task import network, pairs_of_digits
 
-
-def network(hidden: int) -> nn.Module:
-    """Images ``[batch, 1, 8, 8]`` to logits. Most of its bytes are in one matrix, as in many recognisers."""
-    return nn.Sequential(
-        nn.Conv2d(1, 32, kernel_size=3, padding=1),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Flatten(),
-        nn.Linear(32 * 16, hidden),
-        nn.ReLU(),
-        nn.Linear(hidden, hidden),
-        nn.ReLU(),
-        nn.Linear(hidden, 10),
-    )
+PROBE_BYTES = (2**16, 2**18, 2**20, 2**21, 2**22)  # 256 KiB pass at once, however slow the wire (`benchmarks.hosts`)
 
 
 def batches(train: Images, settings: Settings, rank: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -50,16 +39,6 @@ def batches(train: Images, settings: Settings, rank: int, seed: int) -> Iterator
         for batch in order.split(settings.batch_size):
             if len(batch) == settings.batch_size:
                 yield train.images[batch], train.labels[batch]
-
-
-def seconds_of_a_batch(module: nn.Module, settings: Settings, train: Images) -> float:
-    """How long this rank computes for one batch, by itself."""
-    module, times = copy.deepcopy(module), []
-    for _, (images, labels) in zip(range(12), batches(train, settings, 0, 0), strict=False):
-        began = time.perf_counter()
-        F.cross_entropy(module(images), labels).backward()
-        times.append(time.perf_counter() - began)
-    return statistics.median(times[4:])
 
 
 @torch.no_grad()
@@ -74,19 +53,6 @@ def accuracy(module: nn.Module, part: Images) -> float:
 def sent_bytes() -> int:
     """All that this host has sent."""
     return int(Path(f"/sys/class/net/{INTERFACE}/statistics/tx_bytes").read_text())
-
-
-def own_steps(done: int, settings: Settings, *, asynchronous: bool) -> Iterator[int]:
-    """This rank's steps until the next evaluation, after ``done`` steps: the number of each, from 0, for its schedule.
-
-    Ranks of an asynchronous method share out what all of them have to do: a fast one takes more steps than a slow one.
-    """
-    if not asynchronous:
-        yield from range(done, done + settings.eval_every)
-        return
-    store = dist.distributed_c10d._get_default_store()
-    while (number := store.add(f"study/{done}", 1) - 1) < settings.eval_every * settings.ranks:
-        yield done + number // settings.ranks
 
 
 @dataclass
@@ -118,53 +84,86 @@ def kept_together(module: nn.Module, optimizer: torch.optim.Optimizer, order: di
     return Replicas(module, training.rank, training.show_averages, training.communicator.barrier, training.close)
 
 
+class StepsOfAll:
+    """How many steps the ranks have taken together, where each goes at its own pace."""
+
+    def __init__(self) -> None:
+        self._store = dist.distributed_c10d._get_default_store()
+
+    def one_more(self) -> int:
+        return int(self._store.add("steps of the study", 1))
+
+
 def train(order: dict[str, Any]) -> dict[str, Any]:
     """Accuracy on validation images over training time, and on test images at the end; bytes that rank 0 sent."""
     settings = Settings(**order["settings"])
     torch.set_num_threads(1)
-    parts = augmented_digits(settings.copies)
+    parts = pairs_of_digits(settings.images)
     torch.manual_seed(order["seed"])
     module = network(settings.hidden)
+    lr = settings.lr * order["method"]["lr_scale"]
     optimizer = torch.optim.SGD(
-        module.parameters(),
-        settings.lr * order["method"]["lr_scale"],
-        order["method"]["momentum"],
-        weight_decay=settings.weight_decay,
+        module.parameters(), lr, order["method"]["momentum"], weight_decay=settings.weight_decay
     )
-    schedule = WarmupLR(optimizer, warmup_cosine(settings.steps, settings.warmup_steps))
-    slower = seconds_of_a_batch(module, settings, parts["train"])
+    factor = warmup_cosine(settings.steps, settings.warmup_steps)
+    slower = measured_step(module, optimizer, batches(parts["train"], settings, 0, 0)).phases.alone
     replicas = kept_together(module, optimizer, order)
     is_slow = order["straggler"] and replicas.rank == settings.ranks - 1
     data = batches(parts["train"], settings, replicas.rank, order["seed"])
+    together = StepsOfAll() if order["method"]["own_pace"] else None
     curve: list[tuple[float, float]] = []
-    spent, sent, step = 0.0, 0, 0
-    while step < settings.steps and spent < settings.seconds:
+    spent, sent, step, end = 0.0, 0, 0, 0
+    while end < settings.steps and spent < settings.seconds:
         replicas.barrier()
         began, before = time.perf_counter(), sent_bytes()
-        for number in own_steps(step, settings, asynchronous=order["method"]["asynchronous"]):
-            while schedule.last_epoch < number:
-                schedule.step()
+        end += settings.eval_every
+        while step < end:
             images, labels = next(data)
             if is_slow:
                 time.sleep(slower)
+            for group in optimizer.param_groups:
+                group["lr"] = lr * factor(min(step, settings.steps - 1))
             F.cross_entropy(replicas.called(images), labels).backward()
             optimizer.step()
             optimizer.zero_grad()
+            step = step + 1 if together is None else together.one_more() // settings.ranks
         replicas.barrier()
         ended = torch.tensor([time.perf_counter() - began])
         dist.broadcast(ended, 0)  # all ranks end at the same step
-        spent, sent, step = spent + ended.item(), sent + sent_bytes() - before, step + settings.eval_every
+        spent, sent = spent + ended.item(), sent + sent_bytes() - before
         replicas.show()
         curve.append((round(spent, 3), accuracy(module, parts["val"])))
-    result = {"steps": step, "batch_seconds": slower, "bytes_per_step": sent / step, "curve": curve}
+    result = {"steps": end, "batch_seconds": slower, "bytes_per_step": sent / end, "curve": curve}
     result["accuracy"] = accuracy(module, parts["test"])
     replicas.close()
     return result if replicas.rank == 0 else {}
 
 
+def measure(order: dict[str, Any]) -> dict[str, Any]:
+    """A profile of the training, as all ranks compute it at once, with the cost of a message between the hosts."""
+    settings = Settings(**order["settings"])
+    torch.set_num_threads(1)
+    parts = pairs_of_digits(settings.images)
+    torch.manual_seed(order["seed"])
+    module = network(settings.hidden)
+    optimizer = torch.optim.SGD(module.parameters(), settings.lr, 0.9, weight_decay=settings.weight_decay)
+    with distribute(copy := network(settings.hidden), torch.optim.SGD(copy.parameters(), 0.1)) as training:
+        comm = training.communicator
+        assert comm is not None
+        comm.barrier()
+        own = measured_step(module, optimizer, batches(parts["train"], settings, comm.rank, 0), settings.ranks)
+        profiles = comm.all_gather_object(own)
+        slowest = max(profiles, key=lambda profile: profile.phases.alone)
+        encoding = measure_encoding()
+        link = measure_collectives(comm, torch.device("cpu"), PROBE_BYTES)
+        processor = measure_processor(comm, PROBE_BYTES[-1])
+        profile = replace(slowest, link_level="network", link=link, encoding=encoding, processor=processor)
+    return {"profile": json.loads(json_text(asdict(profile)))} if training.rank == 0 else {}
+
+
 def main() -> None:
     order = json.loads(Path(sys.argv[1]).read_text())
-    if result := train(order):
+    if result := train(order) if order["method"] else measure(order):
         Path(order["result"]).write_text(json.dumps(result))
 
 

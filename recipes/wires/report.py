@@ -15,6 +15,7 @@ class Cell:
 
     Attributes:
         target_seconds: Training time until the target accuracy; infinite where a run did not reach it.
+        predicted_milliseconds: Of a step, as `lightning-ring plan` has it; `None` if it cannot.
     """
 
     method: str
@@ -23,6 +24,7 @@ class Cell:
     accuracies: tuple[float, ...]
     kilobytes_per_step: float
     milliseconds_per_step: float
+    predicted_milliseconds: float | None = None
 
     @property
     def median_seconds(self) -> float:
@@ -34,8 +36,8 @@ def seconds_until(curve: Sequence[Sequence[float]], target: float) -> float:
     return next((seconds for seconds, accuracy in curve if accuracy >= target), float("inf"))
 
 
-def cell_of(results: Sequence[dict[str, Any]], target: float) -> Cell:
-    """``results`` are those of all seeds."""
+def cell_of(results: Sequence[dict[str, Any]], target: float, predicted: float | None = None) -> Cell:
+    """``results`` are those of all seeds; ``predicted`` seconds of a step."""
     first = results[0]
     return Cell(
         method=first["method"],
@@ -44,12 +46,15 @@ def cell_of(results: Sequence[dict[str, Any]], target: float) -> Cell:
         accuracies=tuple(result["accuracy"] for result in results),
         kilobytes_per_step=statistics.median(result["bytes_per_step"] for result in results) / 1e3,
         milliseconds_per_step=statistics.median(1e3 * result["curve"][-1][0] / result["steps"] for result in results),
+        predicted_milliseconds=None if predicted is None else 1e3 * predicted,
     )
 
 
 def table(cells: Sequence[Cell], baseline: str) -> str:
     """Markdown: a row a method and wire, in the order given; times also as a share of ``baseline``'s on that wire."""
-    lines = [["wire", "method", "s to target", f"of {baseline}", "ms a step", "kB a step", "test accuracy, %"]]
+    lines = [
+        ["wire", "method", "s to target", f"of {baseline}", "ms a step", "predicted", "kB a step", "test accuracy, %"]
+    ]
     lines.append(["---"] * len(lines[0]))
     of_baseline = {cell.wire: cell.median_seconds for cell in cells if cell.method == baseline}
     for cell in cells:
@@ -65,11 +70,20 @@ def table(cells: Sequence[Cell], baseline: str) -> str:
                 f"{seconds:.1f}" if reached else "not reached",
                 f"{share:.2f}" if share == share and share != 0 else "",
                 f"{cell.milliseconds_per_step:.1f}",
+                _predicted(cell),
                 f"{cell.kilobytes_per_step:,.0f}",
                 f"{mean:.2f} ± {spread:.2f}",
             ]
         )
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def _predicted(cell: Cell) -> str:
+    """Milliseconds, and how much less or more they are than those measured."""
+    if cell.predicted_milliseconds is None:
+        return ""
+    error = cell.predicted_milliseconds / cell.milliseconds_per_step - 1
+    return f"{cell.predicted_milliseconds:.1f} ({error:+.0%})"
 
 
 def plot(cells: Sequence[Cell], baseline: str, file: Path) -> None:

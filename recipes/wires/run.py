@@ -20,15 +20,16 @@ class Method:
     """A way to keep the ranks' models together, the momentum of its SGD, and a factor of its learning rate.
 
     ``distribute`` holds arguments of `lightning_ring.distribute`, nodes of Hydra among them. `None` is torch's own
-    DistributedDataParallel over Gloo. If ``asynchronous``, a rank that is ready takes the next step of all that the
-    ranks have before an evaluation; else all take equally many.
+    DistributedDataParallel over Gloo. With ``own_pace`` a slow rank takes fewer of the ranks' steps than the others.
+    ``whole_steps``: how many steps' gradients, whole, a warm-up sends in all.
     """
 
     label: str
     distribute: dict[str, Any] | None
     momentum: float = 0.9
     lr_scale: float = 1.0
-    asynchronous: bool = False
+    own_pace: bool = False
+    whole_steps: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ class Settings:
 
     Attributes:
         hosts, ranks: One rank a host if both are equal; the ranks share this machine's cores.
-        copies: Augmented images of each scan.
+        images: Of the training set.
         batch_size: Of each rank.
         hidden: Width of the two hidden layers. It sets how many bytes a step sends.
         eval_every: Steps between two evaluations, whose time does not count.
@@ -46,7 +47,7 @@ class Settings:
 
     hosts: int
     ranks: int
-    copies: int
+    images: int
     batch_size: int
     hidden: int
     steps: int
@@ -59,21 +60,22 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What sets one run apart. ``rate`` of the wire as tc writes it; a ``straggler`` takes twice as long a batch."""
+    """What sets one run apart. ``rate`` of the wire as tc writes it; a ``straggler`` takes twice as long a batch.
 
-    method: Method
+    Without ``method`` nothing is trained: a profile is measured, for predictions of the others on that wire.
+    """
+
+    method: Method | None
     rate: str
     straggler: bool
     seed: int
 
     def key(self, settings: Settings) -> str:
         """Equal for runs that would do the same, whatever they are called."""
+        method = self.method
+        how = None if method is None else [method.distribute, method.momentum, method.lr_scale, method.own_pace]
         text = json.dumps(
-            [
-                *(asdict(settings), self.method.distribute, self.method.momentum, self.rate, self.straggler, self.seed),
-                *([self.method.lr_scale] if self.method.lr_scale != 1 else []),
-                *(["asynchronous"] if self.method.asynchronous else []),
-            ],
+            [asdict(settings), how, self.rate, self.straggler, self.seed],
             sort_keys=True,
         )
         return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -86,6 +88,7 @@ def execute(run: Run, settings: Settings) -> dict[str, Any]:
         RuntimeError: There can be no such hosts here, or the ranks failed.
     """
     started = time.perf_counter()
+    label = run.method.label if run.method is not None else "the profile"
     with tempfile.TemporaryDirectory() as folder, open_hosts(settings.hosts, run.rate) as hosts:
         order, result = Path(folder, "order.json"), Path(folder, "result.json")
         address = hosts.address(hosts.names[0])
@@ -95,7 +98,7 @@ def execute(run: Run, settings: Settings) -> dict[str, Any]:
         limit = 4 * settings.seconds + 120
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit)
         if done.returncode or not result.exists():
-            raise RuntimeError(f"{run.method.label} at {run.rate} failed:\n{(done.stdout + done.stderr)[-4000:]}")
+            raise RuntimeError(f"{label} at {run.rate} failed:\n{(done.stdout + done.stderr)[-4000:]}")
         found = json.loads(result.read_text())
-    about = {"key": run.key(settings), "method": run.method.label, "rate": run.rate, "straggler": run.straggler}
+    about = {"key": run.key(settings), "method": label, "rate": run.rate, "straggler": run.straggler}
     return about | {"seed": run.seed} | found | {"seconds": round(time.perf_counter() - started, 1)}

@@ -12,7 +12,7 @@ from torch.nn.utils import parameters_to_vector
 
 from lightning_ring.algorithms.local import Gossip
 from lightning_ring.errors import ConfigurationError
-from tests.algorithms.test_local import OPTIMIZERS, loss, network, one_step
+from tests.algorithms.local_training import OPTIMIZERS, loss, network, one_step
 from tests.thread_ranks import run_ranks
 
 NUM_STEPS = 9

@@ -8,62 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils import parameters_to_vector
-from torch.optim import SGD, AdamW, Optimizer
 
 from lightning_ring import RingStrategy
 from lightning_ring.algorithms.local import DiLoCo, LocalSGD
 from lightning_ring.errors import ConfigurationError
+from tests.algorithms.local_training import NUM_STEPS, OPTIMIZERS, loss, network, one_step, trained
 from tests.battery import check_names
 from tests.thread_ranks import run_ranks
 
 MODULE = "tests.checks.local_steps"
-OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
-    "sgd": lambda net: SGD(net.parameters(), 0.05, momentum=0.9),
-    "adamw": lambda net: AdamW(net.parameters(), 0.01),
-}
-NUM_STEPS = 11
-
-
-def network() -> nn.Module:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 2))
-
-
-def loss(net: nn.Module, rank: int, step: int) -> Tensor:
-    inputs = torch.randn(6, 5, generator=torch.Generator().manual_seed(100 * step + rank))
-    return (net(inputs) - 0.5).square().mean()
-
-
-def one_step(net: nn.Module, optimizer: Optimizer, algorithm: LocalSGD, rank: int) -> None:
-    algorithm.begin_batch()
-    with algorithm.forward():
-        value = loss(net, rank, algorithm.num_steps)
-    with algorithm.backward():
-        value.backward()
-    algorithm.before_step(optimizer, has_closure=False)
-    optimizer.step()
-    algorithm.after_step(optimizer)
-    optimizer.zero_grad()
-
-
-def trained(world_size: int, algorithm: LocalSGD, optimizer: str, num_steps: int = NUM_STEPS) -> list[list[Tensor]]:
-    """Each rank's parameters after each step."""
-    start = network()
-
-    def rank(comm: Any) -> list[Tensor]:
-        net, own = copy.deepcopy(start), copy.deepcopy(algorithm)
-        steps = OPTIMIZERS[optimizer](net)
-        own.attach(net, [steps], comm)
-        found = []
-        for _ in range(num_steps):
-            one_step(net, steps, own, comm.rank)
-            found.append(parameters_to_vector(net.parameters()).detach().clone())
-        own.detach()
-        return found
-
-    return run_ranks(world_size, rank)
 
 
 def reference(
@@ -137,7 +92,15 @@ def test_equals_the_formula_in_one_process(
         torch.testing.assert_close(torch.stack(ours), torch.stack(theirs), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("make", [lambda: LocalSGD(4), lambda: LocalSGD(4, warmup_steps=5), lambda: DiLoCo(4)])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: LocalSGD(4),
+        lambda: LocalSGD(4, warmup_steps=5),
+        lambda: DiLoCo(4),
+        lambda: DiLoCo(4, fragments=2, overlap=3, outer_bits=8),
+    ],
+)
 def test_averages_are_shown_without_a_trace_and_a_round_is_resumed_exactly(make: Callable[[], LocalSGD]) -> None:
     """After each of the first 7 steps averages are shown, and a checkpoint is written; another job goes on from it."""
     straight = trained(3, make(), "adamw")
@@ -242,6 +205,10 @@ def test_a_request_to_stop_reaches_every_rank_at_the_end_of_a_round() -> None:
         (lambda: LocalSGD(compression="bf16"), "compression='bf16' with warmup_steps=0"),
         (lambda: DiLoCo(outer_momentum=1), "outer_momentum=1"),
         (lambda: DiLoCo(outer_lr=0), "outer_lr=0"),
+        (lambda: DiLoCo(4, fragments=5), "every=4, fragments=5"),
+        (lambda: DiLoCo(4, overlap=4), "overlap=4"),
+        (lambda: DiLoCo(own_share=1), "own_share=1"),
+        (lambda: DiLoCo(outer_bits=16), "outer_bits=16"),
         (lambda: RingStrategy(algorithm=LocalSGD(), uneven="join"), "uneven='join' with algorithm=LocalSGD"),
         (lambda: RingStrategy(algorithm="ring_local", uneven="join"), "uneven='join' with algorithm='ring_local'"),
         (lambda: RingStrategy(algorithm="ring_local", compression="int8"), "compression='int8' with algorithm="),

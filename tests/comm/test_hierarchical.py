@@ -37,7 +37,7 @@ def run_nested(
 ) -> list[Any]:
     """`run_ranks` on a `HierarchicalCommunicator` whose every level is a ring of threads."""
     peers = [sorted(ranks) for ranks in zip(*nodes, strict=True)]
-    inward, outward = ([ThreadWorld(len(ranks)) for ranks in nodes] for _ in range(2))
+    inward, outward, own = ([ThreadWorld(len(ranks)) for ranks in nodes] for _ in range(3))
     across = [ThreadWorld(len(ranks)) for ranks in peers]
 
     def rank(comm: RingCommunicator) -> Any:
@@ -56,6 +56,7 @@ def run_nested(
             peers,
             policy,
             piece_bytes=piece_bytes,
+            open_node=lambda: level(own[node], nodes[node]),
         )
         try:
             return fn(nested)

@@ -3,26 +3,63 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
-from lightning_ring.comm.communicator import Communicator, ReduceOp, Work
+from lightning_ring.comm.communicator import ChainedWork, Communicator, ReduceOp, Work
+from lightning_ring.gradients.compression import Compressor
 
 _MESSAGE_BYTES = 25 * 2**20
 
 
-@torch.no_grad()
 def average_(tensors: Iterable[Tensor], comm: Communicator, name: str) -> None:
     """Replace ``tensors`` (same shapes and dtypes on all ranks) by their averages over the ranks. Blocks."""
-    works: list[tuple[Work, list[Tensor], Tensor]] = []
-    for index, message in enumerate(_messages(tensors)):
-        flat = torch.cat([tensor.reshape(-1) for tensor in message])
-        works.append((comm.all_reduce_(flat, op=ReduceOp.AVG, name=f"{name}, message {index}"), message, flat))
-    for work, message, flat in works:
+    for work in start_averages(tensors, comm, name):
         work.wait()
-        parts = flat.split([tensor.numel() for tensor in message])
-        torch._foreach_copy_(message, [part.view(each.shape) for part, each in zip(parts, message, strict=True)])
+
+
+@torch.no_grad()
+def start_averages(
+    tensors: Iterable[Tensor], comm: Communicator, name: str, compressor: Compressor | None = None
+) -> list[Work]:
+    """Start to replace ``tensors`` by their averages over the ranks.
+
+    Args:
+        compressor: Of the dtypes that it accepts. It keeps no state from call to call.
+    """
+    works: list[Work] = []
+    for index, message in enumerate(_messages(tensors)):
+        flat, called = torch.cat([tensor.reshape(-1) for tensor in message]), f"{name}, message {index}"
+        if compressor is not None and compressor.accepts(flat.dtype):
+            work = compressor.all_reduce(flat, comm, name=called)
+        else:
+            work = comm.all_reduce_(flat, op=ReduceOp.AVG, name=called)
+        works.append(ChainedWork(work, partial(_take_apart, flat, message)))
+    return works
+
+
+def optimizer_tensors(optimizers: Iterable[Optimizer]) -> list[Tensor]:
+    """State of one value for each element, in the order of the parameters."""
+    tensors: list[Tensor] = []
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                state = optimizer.state.get(param, {})
+                tensors += [state[key] for key in sorted(state) if _is_like(state[key], param)]
+    return tensors
+
+
+def _is_like(value: Any, param: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == param.shape and value.is_floating_point()
+
+
+def _take_apart(flat: Tensor, message: list[Tensor]) -> None:
+    parts = flat.split([tensor.numel() for tensor in message])
+    torch._foreach_copy_(message, [part.view(each.shape) for part, each in zip(parts, message, strict=True)])
 
 
 def _messages(tensors: Iterable[Tensor]) -> Sequence[list[Tensor]]:

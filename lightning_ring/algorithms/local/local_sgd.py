@@ -8,7 +8,6 @@ gradients first).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -18,15 +17,19 @@ from torch.optim import Optimizer
 
 from lightning_ring.algorithms.algorithm import Algorithm, log
 from lightning_ring.algorithms.averaging import Averaging
-from lightning_ring.algorithms.local.averages import average_
+from lightning_ring.algorithms.delegating import Delegating
+from lightning_ring.algorithms.exchanges import Exchange, local_sgd
+from lightning_ring.algorithms.local.averages import average_, optimizer_tensors
+from lightning_ring.algorithms.local.pace import FIRST_EVERY, MEASURED_ROUNDS, Pace
 from lightning_ring.algorithms.local.rank_states import collect
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.recording import unrecorded
-from lightning_ring.errors import ConfigurationError
+from lightning_ring.comm.timing import now, seconds_between
+from lightning_ring.errors import ConfigurationError, check_arguments
 from lightning_ring.gradients.compression import Compressor
 
 
-class LocalSGD(Algorithm):
+class LocalSGD(Delegating):
     """Rank r steps its parameters w_r with its own gradients; after each round of ``every`` steps w_r ← mean of all w.
 
     ``strategy="ring_local"`` is ``LocalSGD(every=8)``. During ``warmup_steps`` steps gradients are averaged instead,
@@ -35,11 +38,14 @@ class LocalSGD(Algorithm):
     values back.
 
     Args:
-        every: Steps of the optimizer between two averages.
+        every: Steps of the optimizer between two averages. ``"auto"`` measures two rounds of 4 steps, and then takes
+            as few that averages last a tenth of the time of the steps: the same number on all ranks.
         warmup_steps: Steps at the begin whose gradients are averaged. Post-local SGD takes those before the learning
             rate first drops.
         average_optimizer: Average the optimizer's state (momentum) with the parameters; else each rank keeps its own.
-        bucket_cap_mb, compression: Of the gradients of the warm-up, as of `Averaging`.
+        in_nodes: Where nodes hold several ranks (nested rings, ``topology``), average the gradients of a node's ranks
+            at every step: nodes step alone, not ranks.
+        bucket_cap_mb, compression: Of gradients, as of `Averaging`. Only those of the warm-up are compressed.
 
     Raises:
         ConfigurationError: An argument cannot work.
@@ -49,25 +55,33 @@ class LocalSGD(Algorithm):
 
     def __init__(
         self,
-        every: int = 8,
+        every: int | Literal["auto"] = 8,
         *,
         warmup_steps: int = 0,
         average_optimizer: bool = False,
+        in_nodes: bool = False,
         bucket_cap_mb: float | Literal["auto"] | None = None,
         compression: str | Compressor | None = None,
     ) -> None:
         name = type(self).__name__
-        if type(every) is not int or every < 1 or type(warmup_steps) is not int or warmup_steps < 0:
-            raise ConfigurationError(
-                f"{name} got every={every!r}, warmup_steps={warmup_steps!r}; expected 1 or more steps between two "
-                "averages, and 0 or more steps before the first round."
-            )
+        check_arguments(
+            name,
+            (every == "auto" or (type(every) is int and every >= 1))
+            and type(warmup_steps) is int
+            and warmup_steps >= 0,
+            "1 or more steps between two averages, or 'auto', and 0 or more steps before the first round",
+            every=every,
+            warmup_steps=warmup_steps,
+        )
         if compression is not None and not warmup_steps:
             raise ConfigurationError(
                 f"{name} got compression={compression!r} with warmup_steps=0: it sends parameters, whole, and "
                 "gradients only during a warm-up. Leave compression out, or use algorithm='ring'."
             )
-        self.every = every
+        self.every = FIRST_EVERY if isinstance(every, str) else every
+        self.in_nodes = in_nodes
+        self._pace = Pace() if every == "auto" else None
+        self._rounds_from = warmup_steps  # the step before the first round of `every` steps
         self.warmup_steps = warmup_steps
         self.average_optimizer = average_optimizer
         self.num_steps = 0
@@ -90,10 +104,26 @@ class LocalSGD(Algorithm):
     ) -> None:
         self._module, self._comm, self._inform = module, comm, inform
         self.set_optimizers(optimizers)
+        self._warn = warn
         if self.num_steps < self.warmup_steps:
             self._gradients = Averaging(**self._settings)  # type: ignore[arg-type]
             self._gradients.ask_to_stop(self._asked_to_stop)
             self._gradients.attach(module, optimizers, comm, warn, inform)
+        else:
+            self._average_in_nodes()
+
+    def _average_in_nodes(self) -> None:
+        """From the end of the warm-up on."""
+        self._gradients.detach()
+        self._gradients = Algorithm()
+        node = self._communicator.of_node() if self.in_nodes else None
+        if node is not None:
+            self._gradients = Averaging(bucket_cap_mb=self._settings["bucket_cap_mb"])  # type: ignore[arg-type]
+            self._gradients.attach(self._module, self._optimizers, node, self._warn, self._inform)
+        elif self.in_nodes:
+            self._inform(
+                f"{type(self).__name__}(in_nodes=True): there are no nested rings, so each rank steps by itself"
+            )
 
     def set_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         if len(optimizers) > 1:
@@ -113,49 +143,24 @@ class LocalSGD(Algorithm):
 
     def begin_batch(self, active_ranks: int | None = None) -> None:
         self._hide_averages()
-        self._gradients.begin_batch(active_ranks)
-
-    def forward(self, *, wait: bool = True) -> AbstractContextManager[None]:
-        return self._gradients.forward(wait=wait)
-
-    def backward(self) -> AbstractContextManager[None]:
-        return self._gradients.backward()
-
-    def finish_backward(self) -> None:
-        self._gradients.finish_backward()
-
-    def plain_backwards(self, *, reduced: bool) -> AbstractContextManager[None]:
-        return self._gradients.plain_backwards(reduced=reduced)
-
-    @property
-    def reduces_plain_backwards(self) -> bool:
-        return self._gradients.reduces_plain_backwards
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        return self._gradients.no_sync()
-
-    def discarding(self) -> AbstractContextManager[None]:
-        return self._gradients.discarding()
+        super().begin_batch(active_ranks)
 
     def before_step(self, optimizer: Optimizer, *, has_closure: bool) -> None:
         self._hide_averages()
-        self._gradients.before_step(optimizer, has_closure=has_closure)
-
-    def check_gradients(self, optimizer: Optimizer) -> None:
-        self._gradients.check_gradients(optimizer)
+        super().before_step(optimizer, has_closure=has_closure)
 
     def after_step(self, optimizer: Optimizer) -> None:
         if not self._steps_the_module(optimizer):
             return
-        self._gradients.after_step(optimizer)
+        super().after_step(optimizer)
         self.num_steps += 1
         if self.num_steps > self.warmup_steps:
-            if self.steps_of_round == 0:
-                self._end_round()
+            if self._pace is not None:
+                self._pace.step_ended(self._device)
+            self._after_local_step()
         elif self.num_steps == self.warmup_steps:
             self._agreed_to_stop |= self._gradients.agreed_to_stop()
-            self._gradients.detach()
-            self._gradients = Algorithm()
+            self._average_in_nodes()
             self._begin_first_round()
             self._inform(f"{self.num_steps} steps of warm-up are over: {self._rounds()}")
 
@@ -164,7 +169,7 @@ class LocalSGD(Algorithm):
     @property
     def steps_of_round(self) -> int:
         """Steps since the ranks last held the same parameters."""
-        return max(0, self.num_steps - self.warmup_steps) % self.every
+        return max(0, self.num_steps - self._rounds_from) % self.every
 
     def show_averages(self) -> None:
         comm = self._communicator
@@ -180,38 +185,49 @@ class LocalSGD(Algorithm):
             torch._foreach_copy_(list(self._own), list(self._own.values()))
             self._own = {}
 
+    def _after_local_step(self) -> None:
+        if self.steps_of_round == 0:
+            self._end_round()
+
     def _end_round(self) -> None:
         comm, name = self._communicator, f"step {self.num_steps}"
         stop = torch.tensor([float(self._asked_to_stop)])
         average_([stop], unrecorded(comm), f"{name}: requests to stop")
         self._agreed_to_stop |= bool(stop > 0)
-        average_(self._parameters(), comm, f"{name}: parameters")
-        self._use_averages()
+        began = now(self._device)
+        self._average_parameters()
         if self.average_optimizer:
-            average_(self._optimizer_tensors(), comm, f"{name}: optimizer state")
+            average_(optimizer_tensors(self._optimizers), comm, f"{name}: optimizer state")
+        if self._pace is not None:
+            self._choose_every(self._pace, seconds_between(began, now(self._device), comm))
+
+    def _choose_every(self, pace: Pace, seconds: float) -> None:
+        pace.averages.append(seconds)
+        pace.last = now(self._device)
+        if len(pace.averages) == MEASURED_ROUNDS:
+            self.every, why = pace.choose(unrecorded(self._communicator))
+            self._rounds_from, self._pace = self.num_steps, None
+            self._inform(
+                f"{type(self).__name__}(every='auto'): {why}; averages follow every {self.every} steps from now on"
+            )
 
     def _begin_first_round(self) -> None:
         """The parameters are those of the first round's begin, the same on all ranks."""
 
-    def _use_averages(self) -> None:
-        """The parameters are the averages at the end of a round: replace them by those of the next round's begin."""
+    def _average_parameters(self) -> None:
+        """Replace the parameters at the end of a round by those of the next round's begin."""
+        average_(self._parameters(), self._communicator, f"step {self.num_steps}: parameters")
 
     def _parameters(self) -> list[Parameter]:
         return [param for param in self._module.parameters() if param.requires_grad]
 
-    def _optimizer_tensors(self) -> list[Tensor]:
-        """State of one value for each element, in the order of the parameters."""
-        tensors: list[Tensor] = []
-        for optimizer in self._optimizers:
-            for group in optimizer.param_groups:
-                for param in group["params"]:
-                    state = optimizer.state.get(param, {})
-                    tensors += [state[key] for key in sorted(state) if _is_like(state[key], param)]
-        return tensors
-
     def _steps_the_module(self, optimizer: Optimizer) -> bool:
         own = {id(param) for param in self._module.parameters()}
         return any(id(param) in own for group in optimizer.param_groups for param in group["params"])
+
+    @property
+    def _device(self) -> torch.device:
+        return next((param.device for param in self._module.parameters()), torch.device("cpu"))
 
     @property
     def _communicator(self) -> Communicator:
@@ -229,7 +245,8 @@ class LocalSGD(Algorithm):
             "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
         }
         ranks = collect(mine, comm) if self.num_steps > self.warmup_steps else []
-        return {"num_steps": self.num_steps, "ranks": ranks, "gradients": self._gradients.state_dict()}
+        rounds = (self.every, self._rounds_from) if self._pace is None else None
+        return {"num_steps": self.num_steps, "rounds": rounds, "ranks": ranks, "gradients": super().state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> str:
         comm = self._communicator
@@ -238,10 +255,11 @@ class LocalSGD(Algorithm):
                 f"the checkpoint holds no state of {type(self).__name__}: its warm-up and its first round begin here."
             )
         self.num_steps = state["num_steps"]
+        if self._pace is not None and state.get("rounds"):  # they were chosen before
+            (self.every, self._rounds_from), self._pace = state["rounds"], None
         if self.num_steps >= self.warmup_steps:
-            self._gradients.detach()
-            self._gradients = Algorithm()
-        problem = self._gradients.load_state_dict(state["gradients"]) if state["gradients"] else ""
+            self._average_in_nodes()
+        problem = super().load_state_dict(state["gradients"]) if state["gradients"] else ""
         self._own = {}
         ranks = state["ranks"]
         if not ranks:
@@ -267,29 +285,31 @@ class LocalSGD(Algorithm):
 
     def ask_to_stop(self, asked: bool = True) -> None:
         self._asked_to_stop = asked
-        self._gradients.ask_to_stop(asked)
+        if self.num_steps < self.warmup_steps:  # later all nodes have to agree
+            super().ask_to_stop(asked)
 
     def agreed_to_stop(self) -> bool:
-        agreed, self._agreed_to_stop = self._agreed_to_stop or self._gradients.agreed_to_stop(), False
+        agreed = self._agreed_to_stop or (self.num_steps < self.warmup_steps and super().agreed_to_stop())
+        self._agreed_to_stop = False
         return agreed
 
     def progress(self) -> str:
-        return self._gradients.progress() or f"step {self.num_steps}"
+        return super().progress() or f"step {self.num_steps}"
+
+    def exchange(self) -> Exchange:
+        return local_sgd(self.every, self.in_nodes)
 
     def description(self) -> str:
         if self.num_steps < self.warmup_steps:
-            return f"{self._gradients.description()}; after {self.warmup_steps} steps none: {self._rounds()}"
+            return f"{super().description()}; after {self.warmup_steps} steps none: {self._rounds()}"
         return f": none, {self._rounds()}"
 
     def _rounds(self) -> str:
+        who = "the ranks of a node step together" if self.in_nodes else "each rank steps by itself"
         return (
-            f"each rank steps by itself, and {self._exchange()} every {self.every} steps. Evaluations, checkpoints and "
+            f"{who}, and {self._exchange()} every {self.every} steps. Evaluations, checkpoints and "
             "the end of the training see the average of the ranks' parameters"
         )
 
     def _exchange(self) -> str:
         return "parameters are averaged"
-
-
-def _is_like(value: Any, param: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.shape == param.shape and value.is_floating_point()

@@ -13,8 +13,9 @@ from torch.nn import Parameter
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
-from lightning_ring.algorithms.algorithm import Algorithm, log
+from lightning_ring.algorithms.algorithm import log
 from lightning_ring.algorithms.averaging import Averaging
+from lightning_ring.algorithms.delegating import Delegating
 from lightning_ring.algorithms.sharded import norms
 from lightning_ring.algorithms.sharded.elementwise import check_can_be_sharded
 from lightning_ring.algorithms.sharded.memory import check_no_aliases
@@ -33,7 +34,7 @@ from lightning_ring.gradients.squared_norms import sum_of_squares
 _ENDING_SECONDS = 1.0  # in which what all ranks have sent arrives
 
 
-class Sharded(Algorithm):
+class Sharded(Delegating):
     """Gradients are reduce-scattered, each rank steps its shard, and parameters are all-gathered.
 
     A step starts an all-gather of each changed bucket. If ``overlaps`` is True the step returns at once, and reading a
@@ -61,7 +62,7 @@ class Sharded(Algorithm):
         self._parameters: ShardedParameters | None = None
         self._set: list[SlicedOptimizer] = []  # others live as long as their optimizers, through the hooks
         self._sliced: WeakValueDictionary[int, SlicedOptimizer] = WeakValueDictionary()
-        self._averaging = Averaging(
+        self._gradients = self._averaging = Averaging(
             bucket_cap_mb=bucket_cap_mb, compression=compression, shards=True, on_new_parameters=self._follow_module
         )
 
@@ -163,9 +164,6 @@ class Sharded(Algorithm):
 
     # -- a batch
 
-    def begin_batch(self, active_ranks: int | None = None) -> None:
-        self._averaging.begin_batch(active_ranks)
-
     @contextmanager
     def forward(self, *, wait: bool = True) -> Iterator[None]:
         assert self._parameters is not None, "attach() comes first"
@@ -177,35 +175,10 @@ class Sharded(Algorithm):
         if wait:
             self.wait_parameters()
 
-    def backward(self) -> AbstractContextManager[None]:
-        return self._averaging.backward()
-
-    def finish_backward(self) -> None:
-        self._averaging.finish_backward()
-
-    def plain_backwards(self, *, reduced: bool) -> AbstractContextManager[None]:
-        return self._averaging.plain_backwards(reduced=reduced)
-
-    @property
-    def reduces_plain_backwards(self) -> bool:
-        return self._averaging.reduces_plain_backwards
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        return self._averaging.no_sync()
-
-    def discarding(self) -> AbstractContextManager[None]:
-        return self._averaging.discarding()
-
     def before_step(self, optimizer: Optimizer, *, has_closure: bool) -> None:
-        self._averaging.before_step(optimizer, has_closure=has_closure)
+        super().before_step(optimizer, has_closure=has_closure)
         if self._averaging.steps_tracked_parameters(optimizer):
             self._slice(optimizer)  # optimizers may be built in the middle of the training
-
-    def check_gradients(self, optimizer: Optimizer) -> None:
-        self._averaging.check_gradients(optimizer)
-
-    def after_step(self, optimizer: Optimizer) -> None:
-        self._averaging.after_step(optimizer)
 
     def _stepped(self, changed: list[Parameter]) -> None:
         self._is_cut = True
@@ -352,23 +325,3 @@ class Sharded(Algorithm):
         finally:
             for optimizer in optimizers:
                 optimizer.hide_state()
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._averaging.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> str:
-        return self._averaging.load_state_dict(state)
-
-    # -- requests to stop, progress
-
-    def ask_to_stop(self, asked: bool = True) -> None:
-        self._averaging.ask_to_stop(asked)
-
-    def agreed_to_stop(self) -> bool:
-        return self._averaging.agreed_to_stop()
-
-    def progress(self) -> str:
-        return self._averaging.progress()
-
-    def description(self) -> str:
-        return self._averaging.description()

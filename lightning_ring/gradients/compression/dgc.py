@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_ring.comm.communicator import ChainedWork, Communicator, Work
-from lightning_ring.errors import ConfigurationError
+from lightning_ring.errors import ConfigurationError, check_arguments
 from lightning_ring.gradients.compression.between_nodes import MIN_NUMEL
 from lightning_ring.gradients.compression.compressor import GradientLayout
 from lightning_ring.gradients.compression.error_feedback import ErrorFeedback
@@ -60,11 +60,14 @@ class DGC(ErrorFeedback):
     ) -> None:
         self._largest = Largest(checked_ratio("DGC", ratio), min_numel, "dgc")
         super().__init__(self._largest)
-        if not 0 <= momentum < 1 or (clip_norm is not None and not clip_norm > 0) or warmup_steps < 0:
-            raise ConfigurationError(
-                f"DGC got momentum={momentum}, clip_norm={clip_norm}, warmup_steps={warmup_steps}; expected a momentum "
-                "from 0 to below 1, a norm above 0 or None, and 0 or more passes."
-            )
+        check_arguments(
+            "DGC",
+            0 <= momentum < 1 and (clip_norm is None or clip_norm > 0) and warmup_steps >= 0,
+            "a momentum from 0 to below 1, a norm above 0 or None, and 0 or more passes",
+            momentum=momentum,
+            clip_norm=clip_norm,
+            warmup_steps=warmup_steps,
+        )
         self.ratio = ratio
         self.momentum = momentum
         self.clip_norm = clip_norm

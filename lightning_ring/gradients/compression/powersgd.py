@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_ring.comm.communicator import ChainedWork, Communicator, ReduceOp, Work
 from lightning_ring.comm.host_copy import on_host
-from lightning_ring.errors import ConfigurationError
+from lightning_ring.errors import check_arguments
 from lightning_ring.gradients.compression.compressor import Compressor, GradientLayout
 from lightning_ring.gradients.compression.error_feedback import ErrorFeedback
 from lightning_ring.gradients.compression.low_rank import (
@@ -45,11 +45,14 @@ class LowRank(Compressor):
     name = "powersgd"
 
     def __init__(self, rank: int = 2, start_iter: int = 1000, min_compression: float = 2.0, seed: int = 0) -> None:
-        if rank < 1 or start_iter < 0 or min_compression < 1:
-            raise ConfigurationError(
-                f"PowerSGD got rank={rank}, start_iter={start_iter}, min_compression={min_compression}; expected a "
-                "rank of 1 or more, 0 or more passes, and a ratio of at least 1."
-            )
+        check_arguments(
+            "PowerSGD",
+            rank >= 1 and start_iter >= 0 and min_compression >= 1,
+            "a rank of 1 or more, 0 or more passes, and a ratio of at least 1",
+            rank=rank,
+            start_iter=start_iter,
+            min_compression=min_compression,
+        )
         self.rank = rank
         self.start_iter = start_iter
         self.min_compression = min_compression

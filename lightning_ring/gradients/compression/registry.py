@@ -6,11 +6,11 @@ It imports no torch, so that a prediction does not either.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_ring.gradients.compression.compressor import Compressor
@@ -25,10 +25,12 @@ class RegisteredCompressor:
     wire_bytes: Callable[[int, int], float] | None = None  # as `Compressor.wire_bytes`; `None` where that gives `None`
 
     between_nodes: bool = False  # whether gradients travel in full precision inside a node
+    # where the bytes follow from a gradient's shape, and its number of elements
+    shape_bytes: Callable[[Sequence[int], int], float] | None = None
 
-    def build(self) -> Compressor:
+    def build(self, **arguments: Any) -> Compressor:
         module = import_module(f"lightning_ring.gradients.compression.{self.module}")
-        compressor: Compressor = getattr(module, self.class_name)()
+        compressor: Compressor = getattr(module, self.class_name)(**arguments)
         return compressor
 
 
@@ -44,6 +46,11 @@ def four_bytes(numel: int, world_size: int) -> float:
 def int8_bytes(numel: int, world_size: int) -> float:
     """A byte an element, and a float32 scale for each block of 256."""
     return numel * (1 + 4 / 256)
+
+
+def e3m0_bytes(numel: int, world_size: int) -> float:
+    """Half a byte an element, and a float32 scale for each block of 256."""
+    return numel * (1 / 2 + 4 / 256)
 
 
 def one_bit_bytes(numel: int, world_size: int) -> float:
@@ -66,6 +73,14 @@ def digits_a_byte(base: int) -> float:
     return next((count for count in (8, 5, 4, 3, 2, 1) if base**count <= 256), 0.5)
 
 
+def low_rank_bytes(rank: int, min_compression: float, shape: Sequence[int], numel: int) -> float:
+    """The two thin factors of a matrix with a row for each output, or all of it where they are not much shorter."""
+    rows = shape[0] if len(shape) > 1 else 1
+    columns = numel // rows if rows else 0
+    factors = (rows + columns) * min(rows, columns, rank)
+    return 4 * (factors if factors * min_compression < numel else numel)
+
+
 COMPRESSORS: Mapping[str, RegisteredCompressor] = {
     "fp16": RegisteredCompressor("sixteen_bit", "FP16", two_bytes),
     "bf16": RegisteredCompressor("sixteen_bit", "BF16", two_bytes),
@@ -75,5 +90,5 @@ COMPRESSORS: Mapping[str, RegisteredCompressor] = {
     "terngrad": RegisteredCompressor("terngrad", "TernGrad", ternary_bytes, between_nodes=True),
     "topk": RegisteredCompressor("top_k", "TopK", partial(sparse_bytes, 0.01), between_nodes=True),
     "dgc": RegisteredCompressor("dgc", "DGC", partial(sparse_bytes, 0.001), between_nodes=True),
-    "powersgd": RegisteredCompressor("powersgd", "PowerSGD"),
+    "powersgd": RegisteredCompressor("powersgd", "PowerSGD", shape_bytes=partial(low_rank_bytes, 2, 2.0)),
 }

@@ -11,11 +11,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from lightning_ring.comm.cost import FIRST_BUCKET_MB, CostModel, default_cap_mb, num_nested_pieces, number_by_size
+from lightning_ring.errors import ConfigurationError
 from lightning_ring.gradients.compression.registry import COMPRESSORS
 from lightning_ring.tools.plan.profile import Gradient, Profile
 
 MIB = 2**20
-PREDICTABLE = {name: known.wire_bytes for name, known in COMPRESSORS.items() if known.wire_bytes is not None}
+COMPRESSOR_NAMES = tuple(COMPRESSORS)
 _PASSES = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1}
 
 Seconds = Callable[[float], float]
@@ -82,7 +83,7 @@ class PlannedBucket:
 
 @dataclass(frozen=True, slots=True)
 class PredictedStep:
-    """Seconds of a step and, of those, what waits for communication.
+    """Seconds of a step and, of those, what communication takes: waits, and the work of a compressor.
 
     ``communication`` is all of it, hidden or exposed; ``alone`` a step without any.
     """
@@ -99,6 +100,23 @@ class PredictedStep:
         return self.alone / self.seconds
 
 
+def processor_seconds(profile: Profile, num_bytes: float) -> float:
+    """Of an all-reduce that a rank's cores, all of which compute, cannot do beside that."""
+    return (profile.processor or 0.0) * num_bytes
+
+
+def cluster_seconds(profile: Profile, cluster: Cluster, settings: Settings, num_bytes: float) -> float:
+    """An all-reduce of ``num_bytes`` at the end of a step, as `RingStrategy` does it."""
+    nested = nests(profile, cluster, settings)
+    return _Wire("all_reduce", _as_connected(profile, cluster, nested), nested).send(0.0, num_bytes)
+
+
+def _as_connected(profile: Profile, cluster: Cluster, nested: bool) -> Cluster:
+    if profile.run.device == "cpu" and cluster.num_nodes > 1 and not nested:
+        return replace(cluster, node=cluster.network)  # inside a node, too, one ring over all ranks talks TCP
+    return cluster
+
+
 def nests(profile: Profile, cluster: Cluster, settings: Settings) -> bool:
     """Whether ranks take a ring in each node and rings across nodes, as `RingStrategy` decides it."""
     several = cluster.num_nodes > 1 and cluster.local_size > 1
@@ -113,8 +131,7 @@ def predict(profile: Profile, cluster: Cluster, settings: Settings) -> Predicted
     if cluster.world_size == 1:
         return PredictedStep(1, phases.alone, 0.0, 0.0, phases.alone)
     nested = nests(profile, cluster, settings)
-    if profile.run.device == "cpu" and cluster.num_nodes > 1 and not nested:
-        cluster = replace(cluster, node=cluster.network)  # inside a node, too, one ring over all ranks talks TCP
+    cluster = _as_connected(profile, cluster, nested)
     cap = settings.bucket_cap_mb or default_cap_mb(profile.run.device, cluster.world_size)
     only_across = nested and settings.compression is not None and COMPRESSORS[settings.compression].between_nodes
     group = cluster.num_nodes if only_across else cluster.world_size
@@ -122,11 +139,19 @@ def predict(profile: Profile, cluster: Cluster, settings: Settings) -> Predicted
     between = phases.data + phases.copy + phases.other
     if not settings.shard_optimizer:
         reduced = _Wire("all_reduce", cluster, nested)
-        ends = [
-            reduced.send(bucket.ready, bucket.wire_bytes, inside=bucket.num_bytes if only_across else None)
-            for bucket in buckets
-        ]
-        exposed = max(0.0, ends[-1] - phases.backward)
+        half = (profile.encoding or {}).get(settings.compression or "", 0.0) / 2  # an element, to encode and to decode
+        coded = [half * sum(gradient.numel for gradient in bucket.members) for bucket in buckets]
+        encoded = 0.0  # by the thread that runs backward
+        ends = []
+        for bucket, seconds in zip(buckets, coded, strict=True):
+            encoded += seconds
+            inside = bucket.num_bytes if only_across else None
+            ends.append(reduced.send(bucket.ready + encoded, bucket.wire_bytes, inside=inside))
+        over = phases.backward + encoded
+        for end, seconds in zip(ends, coded, strict=True):
+            over = max(over, end) + seconds
+        sent = sum(bucket.wire_bytes for bucket in buckets)
+        exposed = max(over - phases.backward, 2 * sum(coded) + processor_seconds(profile, sent))
         return PredictedStep(cluster.world_size, phases.alone + exposed, exposed, reduced.busy, phases.alone)
     scattered = _Wire("reduce_scatter", cluster, nested)
     for bucket in buckets:
@@ -167,7 +192,15 @@ def wire_bytes(gradient: Gradient, compression: str | None, world_size: int) -> 
     """Size of ``gradient``'s part of a message, as `Compressor.wire_bytes` counts it."""
     if compression is None or gradient.dtype != "float32":
         return gradient.num_bytes
-    return PREDICTABLE[compression](gradient.numel, world_size)
+    known = COMPRESSORS[compression]
+    if known.wire_bytes is not None:
+        return known.wire_bytes(gradient.numel, world_size)
+    if known.shape_bytes is None or gradient.shape is None:
+        raise ConfigurationError(
+            f"what compression {compression!r} sends follows from the gradients' shapes, which this profile does not "
+            "hold. Record it anew with RingProfile."
+        )
+    return known.shape_bytes(gradient.shape, gradient.numel)
 
 
 class _Wire:

@@ -31,6 +31,7 @@ class Gradient:
     dtype: str
     num_bytes: int
     ready: float
+    shape: tuple[int, ...] | None = None  # `None`: not recorded
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,8 @@ class Profile:
     gradients: tuple[Gradient, ...]  # in the order in which backward produced them
     link_level: str | None = None  # ``link`` was measured inside a "node", or over the "network"; `None`: not at all
     link: Mapping[str, CostModel] | None = None  # cost of a message, by collective
+    encoding: Mapping[str, float] | None = None  # by compressor, seconds for an element besides its messages
+    processor: float | None = None  # on CPUs: processor seconds that each byte of an all-reduce costs a rank
 
 
 def fingerprint(parameters: Iterable[tuple[str, Sequence[int], str]]) -> str:
@@ -120,17 +123,28 @@ def read_profile(path: str | os.PathLike[str]) -> Profile:
             "RingProfile, or plan with the version that recorded it."
         )
     try:
-        link = content["link"]
-        return Profile(
-            Model(**content["model"]),
-            Run(**content["run"]),
-            Phases(**content["phases"]),
-            tuple(Gradient(**gradient) for gradient in content["gradients"]),
-            content["link_level"],
-            None if link is None else {name: _cost(**model) for name, model in link.items()},
-        )
+        return profile_of(content)
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigurationError(f"{path} is a damaged profile ({type(error).__name__}: {error}). {_HOW}") from None
+
+
+def profile_of(content: Mapping[str, Any]) -> Profile:
+    """What `asdict` of a profile, written as JSON, describes. Raises what a damaged one brings about."""
+    link = content["link"]
+    return Profile(
+        Model(**content["model"]),
+        Run(**content["run"]),
+        Phases(**content["phases"]),
+        tuple(_gradient(**gradient) for gradient in content["gradients"]),
+        content["link_level"],
+        None if link is None else {name: _cost(**model) for name, model in link.items()},
+        content.get("encoding"),
+        content.get("processor"),
+    )
+
+
+def _gradient(shape: Sequence[int] | None = None, **others: Any) -> Gradient:
+    return Gradient(**others, shape=None if shape is None else tuple(shape))
 
 
 def _cost(alpha_seconds: float, bandwidth: float | None) -> CostModel:

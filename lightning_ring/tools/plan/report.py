@@ -16,7 +16,8 @@ Table = Mapping[str, Sequence[PredictedStep]]
 ASSUMED = (
     "assumed: every rank as fast as the one recorded, no stragglers, nobody else on the network; one ring (or a ring "
     "in each node and rings across), where NCCL may choose trees; forward reads parameters as backward, mirrored, "
-    "produces their gradients; an optimizer's step takes 1/N when sharded; compressing itself costs nothing."
+    "produces their gradients; an optimizer's step takes 1/N when sharded; compressing costs "
+    "what the profile measured, or nothing."
 )
 # of predicted / measured - 1 in docs/performance.md, which `benchmarks/plan.py` measures
 LEAST_ERROR, GREATEST_ERROR = -0.30, -0.01

@@ -9,8 +9,9 @@ from torch import nn
 
 from lightning_ring.comm.cost import CostModel, num_nested_pieces
 from lightning_ring.gradients.bucket import plan_buckets
+from lightning_ring.gradients.compression.registry import COMPRESSORS
 from lightning_ring.tools.plan.advice import advise, in_words
-from lightning_ring.tools.plan.model import PREDICTABLE, Cluster, Link, Settings, cut_buckets, predict, world_sizes
+from lightning_ring.tools.plan.model import Cluster, Link, Settings, cut_buckets, predict, world_sizes
 from lightning_ring.tools.plan.networks import NETWORKS
 from lightning_ring.tools.plan.profile import Profile, Run
 from tests.tools.plan.profiles import MIB, gradient, link, profile, several
@@ -115,7 +116,7 @@ def test_some_compress_between_nodes_only(compression: str, share: float) -> Non
     assert step.exposed == pytest.approx(inside + across + inside, rel=1e-3)
 
 
-@pytest.mark.parametrize("compression", PREDICTABLE)
+@pytest.mark.parametrize("compression", COMPRESSORS)
 def test_every_predictable_compression_is_predicted_everywhere(compression: str) -> None:
     for size in (2, 4, 16):
         for cluster in (flat(size), Cluster(size, 2, link(50, 1), link(2, 10))):

@@ -1,0 +1,113 @@
+"""Which compressor or algorithm to use: each one's step predicted, and the gentlest of the fast ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from lightning_ring.algorithms.exchanges import EXCHANGES, Exchange
+from lightning_ring.gradients.compression.registry import COMPRESSORS
+from lightning_ring.tools.plan.model import (
+    Cluster,
+    PredictedStep,
+    Settings,
+    cluster_seconds,
+    nests,
+    predict,
+    processor_seconds,
+    wire_bytes,
+)
+from lightning_ring.tools.plan.profile import Profile
+
+NEARLY = 1.1  # times the fastest step, within which a choice that changes the training less is the better one
+WORTH = 0.95  # of the step without any, or it is not worth it
+# from those that change a training least; "fp32" is for parameters of 16 bits
+COMPRESSIONS = ("bf16", "fp16", "int8", "powersgd", "onebit", "topk", "terngrad", "dgc")
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """An argument of `RingStrategy`, as Python; ``num_bytes`` are those that a host sends a step, in the mean."""
+
+    argument: str
+    step: PredictedStep
+    num_bytes: float
+
+
+def choices(profile: Profile, cluster: Cluster, settings: Settings) -> list[Choice]:
+    """Nothing, every compressor and every algorithm under ``settings``; what changes the training least comes first."""
+    plain = replace(settings, compression=None, shard_optimizer=False)
+    found = [_compressed(profile, cluster, plain, None)]
+    shapes = all(gradient.shape is not None for gradient in profile.gradients)
+    if any(gradient.dtype == "float32" for gradient in profile.gradients):
+        names = [name for name in COMPRESSIONS if COMPRESSORS[name].wire_bytes is not None or shapes]
+        found += [_compressed(profile, cluster, plain, name) for name in names]
+    for written, exchange in EXCHANGES.items():
+        step = predict_exchange(profile, cluster, plain, exchange)
+        num_bytes = exchange_bytes(profile, cluster, exchange)
+        found.append(Choice(f"algorithm={written}", step, _sent(num_bytes, _ring_size(profile, cluster, plain))))
+    return found
+
+
+def recommended(found: Sequence[Choice]) -> Choice:
+    """The first whose step takes hardly longer than the fastest one's, if that is worth it."""
+    fastest = min(choice.step.seconds for choice in found)
+    if fastest > WORTH * found[0].step.seconds:
+        return found[0]
+    return next(choice for choice in found if choice.step.seconds <= NEARLY * fastest)
+
+
+def predict_exchange(profile: Profile, cluster: Cluster, settings: Settings, exchange: Exchange) -> PredictedStep:
+    """A step, in the mean, of ranks that step alone and send what ``exchange`` says."""
+    alone = profile.phases.alone
+    if cluster.world_size == 1:
+        return PredictedStep(1, alone, 0.0, 0.0, alone)
+    message = exchange.every * exchange_bytes(profile, cluster, exchange) / exchange.parts
+    took = cluster_seconds(profile, cluster, settings, message)
+    computed = max(0.0, exchange.hidden_steps * alone - profile.phases.optimizer)  # it sets out when a step has ended
+    a_step = exchange.parts / exchange.every
+    exposed = a_step * max(0.0, took - computed, processor_seconds(profile, message))
+    return PredictedStep(cluster.world_size, alone + exposed, exposed, a_step * took, alone)
+
+
+def exchange_bytes(profile: Profile, cluster: Cluster, exchange: Exchange) -> float:
+    """Of a step, in the mean, as `Exchange.num_bytes` counts them."""
+    numel = sum(gradient.numel for gradient in profile.gradients)
+    return exchange.num_bytes(numel, cluster.world_size) / exchange.every
+
+
+def lines(found: Sequence[Choice]) -> Iterator[str]:
+    """A table, and what is recommended."""
+    size, first, best = found[0].step.world_size, found[0], recommended(found)
+    yield f"compressors and algorithms on {size:,} ranks (a gain in time may cost accuracy: docs/guides/slow-links.md)"
+    yield f"{'':54}  {'step ms':>8} {'of ring':>7} {'MB sent':>8}"
+    for choice in found:
+        share = choice.step.seconds / first.step.seconds
+        mark = " <" if choice is best else ""
+        seconds, sent = 1e3 * choice.step.seconds, choice.num_bytes / 1e6
+        yield f"{choice.argument:54}  {seconds:>8.1f} {share:>7.2f} {sent:>8.3f}{mark}"
+    if best is first:
+        yield f"recommended: {first.argument}; no other saves {1 - WORTH:.0%}."
+    else:
+        share = best.step.seconds / first.step.seconds
+        yield (
+            f"recommended: RingStrategy({best.argument}), {share:.2f} of the time of {first.argument}: of those within "
+            f"{NEARLY - 1:.0%} of the fastest the one that changes the training least."
+        )
+
+
+def _compressed(profile: Profile, cluster: Cluster, plain: Settings, compression: str | None) -> Choice:
+    settings = replace(plain, compression=compression)
+    size = _ring_size(profile, cluster, plain)
+    num_bytes = sum(wire_bytes(gradient, compression, size) for gradient in profile.gradients)
+    argument = "no compression" if compression is None else f"compression={compression!r}"
+    return Choice(argument, predict(profile, cluster, settings), _sent(num_bytes, size))
+
+
+def _ring_size(profile: Profile, cluster: Cluster, settings: Settings) -> int:
+    """Of the ring, or of the rings together, that go through a host's link."""
+    return cluster.num_nodes if nests(profile, cluster, settings) else cluster.world_size
+
+
+def _sent(num_bytes: float, ring_size: int) -> float:
+    return 2 * (ring_size - 1) / ring_size * num_bytes

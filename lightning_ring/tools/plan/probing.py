@@ -1,0 +1,125 @@
+"""What a profile measures beside the training: the cost of messages, and of encoding gradients."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from lightning_ring.comm.communicator import Communicator, CompletedWork, ReduceOp, Work
+from lightning_ring.comm.cost import Collective, CostModel, fit
+from lightning_ring.comm.timing import time_collective
+from lightning_ring.gradients.compression import COMPRESSORS, Compressor
+
+PROBE_BYTES = (2**16, 2**18, 2**19, 2**20, 2**22, 2**24)
+_COLLECTIVES: tuple[Collective, ...] = ("all_reduce", "reduce_scatter", "all_gather")
+_REPEATS = 5
+_ROUNDS = 5
+_ROWS = 1024
+_AFTER_WARM_UP = {"dgc": {"warmup_steps": 0}, "powersgd": {"start_iter": 0}}
+
+
+def measure_collectives(
+    comm: Communicator, device: torch.device, sizes: Sequence[int] = PROBE_BYTES
+) -> dict[str, CostModel]:
+    """What a message costs, by collective, from tensors of ``sizes`` bytes. Collective."""
+    flats = [comm.empty(size // 4, torch.float32, device).zero_() for size in sizes]
+    costs: dict[str, CostModel] = {}
+    for collective in _COLLECTIVES:
+        own = [median(time_collective(comm, collective, flat, _REPEATS, "probe of the profile")) for flat in flats]
+        slowest = [max(times) for times in zip(*comm.all_gather_object(own), strict=True)]
+        costs[collective] = fit([flat.nbytes for flat in flats], slowest, comm.world_size, collective=collective)
+    return costs
+
+
+def measure_processor(comm: Communicator, size: int = PROBE_BYTES[-2]) -> float:
+    """Processor seconds that a byte of an all-reduce of ``size`` bytes costs this rank's process. Collective."""
+    flat, spent = comm.empty(size // 4, torch.float32, torch.device("cpu")).zero_(), []
+    for _ in range(1 + _REPEATS):
+        comm.barrier()
+        began = time.process_time()
+        comm.all_reduce_(flat, name="probe of the profile").wait()
+        spent.append(time.process_time() - began)
+    return median(spent[1:]) / size
+
+
+def measure_encoding(numel: int = _ROWS * _ROWS) -> dict[str, float]:
+    """By compressor, seconds that an average costs a rank besides its messages, of each element. On the CPU."""
+    made = {name: known.build(**_AFTER_WARM_UP.get(name, {})) for name, known in COMPRESSORS.items()}
+    return {name: seconds_to_encode(compressor, numel)[1] / numel for name, compressor in made.items()}
+
+
+def seconds_to_encode(compressor: Compressor, numel: int, rounds: int = _ROUNDS) -> tuple[float, float]:
+    """Seconds until ``numel`` gradients have been encoded for sending, and until their average is there.
+
+    The least of several rounds, of one of two ranks, whose messages take no time. With error feedback, if any; without
+    the copy into a bucket, which is all that 16 bits take.
+    """
+    comm = SilentCommunicator(2)
+    gradient = torch.randn(numel, generator=torch.Generator().manual_seed(1))
+    flat = gradient.to(compressor.buffer_dtype or gradient.dtype)
+    if compressor.buffer_dtype is None:
+        compressor.prepare(flat, Layout(flat))
+    encoding, whole = [], []
+    for _ in range(rounds):
+        flat.copy_(gradient)
+        compressor.begin_backward()
+        comm.sent.clear()
+        began = time.perf_counter()
+        compressor.all_reduce(flat, comm, name="bucket").wait()
+        whole.append(time.perf_counter() - began)
+        encoding.append(comm.sent[-2 if len(comm.sent) > 1 else 0] - began)  # TernGrad's scalers travel before
+    return min(encoding), min(whole)
+
+
+class Layout:
+    """Of ``flat`` as square matrices, as far as it goes."""
+
+    def __init__(self, flat: Tensor) -> None:
+        self.views = [part.view(-1, _ROWS) if part.numel() % _ROWS == 0 else part for part in flat.split(_ROWS * _ROWS)]
+        self.names = [str(index) for index in range(len(self.views))]
+        self.contributed = [True] * len(self.views)
+        self.used = torch.ones(len(self.views))
+
+
+class SilentCommunicator(Communicator):
+    """One of ``world_size`` ranks, whose collectives take no time and bring nothing new.
+
+    Attributes:
+        sent: When each of them was called, by `time.perf_counter`.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self.rank, self.world_size = 0, world_size
+        self.sent: list[float] = []
+
+    def _called(self) -> Work:
+        self.sent.append(time.perf_counter())
+        return CompletedWork()
+
+    def all_reduce_(self, tensor: Tensor, *, op: ReduceOp = ReduceOp.SUM, name: str = "") -> Work:
+        return self._called()
+
+    def reduce_scatter_(self, flat: Tensor, *, op: ReduceOp = ReduceOp.SUM, name: str = "") -> Work:
+        return self._called()
+
+    def all_gather_(self, flat: Tensor, *, name: str = "") -> Work:
+        work = self._called()
+        rows = flat.view(self.world_size, -1)
+        rows[1:].copy_(rows[:1].expand_as(rows[1:]))
+        return work
+
+    def all_to_all(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], *, name: str = "") -> Work:
+        work = self._called()
+        for source, target in zip(inputs, outputs, strict=True):
+            target.copy_(source)
+        return work
+
+    def broadcast_(self, tensor: Tensor, *, src: int = 0, name: str = "") -> Work:
+        return self._called()
+
+    def close(self) -> None:
+        return None

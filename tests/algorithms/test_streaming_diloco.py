@@ -1,0 +1,107 @@
+"""`DiLoCo` with fragments, overlap and few bits against the formula in NumPy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_ring.algorithms.local import DiLoCo
+from lightning_ring.gradients.compression.between_nodes import BetweenNodes
+from tests.algorithms.local_training import NUM_STEPS, loss, network, trained
+
+
+def streaming_reference(
+    world_size: int, *, every: int, warmup: int, fragments: list[list[int]], overlap: int, share: float, bits: int
+) -> list[list[Tensor]]:
+    """Algorithm 2 of Streaming DiLoCo in NumPy, with SGD of learning rate 0.05 and momentum 0.9 as inner optimizer.
+
+    ``fragments``: the numbers of their parameters. The gradients are torch's.
+    """
+    nets = [network() for _ in range(world_size)]
+    w = [[p.detach().numpy() for p in net.parameters()] for net in nets]  # share the networks' memory
+    inner = [[np.zeros_like(value) for value in own] for own in w]
+    anchor, velocity = [value.copy() for value in w[0]], [np.zeros_like(value) for value in w[0]]
+    under_way: dict[int, list[np.ndarray]] = {}
+    found: list[list[Tensor]] = [[] for _ in nets]
+    for step in range(1, NUM_STEPS + 1):
+        gradients = []
+        for rank, net in enumerate(nets):
+            net.zero_grad()
+            loss(net, rank, step - 1).backward()
+            gradients.append([p.grad.numpy() for p in net.parameters()])
+        for rank in range(world_size):
+            for value, gradient, momentum, all_ranks in zip(
+                w[rank], gradients[rank], inner[rank], zip(*gradients, strict=True), strict=True
+            ):
+                momentum[:] = 0.9 * momentum + (np.mean(all_ranks, 0) if step <= warmup else gradient)
+                value -= np.float32(0.05) * momentum
+        if step == warmup:
+            anchor = [value.copy() for value in w[0]]
+        local = step - warmup
+        for number, members in enumerate(fragments):
+            ends = (number + 1) * every // len(fragments)
+            if local >= ends and (local - ends) % every == 0:
+                flat = [np.concatenate([(anchor[m] - own[m]).ravel() for m in members]) for own in w]
+                mean = two_legs(flat, bits)
+                cuts = np.cumsum([anchor[m].size for m in members])[:-1]
+                under_way[number] = np.split(mean, cuts)
+            if local >= ends + overlap and (local - ends - overlap) % every == 0:
+                for m, change in zip(members, under_way.pop(number), strict=True):
+                    change = change.reshape(anchor[m].shape)
+                    velocity[m] = 0.9 * velocity[m] + change
+                    anchor[m] = anchor[m] - 0.7 * (change + 0.9 * velocity[m])
+                    for own in w:
+                        own[m][...] = share * own[m] + (1 - share) * anchor[m]
+        for rank, own in enumerate(w):
+            found[rank].append(torch.from_numpy(np.concatenate([value.ravel() for value in own])))
+    return found
+
+
+def two_legs(values: list[np.ndarray], bits: int) -> np.ndarray:
+    """The average of the ranks' vectors; each shard's messages to its owner and back are rounded."""
+    shards = [np.array_split(own, len(values)) for own in values]
+    return np.concatenate(
+        [rounded(np.mean([rounded(own[owner], bits) for own in shards], 0), bits) for owner in range(len(values))]
+    )
+
+
+def rounded(values: np.ndarray, bits: int) -> np.ndarray:
+    """To 8 bits, or to 4 in E3M0, in blocks of 256 with the scale of the largest."""
+    out = values.copy()
+    for start in range(0, len(values), 256) if bits < 32 else ():
+        block = values[start : start + 256]
+        largest = np.abs(block).max()
+        if bits == 8:
+            out[start : start + 256] = np.round(block * (127 / largest)) * (largest / 127)
+        else:
+            levels = largest * np.array([0, *(2.0 ** -np.arange(7))])
+            nearest = np.abs(np.abs(block)[:, None] - levels).argmin(1)
+            out[start : start + 256] = np.sign(block) * levels[nearest]
+    return out
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("algorithm", "settings"),
+    [
+        (DiLoCo(4, fragments=2), {"every": 4, "fragments": [[0], [1, 2, 3]], "overlap": 0, "share": 0}),
+        (DiLoCo(5, overlap=2), {"every": 5, "fragments": [[0, 1, 2, 3]], "overlap": 2, "share": 0.5}),
+        (
+            DiLoCo(4, fragments=3, overlap=3, own_share=0.25, warmup_steps=2, outer_bits=4),
+            {"every": 4, "warmup": 2, "fragments": [[0], [1], [2, 3]], "overlap": 3, "share": 0.25, "bits": 4},
+        ),
+        (DiLoCo(3, outer_bits=8), {"every": 3, "fragments": [[0, 1, 2, 3]], "overlap": 0, "share": 0, "bits": 8}),
+    ],
+    ids=["fragments", "overlap", "all of it in 4 bits", "8 bits"],
+)
+def test_equals_the_formula_of_streaming_diloco(world_size: int, algorithm: DiLoCo, settings: dict[str, Any]) -> None:
+    if isinstance(algorithm._compressor, BetweenNodes):
+        algorithm._compressor.min_numel = 0  # the network has 66 parameters
+    found = trained(world_size, algorithm, "sgd")
+    expected = streaming_reference(world_size, **({"warmup": 0, "bits": 32} | settings))
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(torch.stack(ours), torch.stack(theirs), rtol=1e-4, atol=2e-6)

@@ -1,0 +1,159 @@
+"""Compressors and algorithms: the bytes that plan counts, the steps that it predicts, and what it recommends."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_ring.algorithms.exchanges import EXCHANGES, Exchange, diloco, gossip, local_sgd
+from lightning_ring.algorithms.local import DiLoCo, Gossip, LocalSGD
+from lightning_ring.comm.cost import CostModel
+from lightning_ring.gradients.compression import PowerSGD
+from lightning_ring.gradients.compression.registry import COMPRESSORS
+from lightning_ring.tools.plan.choice import choices, predict_exchange, recommended
+from lightning_ring.tools.plan.model import Cluster, Link, Settings, predict
+from tests.thread_ranks import ThreadTransport, run_ranks
+from tests.tools.plan.profiles import MIB, gradient, link, profile
+
+ONE = profile(gradient("w", 8, 0.1))  # 0.16 s alone, of which 0.01 in the optimizer
+BYTES = 8 * MIB
+
+
+def flat(world_size: int, network: Link | None = None) -> Cluster:
+    network = network or link()
+    return Cluster(world_size, 1, network, network)
+
+
+def all_reduce(num_bytes: float, world_size: int, alpha_us: float = 50, gbytes: float = 1.0) -> float:
+    return 2 * (world_size - 1) * (alpha_us * 1e-6 + num_bytes / (world_size * gbytes * 1e9))
+
+
+@pytest.mark.parametrize(
+    ("exchange", "exposed"),
+    [
+        (local_sgd(4), all_reduce(BYTES, 3, gbytes=0.01) / 4),
+        (diloco(10), all_reduce(BYTES, 3, gbytes=0.01) / 10),
+        (diloco(10, 2), 2 * all_reduce(BYTES / 2, 3, gbytes=0.01) / 10),
+        (diloco(10, 2, 3), 2 * (all_reduce(BYTES / 2, 3, gbytes=0.01) - 3 * 0.16 + 0.01) / 10),
+        (diloco(10, 2, 9), 0),
+        (diloco(10, outer_bits=8), all_reduce(BYTES * (1 + 4 / 256) / 4, 3, gbytes=0.01) / 10),
+        (diloco(10, outer_bits=4), all_reduce(BYTES * (1 / 2 + 4 / 256) / 4, 3, gbytes=0.01) / 10),
+        (
+            gossip("pairs"),
+            BYTES / 0.01e9 + 4 * 50e-6 - 0.15,
+        ),  # the model counts it as an all-reduce of 3/4 of the bytes
+        (gossip("ring"), 2 * BYTES / 0.01e9 + 4 * 50e-6 - 0.15),
+    ],
+)
+def test_exchanges_cost_what_is_not_hidden_under_computation(exchange: Exchange, exposed: float) -> None:
+    step = predict_exchange(ONE, flat(3, link(50, 0.01)), Settings(), exchange)
+    assert step.exposed == pytest.approx(exposed)
+    assert step.seconds == pytest.approx(0.16 + exposed)
+    assert predict_exchange(ONE, flat(1), Settings(), exchange).seconds == pytest.approx(0.16)
+
+
+def test_encoding_delays_backward_and_what_comes_after_it() -> None:
+    one = replace(ONE, encoding={"int8": 2e-9})
+    step = predict(one, flat(2), Settings(compression="int8"))
+    coded = 2e-9 * BYTES / 4
+    assert step.exposed == pytest.approx(coded + all_reduce(BYTES * (1 + 4 / 256) / 4, 2))
+    assert predict(one, flat(2), Settings()).exposed == pytest.approx(all_reduce(BYTES, 2))
+
+
+def test_cores_that_compute_cannot_hide_the_work_of_messages() -> None:
+    free = Link.of("free", CostModel(0.0, float("inf")))
+    busy = replace(ONE, processor=2e-9)
+    assert predict(busy, flat(2, free), Settings()).exposed == pytest.approx(2e-9 * BYTES)
+    assert predict_exchange(busy, flat(2, free), Settings(), diloco(5, overlap=4)).exposed == pytest.approx(
+        2e-9 * BYTES / 5
+    )
+
+
+def test_the_gentlest_of_the_fast_ones_is_recommended() -> None:
+    def best(gbytes: float) -> str:
+        return recommended(choices(ONE, flat(2, link(50, gbytes)), Settings())).argument
+
+    assert best(1000) == "no compression"
+    assert best(0.4) == "compression='bf16'"  # others gain less than a tenth of it
+    assert best(0.001) == "algorithm=DiLoCo(100)"
+    names = [choice.argument for choice in choices(ONE, flat(2), Settings())]
+    assert {f"compression={name!r}" for name in COMPRESSORS.keys() - {"fp32"}} < set(names)
+    assert {f"algorithm={name}" for name in EXCHANGES} < set(names)
+
+
+def test_what_is_listed_is_what_the_algorithms_say() -> None:
+    made: dict[str, Any] = {"LocalSGD": LocalSGD, "DiLoCo": DiLoCo, "Gossip": Gossip}
+    for written, listed in EXCHANGES.items():
+        said = eval(written, made).exchange()
+        assert said.num_bytes(1000, 3) == listed.num_bytes(1000, 3)
+        assert replace(said, num_bytes=listed.num_bytes) == listed
+
+
+NUM_STEPS = 12
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: LocalSGD(4),
+        lambda: DiLoCo(4),
+        lambda: DiLoCo(4, fragments=2, outer_bits=8),
+        lambda: DiLoCo(3, outer_bits=4),
+        lambda: Gossip("pairs"),
+        lambda: Gossip("ring"),
+    ],
+)
+def test_algorithms_send_the_bytes_that_they_say(
+    make: Callable[[], LocalSGD], world_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: Counter[int] = Counter()
+    send = ThreadTransport.isend
+
+    def counted(self: ThreadTransport, tensor: Tensor, dst: int, tag: int = 0) -> Any:
+        sent[self.rank] += tensor.nbytes
+        return send(self, tensor, dst, tag)
+
+    monkeypatch.setattr(ThreadTransport, "isend", counted)
+
+    def rank(comm: Any) -> None:
+        torch.manual_seed(0)
+        net, algorithm = nn.Sequential(nn.Linear(128, 512, bias=False), nn.Linear(512, 128, bias=False)), make()
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        algorithm.attach(net, [optimizer], comm)
+        for _ in range(NUM_STEPS):
+            algorithm.begin_batch()
+            with algorithm.backward():
+                net(torch.ones(1, 128)).sum().backward()
+            algorithm.before_step(optimizer, has_closure=False)
+            optimizer.step()
+            algorithm.after_step(optimizer)
+        algorithm.detach()
+
+    run_ranks(world_size, rank)
+    exchange = make().exchange()
+    a_step = exchange.num_bytes(2 * 128 * 512, world_size) / exchange.every
+    expected = NUM_STEPS * a_step * 2 * (world_size - 1) / world_size
+    assert sum(sent.values()) / world_size == pytest.approx(expected, rel=0.02)
+
+
+@pytest.mark.parametrize("shape", [(64, 32), (16, 8, 3, 3), (40,), (2, 3), (1, 50)])
+def test_low_rank_bytes_are_those_of_its_messages(shape: Sequence[int]) -> None:
+    compressor = PowerSGD(start_iter=0)
+    flat_gradient = torch.zeros(torch.Size(shape).numel())
+
+    class Layout:
+        names, views = ["w"], [flat_gradient.view(*shape)]
+        contributed, used = [True], torch.ones(1)
+
+    compressor.prepare(flat_gradient, Layout())
+    plan = compressor.compressor._plans[flat_gradient]  # type: ignore[attr-defined]
+    shape_bytes = COMPRESSORS["powersgd"].shape_bytes
+    assert shape_bytes is not None
+    assert 4 * (plan.first.numel() + plan.second.numel()) == shape_bytes(shape, flat_gradient.numel())
