@@ -53,11 +53,14 @@ def _parser() -> argparse.ArgumentParser:
         "columns path and label. What cannot be packed is left out and listed in DST/report.csv.",
         epilog="Images whose shorter side is at most --size are copied byte for byte. Started again after an "
         "interruption, the same command goes on after the last finished shard. --append leaves out images whose names "
-        "the set has, and takes the set's settings for those that are not given; new classes get the next numbers.",
+        "the set has or that were deleted from it, and takes the set's settings for those that are not given. New "
+        "classes get the next numbers.",
     )
     parser.add_argument("paths", nargs="+", type=Path, metavar="SRC DST", help=argparse.SUPPRESS)
     parser.add_argument("--verify", action="store_true", help="read all of DST and compare it with its checksums")
-    parser.add_argument("--append", action="store_true", help="add SRC to the set in DST, or make one; see the epilog")
+    parser.add_argument("--append", action="store_true", help="add SRC to the set in DST, or make one")
+    parser.add_argument("--keep-known", action="store_true", help="with --append: the set is right where SRC differs")
+    parser.add_argument("--restore", action="store_true", help="with --append: also images that were deleted")
     parser.add_argument(
         "--prefix", default="", metavar="TEXT", help="put before the name of every image: '2026-11-23/'"
     )
@@ -96,10 +99,23 @@ def _pack(options: argparse.Namespace, workers: int) -> int:
     from lightning_ring.data.packing.job import PackJob
     from lightning_ring.data.packing.run import run_job
 
+    if not options.append and (options.keep_known or options.restore):
+        raise ConfigurationError("--keep-known and --restore go with --append.")
     part, parts = _part(options.part)
     classes = read_classes(options.classes) if options.classes else None
     settings = _settings(options, target)
-    job = PackJob(source, target, settings, classes, options.append, options.prefix, part - 1, parts)
+    job = PackJob(
+        source,
+        target,
+        settings,
+        classes,
+        append=options.append,
+        prefix=options.prefix,
+        keep_known=options.keep_known,
+        restore=options.restore,
+        part=part - 1,
+        parts=parts,
+    )
     with _bar("image", "listing") as bar:
 
         def progress(done: int, total: int, left_out: int) -> None:
@@ -172,7 +188,7 @@ def _summarise(manifest: Manifest, target: Path) -> None:
     )
     if "added" in counts:
         added, there = count(counts["added"], "image"), counts["there"]
-        print(f"generation {manifest.generation}: {added} added, {there} were there already")
+        print(f"generation {manifest.generation}: {added} added, {there} were there already, or deleted")
     if number := counts["not turned"]:
         print(f"not turned: {count(number, 'image')} with an EXIF orientation; --upright turns them")
     report = target / (f"{manifest.index}/report.csv" if manifest.generation else "report.csv")

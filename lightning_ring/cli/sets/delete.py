@@ -30,11 +30,12 @@ def main(arguments: Sequence[str]) -> int:
 
     def run() -> int:
         from lightning_ring.data.sets.change import delete_images
+        from lightning_ring.data.shards.manifest import read_manifest
 
+        before = read_manifest(options.set).generation
         manifest = delete_images(options.set, options.where, names)
-        print(
-            f"{options.set}: {manifest.change}; generation {manifest.generation} has {count(manifest.samples, 'image')}"
-        )
+        done = manifest.change if manifest.generation != before else "nothing to do: there is no such image"
+        print(f"{options.set}: {done}; generation {manifest.generation} has {count(manifest.samples, 'image')}")
         return 0
 
     return exit_code("delete", run, UNCHANGED)

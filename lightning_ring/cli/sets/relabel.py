@@ -30,18 +30,13 @@ def main(arguments: Sequence[str]) -> int:
     def run() -> int:
         from lightning_ring.data.sets.change import relabel_images
         from lightning_ring.data.sets.tables import read_labels
+        from lightning_ring.data.shards.manifest import read_manifest
 
         labels = None if options.labels is None else read_labels(options.labels)
-        before = _generation(options.set)
+        before = read_manifest(options.set).generation
         manifest = relabel_images(options.set, labels, options.where, options.to, options.new_classes)
         done = manifest.change if manifest.generation != before else "nothing to do: they are of these classes already"
         print(f"{options.set}: {done}; generation {manifest.generation} has {len(manifest.classes)} classes")
         return 0
 
     return exit_code("relabel", run, UNCHANGED)
-
-
-def _generation(root: Path) -> int:
-    from lightning_ring.data.shards.manifest import read_manifest
-
-    return read_manifest(root).generation

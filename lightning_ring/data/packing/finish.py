@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -15,7 +16,7 @@ from lightning_ring.data.packing.job import PackJob
 from lightning_ring.data.packing.shard_loop import Rest
 from lightning_ring.data.packing.shard_writer import ShardRecord
 from lightning_ring.data.packing.sources import Sources
-from lightning_ring.data.sets.generation import write_generation
+from lightning_ring.data.sets.generation import images, write_generation
 from lightning_ring.data.sets.rows import Rows, SetRows
 from lightning_ring.data.shards.columns import Column
 from lightning_ring.data.shards.manifest import Manifest, Shard
@@ -55,8 +56,15 @@ def write_manifest(
     """Write the generation of ``base`` (None: there is none) and the records of every part of a packing."""
     records = [record for part in parts for record in part]
     rows: list[Rows] = [PackedRows(sources, records)]
+    deleted: set[str] = set()
     if base is not None:
-        rows.insert(0, SetRows(job.target, base))
+        there = SetRows(job.target, base)
+        rows.insert(0, there)
+        deleted = set(there.index.deleted)
+        if deleted and job.restore:
+            deleted -= {
+                os.fsdecode(sources.name(i)) for record in records for i in record.columns["positions"].tolist()
+            }
     empty, report = _report(base, sources, records, rest)
     counts = sum((Counter(record.counts) for record in records), Counter(rest.counts) + Counter(_listed(sources)))
     added, old = sum(record.shard.samples for record in records), 0 if base is None else len(base.classes)
@@ -69,14 +77,13 @@ def write_manifest(
         settings=asdict(job.settings) | ({"prefix": job.prefix} if job.prefix else {}),
         counts={name: counts[name] for name in COUNTED} | {"empty classes": empty},
         generation=job.generation,
-        change="pack" if base is None else f"append: {added} images of {job.source}",
+        change="pack" if base is None else f"append {images(added)} of {job.source}",
         next_shard=job.first_shard + max(map(len, parts)),
         next_key=job.first_key + (added if job.parts == 1 else len(sources)),
     )
     if base is not None:
         plan.counts.update({"added": added, "there": sources.there, "new classes": len(sources.classes) - old})
-    files = {} if base is None else {name: base.files[name] for name in base.files if "/" not in name}
-    return write_generation(job.target, plan, rows, report, files)
+    return write_generation(job.target, plan, rows, base, report, deleted)
 
 
 def _listed(sources: Sources) -> dict[str, int]:

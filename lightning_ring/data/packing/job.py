@@ -20,6 +20,8 @@ class PackJob:
         classes: Names of classes in the order of their numbers; None: by name, after those that the set has.
         append: Add to the set in ``target``, if there is one.
         prefix: Put before the name of every image.
+        keep_known: Images that the set has stay as they are there, also where the source has another class or file.
+        restore: Append images that were deleted, too.
         part, parts: This process packs part number ``part`` (from 0) of ``parts``; the last to end makes the set.
         generation: The one that will be made; ``first_shard`` and ``first_key`` are its first new numbers.
     """
@@ -30,6 +32,8 @@ class PackJob:
     classes: Sequence[str] | None = None
     append: bool = False
     prefix: str = ""
+    keep_known: bool = False
+    restore: bool = False
     part: int = 0
     parts: int = 1
     generation: int = 0
@@ -52,7 +56,8 @@ class PackJob:
     @property
     def identity(self) -> dict[str, object]:
         """The same for two commands that may go on with each other's shards."""
-        return {"source": str(self.source), **asdict(self.settings), "prefix": self.prefix}
+        own = {"prefix": self.prefix, "keep_known": self.keep_known, "restore": self.restore}
+        return {"source": str(self.source), **asdict(self.settings), **{name: own[name] for name in own if own[name]}}
 
     def shard_name(self, number: int) -> str:
         """Of this part's shard ``number``; parts write into one folder."""

@@ -43,7 +43,7 @@ def finished(job: PackJob, manifest: Manifest) -> Manifest:
             f"{job.target} is a set of generation {manifest.generation} ({manifest.change}). `lightning-ring pack "
             "--append` adds images to it; choose another folder for another set."
         )
-    refuse_other({"prefix": "", "source": manifest.source, **manifest.settings}, job, "packed already")
+    refuse_other({"source": manifest.source, **manifest.settings}, job, "packed already")
     if (job.target / PACKING).exists():
         shutil.rmtree(job.target / PACKING)  # the manifest was written, and then something ended the process
     refuse_changed(manifest.identity, lambda: of_shards(job.target, manifest), job, None, "packed already")
@@ -72,7 +72,10 @@ def refuse_changed(identity: str, was: Callable[[], Listed], job: PackJob, base:
 
 def refuse_other(was: dict[str, object], job: PackJob, state: str) -> None:
     now = job.identity
-    if changed := [f"{name} {was.get(name)}, now {now[name]}" for name in now if was.get(name) != now[name]]:
+    settings = sorted(now.keys() | was.keys() - {"generation"})
+    if changed := [
+        f"{name} {was.get(name)}, now {now.get(name)}" for name in settings if was.get(name) != now.get(name)
+    ]:
         raise ConfigurationError(
             f"{job.target} is {state} with another command: {'; '.join(changed)}. Give the same arguments, choose "
             "another folder, or remove this one."

@@ -12,6 +12,7 @@ of its own in ``DST/.packing``; the last to end writes the index and the manifes
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 from PIL import Image
 
 from lightning_ring.data.packing.changes import already_there, of_set, of_sources
@@ -40,6 +42,7 @@ from lightning_ring.data.packing.shard_loop import Progress, Rest, write_shards
 from lightning_ring.data.packing.shard_writer import ShardRecord, read_records
 from lightning_ring.data.packing.sources import Sources, leave_out_there, list_sources, load_sources
 from lightning_ring.data.sets.lock import PACKING, SETTINGS, is_unfinished, only_one
+from lightning_ring.data.shards.index import ShardIndex
 from lightning_ring.data.shards.manifest import MANIFEST, Manifest, read_manifest
 from lightning_ring.errors import ConfigurationError, ShardError
 
@@ -168,7 +171,11 @@ def _sources(job: PackJob, base: Manifest | None, is_begun: bool) -> Sources:
             f"they are. Leave --classes out, or write {job.target / MANIFEST} there with the new classes at the end."
         )
     listed = list_sources(job.source, job.state, job.settings.group_by_class, job.classes, base.classes, job.prefix)
-    return leave_out_there(job.state, already_there(of_set(job.target, base), of_sources(listed), job.target))
+    there = already_there(of_set(job.target, base), of_sources(listed), job.target, job.keep_known)
+    deleted = set() if job.restore else set(ShardIndex(job.target, base).deleted)
+    if deleted:
+        there |= np.fromiter((os.fsdecode(listed.listed_name(i)) in deleted for i in range(len(there))), bool)
+    return leave_out_there(job.state, there)
 
 
 def _finish(

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from lightning_ring.data.packing.sources import check_distinct
-from lightning_ring.data.sets.generation import write_generation
+from lightning_ring.data.sets.generation import images, write_generation
 from lightning_ring.data.sets.lock import changing
 from lightning_ring.data.sets.rows import SetRows
 from lightning_ring.data.sets.select import rows_of, select
@@ -29,10 +29,16 @@ def delete_images(root: Path, where: str | None = None, names: Sequence[str] = (
     """
     root = Path(root)
     with changing(root) as manifest:
-        gone = select(ShardIndex(root, manifest), manifest, where, names)
+        index = ShardIndex(root, manifest)
+        before = set(index.deleted)
+        gone = select(index, manifest, where, [name for name in names if name not in before])
+        if not len(gone):
+            return manifest  # they are deleted already
         kept = np.setdiff1d(np.arange(manifest.samples), gone)
+        deleted = before.union(index.name(i) for i in gone.tolist())
         how = f"where {where}" if where else "by name"
-        return _write(root, _next(manifest, f"delete: {len(gone)} images {how}"), SetRows(root, manifest, kept))
+        plan = _next(manifest, f"delete {images(len(gone))} {how}")
+        return write_generation(root, plan, [SetRows(root, manifest, kept)], manifest, deleted=deleted)
 
 
 def relabel_images(
@@ -67,8 +73,8 @@ def relabel_images(
         num = int((changed != index.labels).sum())
         if not num:
             return manifest  # they are of these classes already
-        plan = _next(manifest, f"relabel: {num} images", classes=classes)
-        return _write(root, plan, SetRows(root, manifest, labels=changed))
+        plan = _next(manifest, f"relabel {images(num)}", classes=classes)
+        return _write(root, plan, manifest, SetRows(root, manifest, labels=changed))
 
 
 def _classes(root: Path, classes: list[str], names: Sequence[str], new_classes: bool) -> list[str]:
@@ -110,7 +116,7 @@ def annotate_images(
             found[name] = column(kind_of(all_values, name), all_values)
         whole = SetRows(root, manifest)
         whole.metadata = {**whole.metadata, **found}
-        return _write(root, _next(manifest, f"annotate: {', '.join(found)}"), whole)
+        return _write(root, _next(manifest, f"annotate {', '.join(found)}"), manifest, whole)
 
 
 def _by_function(
@@ -146,6 +152,5 @@ def _next(manifest: Manifest, change: str, **others: Any) -> Manifest:
     )
 
 
-def _write(root: Path, plan: Manifest, rows: SetRows) -> Manifest:
-    files = {name: sha256 for name, sha256 in plan.files.items() if "/" not in name}
-    return write_generation(root, plan, [rows], files=files)
+def _write(root: Path, plan: Manifest, base: Manifest, rows: SetRows) -> Manifest:
+    return write_generation(root, plan, [rows], base, deleted=rows.index.deleted)

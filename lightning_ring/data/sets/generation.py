@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -19,7 +19,7 @@ import numpy.typing as npt
 from lightning_ring.data.packing.files import whole_file, write_whole
 from lightning_ring.data.sets.rows import Rows, SetRows
 from lightning_ring.data.shards.columns import Column, file_names, joined, missing
-from lightning_ring.data.shards.index import COLUMNS, NAMES
+from lightning_ring.data.shards.index import COLUMNS, DELETED, NAMES
 from lightning_ring.data.shards.manifest import MANIFEST, REPORT, Manifest, file_sha256
 from lightning_ring.errors import ConfigurationError
 
@@ -27,14 +27,20 @@ _PLAIN = ("labels", "places", "stamps")
 
 
 def write_generation(
-    root: Path, plan: Manifest, parts: Sequence[Rows], report: Iterable[bytes] = (), files: dict[str, str] | None = None
+    root: Path,
+    plan: Manifest,
+    parts: Sequence[Rows],
+    base: Manifest | None = None,
+    report: Iterable[bytes] = (),
+    deleted: Collection[str] = (),
 ) -> Manifest:
     """Write the index of ``parts``, one after the other, and the manifest, last.
 
     Args:
         plan: The manifest, without shards, files and columns.
+        base: That of the generation before.
         report: Rows of a report. The first generation's lies beside the shards, others in their index.
-        files: Further files of the set, with their SHA-256.
+        deleted: Names of images that were deleted, now or earlier.
 
     Raises:
         ConfigurationError: ``parts`` hold no image, or columns of one name and two kinds.
@@ -48,7 +54,7 @@ def write_generation(
     manifest = replace(
         plan,
         shards=[shard for part in parts for shard in part.shards],
-        files=dict(files or {}),
+        files={} if base is None else {name: sha256 for name, sha256 in base.files.items() if "/" not in name},
         columns={name: column.kind for name, column in metadata.items()},
     )
     written = _write_rows(index, parts)
@@ -56,6 +62,9 @@ def write_generation(
         (index / "columns").mkdir()
     for name, column in sorted(metadata.items()):
         written += _write_metadata(index, name, column)
+    if deleted:
+        write_whole(index / DELETED, json.dumps(sorted(deleted)).encode())
+        written.append(DELETED)
     report = list(report)
     names = [f"{plan.index}/{name}" for name in written]
     if report:
@@ -107,6 +116,10 @@ def _write_names(index: Path, total: int, parts: Sequence[Rows]) -> None:
 
     with whole_file(index / NAMES) as names, whole_file(index / "name_ends.npy") as file:
         _write_array(file, "name_ends", total, ends(names))
+
+
+def images(number: int) -> str:
+    return "1 image" if number == 1 else f"{number} images"
 
 
 def joined_metadata(parts: Sequence[Rows]) -> dict[str, Column]:

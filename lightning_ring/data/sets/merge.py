@@ -107,12 +107,12 @@ def _merge(sources: Sequence[Path], target: Path, base: Manifest | None, prefixe
         identity=hashlib.sha256("".join(part.manifest.fingerprint for part in parts).encode()).hexdigest(),
         counts={},
         generation=0 if base is None else base.generation + 1,
-        change=f"merge: {names}",
+        change=f"merge {names}",
         next_shard=number,
         next_key=sum(_keys(part.manifest) for part in parts),
     )
-    files = {} if base is None else {name: sha256 for name, sha256 in base.files.items() if "/" not in name}
-    return write_generation(target, plan, parts, files=files)
+    deleted = [] if base is None else parts[0].index.deleted
+    return write_generation(target, plan, parts, base, deleted=deleted)
 
 
 def _keys(manifest: Manifest) -> int:

@@ -61,8 +61,11 @@ class SetRows:
         if kept is not None:
             ends = np.cumsum([shard.samples for shard in manifest.shards])
             counts = np.diff(np.searchsorted(kept, ends), prepend=0).tolist()
-            left = zip(manifest.shards, counts, strict=True)
-            self.shards = [replace(shard, samples=count) for shard, count in left if count]
+            self.shards = [
+                replace(shard, samples=count, deleted=shard.deleted + shard.samples - count)
+                for shard, count in zip(manifest.shards, counts, strict=True)
+                if count
+            ]
             self.metadata = {name: column.take(kept) for name, column in self.index.metadata.items()}
 
     def __len__(self) -> int:

@@ -18,11 +18,9 @@ def select(
 ) -> npt.NDArray[np.int64]:
     """The numbers of the images that ``where`` or ``names`` mean, ascending.
 
-    Raises `ConfigurationError`: there is no such image, or ``where`` is no expression.
+    Raises `ConfigurationError`: there is no image of such a name, or ``where`` is no expression.
     """
     found = np.zeros(0, np.int64) if where is None else matching(where, index, manifest.classes)
-    if where is not None and not len(found):
-        raise ConfigurationError(f"{where!r} is true for none of {len(index)} images. Nothing was changed.")
     return np.union1d(found, rows_of(index, names)).astype(np.int64)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from lightning_ring.data.sets.lock import is_unfinished
 from lightning_ring.data.shards.columns import Column
 from lightning_ring.data.shards.index import ShardIndex
-from lightning_ring.data.shards.manifest import Manifest, generations, read_manifest
+from lightning_ring.data.shards.manifest import generations, read_manifest
 
 
 @dataclass(frozen=True)
@@ -53,20 +53,11 @@ def statistics(root: Path, generation: int | None = None) -> Statistics:
         classes=dict(zip(manifest.classes, counts, strict=True)),
         bytes=int(index.column("places")[:, 1].sum(dtype=np.int64)),
         disk_bytes=sum(disk.values()),
-        deleted=_deleted(manifest, history),
+        deleted=sum(shard.deleted for shard in manifest.shards),
         columns={name: _describe(column) for name, column in index.metadata.items()},
         generations=[(each.generation, each.samples, each.change) for each in history],
         unfinished=is_unfinished(root, read_manifest(root)),
     )
-
-
-def _deleted(manifest: Manifest, history: list[Manifest]) -> int:
-    """Of the generations that can be opened, the one with most images of a shard has all that it was packed with."""
-    most: dict[str, int] = {}
-    for each in history:
-        for shard in each.shards:
-            most[shard.name] = max(shard.samples, most.get(shard.name, 0))
-    return sum(most[shard.name] - shard.samples for shard in manifest.shards)
 
 
 def _describe(column: Column) -> str:

@@ -33,6 +33,7 @@ from lightning_ring.errors import ShardError
 
 BLOCK = 512
 NAMES = "names.txt"
+DELETED = "deleted.json"
 # dtype, and values a row
 COLUMNS: dict[str, tuple[np.dtype[Any], int]] = {
     "labels": (np.dtype("<i4"), 1),
@@ -86,6 +87,15 @@ class ShardIndex:
                 f"{shape}, one row for each image of the manifest. Restore it, or pack the images again."
             )
         return values
+
+    @cached_property
+    def deleted(self) -> list[str]:
+        """Names of images that were deleted, so that an append does not bring them back."""
+        if f"{self._manifest.index}/{DELETED}" not in self._manifest.files:
+            return []
+        self._check(DELETED)
+        found: list[str] = json.loads(self._path(DELETED).read_bytes())
+        return found
 
     @cached_property
     def metadata(self) -> dict[str, Column]:

@@ -36,13 +36,14 @@ VERSION = 2
 class Shard:
     """One tar file: its length in bytes, its images, and the SHA-256 of the whole file (as ``sha256sum``).
 
-    ``samples`` are the images that the index has; deleted ones are still in the file.
+    ``samples`` are the images that the index has, ``deleted`` those that are in the file and no longer in the index.
     """
 
     name: str
     bytes: int
     samples: int
     sha256: str
+    deleted: int = 0
 
 
 @dataclass(frozen=True)
