@@ -25,11 +25,14 @@ def main(arguments: Sequence[str]) -> int:
     def run() -> int:
         from lightning_ring.data.sets.change import annotate_images
         from lightning_ring.data.sets.tables import read_table
+        from lightning_ring.data.shards.manifest import read_manifest
 
         columns = read_table(options.table, options.columns.split(",") if options.columns else None)
+        before = read_manifest(options.set).generation
         manifest = annotate_images(options.set, columns)
+        done = manifest.change if manifest.generation != before else "nothing to do: it has these values"
         kinds = ", ".join(f"{name} ({kind})" for name, kind in manifest.columns.items())
-        print(f"{options.set}: {manifest.change}; generation {manifest.generation} has the columns {kinds}")
+        print(f"{options.set}: {done}; generation {manifest.generation} has the columns {kinds}")
         return 0
 
     return exit_code("annotate", run, UNCHANGED)

@@ -14,7 +14,7 @@ from lightning_ring.data.sets.generation import images, write_generation
 from lightning_ring.data.sets.lock import changing
 from lightning_ring.data.sets.rows import SetRows
 from lightning_ring.data.sets.select import rows_of, select
-from lightning_ring.data.shards.columns import Column, check_name, column, kind_of
+from lightning_ring.data.shards.columns import Column, check_name, column, kind_of, same
 from lightning_ring.data.shards.index import ShardIndex
 from lightning_ring.data.shards.manifest import Manifest
 from lightning_ring.errors import ConfigurationError
@@ -114,6 +114,8 @@ def annotate_images(
             for i, value in zip(rows.tolist(), values.values(), strict=True):
                 all_values[i] = value
             found[name] = column(kind_of(all_values, name), all_values)
+        if all(same(found[name], index.metadata.get(name)) for name in found):
+            return manifest
         whole = SetRows(root, manifest)
         whole.metadata = {**whole.metadata, **found}
         return _write(root, _next(manifest, f"annotate {', '.join(found)}"), manifest, whole)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from lightning_ring.data.packing.shard_writer import shard_name
 from lightning_ring.data.packing.sources import check_distinct
 from lightning_ring.data.sets.generation import joined_metadata, write_generation
 from lightning_ring.data.sets.lock import PACKING, SETTINGS, changing, only_one
+from lightning_ring.data.sets.repeated import without_repeated
 from lightning_ring.data.sets.rows import SetRows
 from lightning_ring.data.shards.index import ShardIndex
 from lightning_ring.data.shards.manifest import MANIFEST, Manifest, check_lengths, read_manifest
@@ -26,13 +28,14 @@ def merge_sets(sources: Sequence[Path], target: Path, prefixes: bool = False) ->
     """Add the newest generations of ``sources``, in their order, to the set in ``target``, new or not.
 
     Classes go by name: those of ``target`` (or of the first source) keep their numbers, new ones follow. Shards are
-    hard links where the file system has them, else copies; deleted images are in them still.
+    hard links where the file system has them, else copies; deleted images are in them still. Images that ``target`` has
+    already, or that were deleted from it, are left out.
 
     Args:
         prefixes: Put the name of its folder and ``/`` before the names of each source's images.
 
     Raises:
-        ConfigurationError: Two images have one name, classes cannot be told apart, columns differ in kind, or
+        ConfigurationError: Two different images have one name, classes cannot be told apart, columns differ in kind, or
             ``target`` holds something else.
         ShardError: A source is no set, or is damaged.
     """
@@ -85,7 +88,10 @@ def _merge(sources: Sequence[Path], target: Path, base: Manifest | None, prefixe
         of_class = np.array([numbers[name] for name in manifest.classes], np.int32)
         labels = of_class[ShardIndex(source, manifest).labels]
         parts.append(SetRows(source, manifest, labels=labels, prefix=f"{source.name}/" if prefixes else ""))
-    _check_names(parts)
+    deleted = set() if base is None else set(parts[0].index.deleted)
+    parts = without_repeated(parts, {os.fsencode(name) for name in deleted})
+    if base is not None and len(parts) == 1:
+        return base  # all are there already
     joined_metadata(parts)  # an error before anything is written
     first = parts[0].manifest
     number = 0 if base is None else len(base.shards) if base.next_shard is None else base.next_shard
@@ -111,32 +117,8 @@ def _merge(sources: Sequence[Path], target: Path, base: Manifest | None, prefixe
         next_shard=number,
         next_key=sum(_keys(part.manifest) for part in parts),
     )
-    deleted = [] if base is None else parts[0].index.deleted
     return write_generation(target, plan, parts, base, deleted=deleted)
 
 
 def _keys(manifest: Manifest) -> int:
     return manifest.samples if manifest.next_key is None else manifest.next_key
-
-
-def _check_names(parts: Sequence[SetRows]) -> None:
-    """Raises `ConfigurationError`: two images have one name."""
-    hashes = [np.fromiter((hash(name) for name in _names(part)), np.int64, len(part)) for part in parts]
-    all_hashes = np.sort(np.concatenate(hashes))
-    repeated = set(all_hashes[1:][all_hashes[1:] == all_hashes[:-1]].tolist())
-    seen: dict[bytes, Path] = {}
-    for part in parts if repeated else ():
-        for name in _names(part):
-            if hash(name) in repeated and seen.setdefault(name, part.root) != part.root:
-                raise ConfigurationError(
-                    f"{seen[name]} and {part.root} both have an image {name.decode('utf-8', 'backslashreplace')!r}. "
-                    "Nothing was written. --prefixes puts the name of its folder before the names of each set."
-                )
-
-
-def _names(part: SetRows) -> Iterator[bytes]:
-    for text, lengths in part.names():
-        at = 0
-        for length in lengths.tolist():
-            yield text[at : at + length]
-            at += length + 1

@@ -71,6 +71,16 @@ class SetRows:
     def __len__(self) -> int:
         return len(self.index) if self._kept is None else len(self._kept)
 
+    @property
+    def labels(self) -> npt.NDArray[np.int32]:
+        """Of all images of the set."""
+        return self.index.labels if self._labels is None else self._labels
+
+    def only(self, kept: npt.NDArray[np.int64]) -> SetRows:
+        """Those of all images that are ``kept``."""
+        assert self._kept is None
+        return SetRows(self.root, self.manifest, kept, self._labels, self._prefix.decode())
+
     def give(self, name: str, folder: Path) -> bool:
         """Put the file ``name`` of the index into ``folder`` as it is; False where it would be another."""
         if self._kept is not None or self._prefix or (self._labels is not None and name == "labels.npy"):
@@ -79,7 +89,7 @@ class SetRows:
         return True
 
     def column(self, name: str) -> Iterator[npt.NDArray[Any]]:
-        values = self._labels if name == "labels" and self._labels is not None else self.index.column(name)
+        values = self.labels if name == "labels" else self.index.column(name)
         for rows in self._pieces():
             yield values[rows]
 

@@ -161,6 +161,16 @@ def joined(parts: Sequence[Column]) -> Column:
     return Column(kind, np.concatenate(values), np.concatenate(ends) if ends else None, tuple(numbers))
 
 
+def same(column: Column, other: Column | None) -> bool:
+    """Whether they hold the same values."""
+    if other is None or (column.kind, column.texts) != (other.kind, other.texts):
+        return False
+    is_float = column.values.dtype.kind == "f"
+    return np.array_equal(column.values, other.values, equal_nan=is_float) and (
+        column.ends is None or np.array_equal(column.ends, other.ends)  # type: ignore[arg-type]
+    )
+
+
 def check_name(name: str) -> None:
     """Raises `ConfigurationError`: an expression could not name this column."""
     if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", name) or name in OWN_NAMES or name in ("and", "or", "not", "in"):

@@ -92,11 +92,18 @@ def test_a_merged_set_has_the_images_of_all(target, tmp_path):
         assert verify(tmp_path / into, 1, lambda *numbers: None) == []
         wide = ShardDataset(tmp_path / into, where="width == 7")
         assert [wide.name(i) for i in range(len(wide))] == ["ant/0.jpg"]
-    with pytest.raises(ConfigurationError, match=r"both have an image '(ant/0|cat/.)\.jpg'\..*--prefixes"):
-        merge_sets([other], target)
-    with pytest.raises(ConfigurationError, match="both have an image"):
-        merge_sets([other, target], tmp_path / "third")
+    assert merge_sets([other], target).generation == merged.generation  # they are there already
+    relabel_images(other, {"cat/b.jpg": "ant"})
+    delete_images(target, names=["cat/a.jpg"])
+    for folders, into in (([other], target), ([other, target], tmp_path / "third")):
+        with pytest.raises(
+            ConfigurationError, match=r"both have an image 'cat/b\.jpg', with another class .*--prefixes"
+        ):
+            merge_sets(folders, into)
     assert not list((tmp_path / "third").glob("*"))
+    relabel_images(other, {"cat/b.jpg": "cat"})
+    merge_sets([other], target)
+    assert "cat/a.jpg" not in images_of(target)  # it stays deleted
     merge_sets([other], target, prefixes=True)
     assert images_of(target)["other/ant/0.jpg"] == images_of(other)["ant/0.jpg"]
     with pytest.raises(ConfigurationError, match="named twice"):
