@@ -23,7 +23,7 @@ from lightning_ring.data.shards.expressions import matching
 from lightning_ring.data.shards.files import ShardFiles
 from lightning_ring.data.shards.index import BLOCK, ByteRange, ShardIndex
 from lightning_ring.data.shards.manifest import check_lengths, read_manifest
-from lightning_ring.errors import ShardError
+from lightning_ring.errors import ConfigurationError, ShardError
 
 
 class ShardDataset(Dataset[tuple[Any, int]]):
@@ -75,7 +75,17 @@ class ShardDataset(Dataset[tuple[Any, int]]):
         self._open(generation)
 
     def at(self, generation: int | None) -> ShardDataset:
-        """This data set at another generation of the set (None: the newest)."""
+        """This data set at another generation of the set (None: the newest).
+
+        Raises:
+            ConfigurationError: You have set other labels, which are those of this generation.
+            ShardError: The set has no such generation.
+        """
+        if self.labels is not self._own_labels:
+            raise ConfigurationError(
+                f"labels of {self.root} were set by this program, for generation {self.generation}. Open "
+                f"ShardDataset(..., generation={generation}), and set them for it."
+            )
         other = copy(self)
         other.__dict__.pop("metadata", None)
         other._open(generation)
