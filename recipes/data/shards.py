@@ -50,6 +50,8 @@ class Shards(L.LightningDataModule):
         resize: For evaluation, the shorter side before the centre is cut out.
         seed: Of the order and of the crops.
         indices: Give the third part of a batch.
+        resume_at: Where a set has changed since the checkpoint was saved: ``"saved"`` goes on with the images that the
+            training had, exactly; ``"newest"`` with those of now.
         num_threads: That decode, on each rank; its share of the cores by default.
         packing: How the folders are packed, for the error that says that they are not there.
     """
@@ -68,6 +70,7 @@ class Shards(L.LightningDataModule):
         resize: int = 256,
         seed: int = 0,
         indices: bool = False,
+        resume_at: Literal["saved", "newest"] = "saved",
         num_threads: int | None = None,
         packing: str = "lightning-ring pack IMAGES/{split} {folder}/{split}",
     ) -> None:
@@ -84,6 +87,7 @@ class Shards(L.LightningDataModule):
         self.jitter = jitter
         self.seed = seed
         self.indices = indices
+        self.resume_at = resume_at
         self.num_threads = num_threads
         self.packing = packing
 
@@ -120,14 +124,23 @@ class Shards(L.LightningDataModule):
     # -- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        return {"class_names": self.class_names}
+        generations = {split: dataset.generation for split, dataset in self.datasets.items()}
+        return {"class_names": self.class_names, "generations": generations}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Number the classes as the checkpoint does, by their names; Lightning calls it after `setup`.
 
+        A training goes on with the generation of its images that the checkpoint names, or with ``resume_at="newest"``.
+
         Raises:
             ConfigurationError: An image's class is none of the checkpoint's.
+            ShardError: The generation is gone.
         """
+        fitting = self.trainer is not None and self.trainer.state.fn == "fit"
+        if fitting and self.resume_at == "saved":
+            for split, generation in state_dict.get("generations", {}).items():
+                if split in self.datasets and self.datasets[split].generation != generation:
+                    self.datasets[split] = ShardDataset(self.datasets[split].root, generation=generation)
         names = state_dict["class_names"]
         for split in ("train", "val", "test"):
             if split in self.datasets:
@@ -225,6 +238,7 @@ class Shards(L.LightningDataModule):
             device=self.trainer.strategy.root_device if self.trainer else Device("cpu"),
             with_indices=self.indices,
             drop_last=drop_last,
+            resume_at=self.resume_at,
             num_threads=self.num_threads,
             ranks_per_node=self.trainer.num_devices if self.trainer else 1,
         )

@@ -96,8 +96,7 @@ def test_a_changed_byte_is_named_by_image_and_offset(packed):
     overwrite(packed / SHARD, offset + size - 20, bytes([data[offset + size - 20] ^ 1]))
     problems = verify(packed)
     assert problems[0] == (
-        f"{packed / SHARD}, offset {offset}, {size} bytes, image {i:09d}: "
-        "its bytes are not those that were packed (CRC-32)"
+        f"{packed / SHARD}, offset {offset}, {size} bytes, image {i}: its bytes are not those that were packed (CRC-32)"
     )
     assert len(problems) == 2
     assert problems[1].startswith(f"{packed / SHARD} has SHA-256")

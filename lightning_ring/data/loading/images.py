@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_ring.data.loading.batch_maker import LoaderTimes, Samples
+from lightning_ring.data.loading.generations import Generations, ResumeAt
 from lightning_ring.data.loading.loader import Loader
 from lightning_ring.data.loading.pixels import decode_into
 from lightning_ring.data.loading.replacement import Skipped
@@ -241,7 +242,7 @@ def lend(memory: Tensor, release: Callable[[], object]) -> Tensor:
 
 def image_loader(
     source: ImageSource,
-    sampler: OrderedSampler,
+    sampler: OrderedSampler | Callable[[Any], OrderedSampler],
     batch_size: int | None = None,
     *,
     crop: Crop,
@@ -253,24 +254,31 @@ def image_loader(
     num_threads: int | None = None,
     ranks_per_node: int = 1,
     prefetch: int = 2,
+    resume_at: ResumeAt = "saved",
 ) -> Loader:
     """Batches ``(images, labels)`` of a `ShardDataset`, an `ImageFolder`, or another `ImageSource`.
 
     Args:
         source, crop, transform, device, with_indices, on_error: See `ImageBatches`.
-        sampler: Of this rank.
+        sampler: Of this rank; or a function that makes it for the source, so that a checkpoint can go on with the
+            generation of the set that it was saved at: ``lambda photos: ShuffledSampler(len(photos))``.
         batch_size: Images of this rank and step; `PKSampler` knows its own.
         drop_last: Leave out a last batch that is smaller.
         num_threads: That decode. Left out: the cores that this process may use, divided by ``ranks_per_node``.
         ranks_per_node: Ranks that share those cores.
         prefetch: Batches that are filled while one is trained on.
+        resume_at: Where the set has changed since a checkpoint was saved: ``"saved"`` goes on with the images as they
+            were, exactly; ``"newest"`` with the images of ``source``.
     """
+    maker = ImageBatches(source, crop, transform, device, with_indices, on_error)
+    make_sampler = None if isinstance(sampler, OrderedSampler) else sampler
     return Loader(
-        ImageBatches(source, crop, transform, device, with_indices, on_error),
-        sampler,
+        maker,
+        sampler if isinstance(sampler, OrderedSampler) else sampler(source),
         batch_size,
         drop_last=drop_last,
         num_threads=num_threads,
         ranks_per_node=ranks_per_node,
         prefetch=prefetch,
+        generations=Generations(maker, make_sampler, resume_at),
     )

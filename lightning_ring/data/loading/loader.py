@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from lightning_ring.data.loading.batch_maker import BatchMaker, LoaderTimes, Samples
+from lightning_ring.data.loading.generations import Generations
 from lightning_ring.data.sampling.sampler import OrderedSampler
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.host.cores import available_cores
@@ -58,6 +59,7 @@ class Loader:
         num_threads: int | None = None,
         ranks_per_node: int = 1,
         prefetch: int = 2,
+        generations: Generations | None = None,
     ) -> None:
         wanted = getattr(sampler, "batch_size", batch_size)
         if wanted is None or batch_size not in (None, wanted):
@@ -76,6 +78,7 @@ class Loader:
         # batches that only whole threads fill keep one thread each
         self.prefetch = prefetch if maker.chunk else max(prefetch, self.num_threads)
         self.times = LoaderTimes()
+        self.generations = generations
         self._run: _Run | None = None
         self._resumed: tuple[int, int, int] | None = None  # epoch, position, batches before it
 
@@ -179,21 +182,27 @@ class Loader:
     def trained_state(self, not_trained: int) -> dict[str, Any]:
         """Where training stands if it has yet to be trained on the last ``not_trained`` batches handed over."""
         run, sampler = self._run, self.sampler
+        of_set = {} if self.generations is None else self.generations.state_dict()
         if run is None or run.epoch != sampler.epoch:
-            return {"sampler": sampler.state_dict(), "batches": self._batches_before()}
+            return {"sampler": sampler.state_dict(), "batches": self._batches_before()} | of_set
         batches = max(0, run.batches - not_trained)
         num = batches * self.batch_size
         position = sampler.advanced(run.began["position"], num)
         state = run.began | {"position": position, "taken": run.began["taken"] + num}
-        return {"sampler": state, "batches": run.batches_before + batches}
+        return {"sampler": state, "batches": run.batches_before + batches} | of_set
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on at the sample after the last one trained on, with this loader's batch size and number of ranks.
 
+        Where the set of images has changed since, `Generations` says what happens.
+
         Raises:
             ConfigurationError: The state is of another data set or another kind of sampler.
         """
-        self.sampler.load_state_dict(state["sampler"])
+        other_data = False
+        if self.generations is not None:
+            self.sampler, other_data = self.generations.resumed(state, self.sampler)
+        self.sampler.load_state_dict(state["sampler"], other_data=other_data)
         self._run = None
         self._resumed = self.sampler.epoch, self.sampler.position, state["batches"]
         whole = self._num_batches(self.sampler.num_left(0))

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from lightning_ring.data.packing.sources import Sources
 from lightning_ring.data.shards.index import ShardIndex
 from lightning_ring.data.shards.manifest import REPORT, Manifest
+from lightning_ring.errors import ConfigurationError
 
 
 @dataclass(frozen=True)
@@ -37,11 +38,47 @@ def of_sources(sources: Sources) -> Listed:
     return Listed(sources.classes, labels, stamps, lambda i: os.fsdecode(sources.listed_name(i)))
 
 
+def of_set(root: Path, manifest: Manifest) -> Listed:
+    index = ShardIndex(root, manifest)
+    return Listed(manifest.classes, index.labels, index.column("stamps"), index.name)
+
+
 def of_shards(root: Path, manifest: Manifest) -> Listed:
     index = ShardIndex(root, manifest)
     with open(root / REPORT, newline="", encoding="utf-8", errors="surrogateescape") as rows:
         left_out = frozenset(name for what, name, _ in csv.reader(rows) if what == "left out")
     return Listed(manifest.classes, index.labels, index.column("stamps"), index.name, left_out)
+
+
+def already_there(was: Listed, now: Listed, target: Path, keep: bool) -> npt.NDArray[np.bool_]:
+    """For each image of ``now`` whether ``was`` has it, by its name.
+
+    Raises `ConfigurationError`: the name is there with another class, length or time; unless ``keep`` is given.
+    """
+    _, old, new = np.intersect1d(was.keys(), now.keys(), return_indices=True)
+    same_name = np.fromiter((was.name(i) == now.name(j) for i, j in zip(old, new, strict=True)), bool, len(old))
+    old, new = old[same_name], new[same_name]  # two names may have one hash
+    there = np.zeros(len(now.labels), bool)
+    there[new] = True
+    if keep:
+        return there
+    order = np.argsort(new)
+    old, new = old[order], new[order]
+    names = np.array([*was.classes, ""], object), np.array([*now.classes, ""], object)
+    other_class = names[0][was.labels[old]] != names[1][now.labels[new]]
+    other_file = was.stamps[old] != now.stamps[new]
+    old_places = dict(zip(new[other_class].tolist(), old[other_class].tolist(), strict=True))
+    changes = [
+        _line("in another class", new[other_class], _moved(was, now, old_places)),
+        _line("with another length or time", new[other_file], now.name),
+    ]
+    if found := "; ".join(change for change in changes if change):
+        raise ConfigurationError(
+            f"{target} has images of these names that are others: {found}. Nothing was written. --keep-known "
+            "leaves them as the set has them; `lightning-ring relabel` changes classes; --prefix gives the images of "
+            "the source other names."
+        )
+    return there
 
 
 def describe_changes(was: Listed, now: Listed) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import StringIO
@@ -48,3 +49,14 @@ def whole_file(path: Path, through: Path | None = None) -> Iterator[BinaryIO]:
 def write_whole(path: Path, data: bytes) -> None:
     with whole_file(path) as file:
         file.write(data)
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """Give the file ``source``, which never changes, a second name; a copy where the file system has no links."""
+    try:
+        os.link(source, target)
+    except FileExistsError:
+        raise
+    except OSError:
+        with whole_file(target) as copy, open(source, "rb") as file:
+            shutil.copyfileobj(file, copy, 2**20)

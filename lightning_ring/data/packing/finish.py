@@ -1,82 +1,106 @@
-"""The end of a packing: records of the shards become the index, and the manifest says that all is there."""
+"""The end of a packing: records of the shards become the rows of a generation."""
 
 from __future__ import annotations
 
-import shutil
+import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from lightning_ring.data.packing.files import HEADER, report_row, whole_file, write_whole
-from lightning_ring.data.packing.settings import PackSettings
+from lightning_ring.data.packing.files import HEADER, report_row
+from lightning_ring.data.packing.job import PackJob
+from lightning_ring.data.packing.shard_loop import Rest
 from lightning_ring.data.packing.shard_writer import ShardRecord
 from lightning_ring.data.packing.sources import Sources
-from lightning_ring.data.shards.index import COLUMNS, NAMES
-from lightning_ring.data.shards.manifest import MANIFEST, REPORT, Manifest, file_sha256
+from lightning_ring.data.sets.generation import images, write_generation
+from lightning_ring.data.sets.rows import Rows, SetRows
+from lightning_ring.data.shards.columns import Column
+from lightning_ring.data.shards.manifest import Manifest, Shard
 
 COUNTED = ("copied", "shrunk", "turned", "converted", "not turned", "left out")
 
 
+class PackedRows:
+    """Images that were packed just now (a `Rows`)."""
+
+    metadata: Mapping[str, Column] = {}
+
+    def __init__(self, sources: Sources, records: Sequence[ShardRecord]) -> None:
+        self._sources = sources
+        self._records = records
+        self.shards: Sequence[Shard] = [record.shard for record in records]
+
+    def __len__(self) -> int:
+        return sum(shard.samples for shard in self.shards)
+
+    def column(self, name: str) -> Iterator[npt.NDArray[Any]]:
+        for record in self._records:
+            if name == "stamps":
+                yield self._sources.stamps[self._sources.order[record.columns["positions"]]]
+            else:
+                yield record.columns[name]
+
+    def names(self) -> Iterator[tuple[bytes, npt.NDArray[np.int64]]]:
+        for record in self._records:
+            names = [self._sources.name(position) for position in record.columns["positions"]]
+            yield b"".join(name + b"\n" for name in names), np.fromiter(map(len, names), np.int64, len(names))
+
+
 def write_manifest(
-    target: Path, source: Path, settings: PackSettings, sources: Sources, records: Sequence[ShardRecord]
+    job: PackJob, base: Manifest | None, sources: Sources, parts: Sequence[Sequence[ShardRecord]], rest: Rest
 ) -> Manifest:
-    """Write the index, the report and, last, the manifest; then remove the files of the unfinished packing."""
-    manifest = Manifest(
+    """Write the generation of ``base`` (None: there is none) and the records of every part of a packing."""
+    records = [record for part in parts for record in part]
+    rows: list[Rows] = [PackedRows(sources, records)]
+    deleted: set[str] = set()
+    if base is not None:
+        there = SetRows(job.target, base)
+        rows.insert(0, there)
+        deleted = set(there.index.deleted)
+        if deleted and job.restore:
+            deleted -= {
+                os.fsdecode(sources.name(i)) for record in records for i in record.columns["positions"].tolist()
+            }
+    empty, report = _report(base, sources, records, rest)
+    counts = sum((Counter(record.counts) for record in records), Counter(rest.counts) + Counter(_listed(sources)))
+    added, old = sum(record.shard.samples for record in records), 0 if base is None else len(base.classes)
+    plan = Manifest(
         classes=sources.classes,
-        shards=[record.shard for record in records],
+        shards=[],
         files={},
-        source=str(source),
+        source=str(job.source),
         identity=sources.identity,
-        settings=asdict(settings),
-        counts={},
+        settings=asdict(job.settings) | ({"prefix": job.prefix} if job.prefix else {}),
+        counts={name: counts[name] for name in COUNTED} | {"empty classes": empty},
+        generation=job.generation,
+        change="pack" if base is None else f"append {images(added)} of {job.source}",
+        next_shard=job.first_shard + max(map(len, parts)),
+        next_key=job.first_key + (added if job.parts == 1 else len(sources)),
     )
-    index = target / manifest.index
-    index.mkdir(parents=True, exist_ok=True)
-    columns = {name: np.concatenate([record.columns[name] for record in records]) for name in ("labels", "places")}
-    positions = np.concatenate([record.columns["positions"] for record in records])
-    columns["stamps"] = sources.stamps[sources.order[positions]]
-    columns["name_ends"] = _write_names(index / NAMES, sources, records)
-    for name, values in columns.items():
-        with whole_file(index / f"{name}.npy") as file:
-            np.save(file, values.astype(COLUMNS[name][0], copy=False))
-    empty = _write_report(target, sources, records)
-    files = [*(f"{manifest.index}/{name}.npy" for name in columns), f"{manifest.index}/{NAMES}", REPORT]
-    manifest.files.update((name, file_sha256(target / name)) for name in sorted(files))
-    counts = sum((Counter(record.counts) for record in records), Counter({"left out": sources.left_out}))
-    manifest.counts.update({name: counts[name] for name in COUNTED}, **{"empty classes": empty})
-    text = manifest.to_json().encode()
-    write_whole(index / MANIFEST, text)  # of this generation, when there is a later one
-    write_whole(target / MANIFEST, text)
-    shutil.rmtree(target / ".packing")
-    return manifest
+    if base is not None:
+        plan.counts.update({"added": added, "there": sources.there, "new classes": len(sources.classes) - old})
+    return write_generation(job.target, plan, rows, base, report, deleted)
 
 
-def _write_names(path: Path, sources: Sources, records: Sequence[ShardRecord]) -> npt.NDArray[np.int64]:
-    """One name a line. A name may hold a line feed, so readers go by the ends, which are returned."""
-    ends = np.empty(sum(record.shard.samples for record in records), np.int64)
-    at, i = 0, 0
-    with whole_file(path) as file:
-        for record in records:
-            for position in record.columns["positions"]:
-                at += file.write(sources.name(position) + b"\n")
-                ends[i] = at - 1
-                i += 1
-    return ends
+def _listed(sources: Sources) -> dict[str, int]:
+    return {"left out": sources.left_out}
 
 
-def _write_report(target: Path, sources: Sources, records: Sequence[ShardRecord]) -> int:
-    """The number of classes without an image; each is in the report."""
+def _report(
+    base: Manifest | None, sources: Sources, records: Sequence[ShardRecord], rest: Rest
+) -> tuple[int, list[bytes]]:
+    """The number of classes without an image, and all rows of the report. Classes of ``base`` are not new."""
     present = np.zeros(len(sources.classes), bool)
-    with whole_file(target / REPORT) as file:
-        for text in (HEADER, sources.report, *(record.report for record in records)):
-            file.write(text)
-        for record in records:
-            present[record.columns["labels"]] = True
-        for number in np.flatnonzero(~present):
-            detail = f"has no image; label {number} does not occur"
-            file.write(report_row("empty class", sources.classes[number], detail))
-    return int((~present).sum())
+    present[: 0 if base is None else len(base.classes)] = True
+    for record in records:
+        present[record.columns["labels"]] = True
+    empty = np.flatnonzero(~present)
+    classes = [
+        report_row("empty class", sources.classes[number], f"has no image; label {number} does not occur")
+        for number in empty
+    ]
+    return len(empty), [HEADER, sources.report, *(record.report for record in records), rest.report, *classes]

@@ -155,15 +155,15 @@ def encode_jpeg(image: Any, quality: int) -> bytes:
 
 
 def prepared_images(
-    sources: Sources, start: int, settings: PackSettings, pool: ThreadPoolExecutor, ahead: int
+    sources: Sources, positions: range, settings: PackSettings, pool: ThreadPoolExecutor, ahead: int
 ) -> Iterator[tuple[int, PackedImage | str]]:
-    """From source number ``start`` on: its number, and the image or the reason why it is left out.
+    """For each source of ``positions``: its number, and the image or the reason why it is left out.
 
     Decoding, resizing and encoding release the GIL. At most ``ahead`` images wait in memory. Raises `ShardError`: A
     source is there but cannot be read (a failing disk, a network file system that is gone).
     """
     waiting: deque[tuple[int, Future[PackedImage | str]]] = deque()
-    for position in range(start, len(sources)):
+    for position in positions:
         waiting.append((position, pool.submit(_prepare_source, sources, position, settings)))
         if len(waiting) >= ahead:
             position, future = waiting.popleft()

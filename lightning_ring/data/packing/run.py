@@ -4,38 +4,50 @@ While it runs, ``DST/.packing`` holds the list, a record of each finished shard,
 gets its name when it is whole and on the disk. Started again after whatever ended it, packing goes on after the last
 finished shard, and ends with the bytes that it would have written uninterrupted. If the source has changed meanwhile,
 nothing is written: the error says what has changed.
+
+Several processes may pack a part of the source each, on one host or on several that share the folder. Each has a folder
+of its own in ``DST/.packing``; the last to end writes the index and the manifest for all.
 """
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
-import tempfile
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 from PIL import Image
 
-from lightning_ring.data.packing.changes import Listed, describe_changes, of_shards, of_sources
-from lightning_ring.data.packing.files import report_row, whole_file, write_whole
-from lightning_ring.data.packing.finish import write_manifest
-from lightning_ring.data.packing.image import PackedImage, prepared_images
+from lightning_ring.data.packing.changes import already_there, of_set, of_sources
+from lightning_ring.data.packing.files import HEADER, write_whole
+from lightning_ring.data.packing.finish import COUNTED, write_manifest
+from lightning_ring.data.packing.image import prepared_images
+from lightning_ring.data.packing.job import PackJob
+from lightning_ring.data.packing.refusals import (
+    check_empty,
+    check_paths,
+    disk_error,
+    finished,
+    refuse_changed,
+    refuse_other,
+)
 from lightning_ring.data.packing.settings import PackSettings
-from lightning_ring.data.packing.shard_writer import ShardRecord, ShardWriter, read_records, shard_name, write_record
-from lightning_ring.data.packing.sources import Sources, list_sources, load_sources
-from lightning_ring.data.shards.manifest import MANIFEST, Manifest, Shard, read_manifest
+from lightning_ring.data.packing.shard_loop import Progress, Rest, write_shards
+from lightning_ring.data.packing.shard_writer import ShardRecord, read_records
+from lightning_ring.data.packing.sources import Sources, leave_out_there, list_sources, load_sources
+from lightning_ring.data.sets.lock import PACKING, SETTINGS, is_unfinished, only_one
+from lightning_ring.data.shards.index import ShardIndex
+from lightning_ring.data.shards.manifest import MANIFEST, Manifest, read_manifest
 from lightning_ring.errors import ConfigurationError, ShardError
-from lightning_ring.host.file_lock import claim, release
 
-PACKING = ".packing"
-Progress = Callable[[int, int, int], None]  # sources done, sources in all, left out so far
+NOT_ADDED = "index/left-out.csv"  # the report of an append that added nothing, and so made no generation
+_DONE = "done.json"
 
 
 def pack(
@@ -46,182 +58,167 @@ def pack(
     progress: Progress,
     classes: Sequence[str] | None = None,
 ) -> Manifest:
-    """Pack ``source`` (an image folder or a CSV) into ``target``, on ``workers`` threads; nothing if it is packed.
-
-    Args:
-        classes: Their names in the order of their numbers. Left out, they are numbered in the order of their names.
-
-    Raises:
-        ConfigurationError: ``source`` cannot be packed, has changed since it was, or ``target`` holds something else.
-        ShardError: The disk is full or failing. What is finished is kept; the same call goes on from there.
-    """
-    source, target = source.absolute(), target.absolute()
-    if not source.exists():
-        expected = "a folder with a folder for each class, or a CSV file"
-        raise ConfigurationError(f"{source} is not there. Expected {expected}.")
-    if target.resolve().is_relative_to(source.resolve()):
-        raise ConfigurationError(f"{target} is inside {source}: its shards would be taken for images. Choose another.")
-    try:
-        if (target / MANIFEST).exists():
-            return _finished(source, target, settings, classes)
-        _check_empty(target)
-        state = target / PACKING
-        state.mkdir(parents=True, exist_ok=True)
-        with _only_one(state):
-            file = state / "settings.json"
-            if file.exists():
-                _refuse_other(json.loads(file.read_bytes()), source, settings, target, "half packed")
-            else:
-                write_whole(file, json.dumps(_identity(source, settings)).encode())
-            return _pack(source, target, settings, workers, progress, classes)
-    except OSError as error:
-        raise ShardError(_disk_error(error, target)) from error
-
-
-def _pack(
-    source: Path,
-    target: Path,
-    settings: PackSettings,
-    workers: int,
-    progress: Progress,
-    classes: Sequence[str] | None,
-) -> Manifest:
-    state = target / PACKING
-    records = read_records(state, target)
-    try:
-        listed = load_sources(state) if records else None  # else nothing is packed by the list
-        if listed is not None:
-            _refuse_changed(listed.identity, partial(of_sources, listed), source, classes, target, "half packed")
-        sources = listed or list_sources(source, state, settings.group_by_class, classes)
-        Image.init()  # once, here: threads that load Pillow's plugins at the same time disturb each other
-        with ThreadPoolExecutor(workers, thread_name_prefix="pack") as pool:
-            start = records[-1].next_position if records else 0
-            try:
-                images = prepared_images(sources, start, settings, pool, ahead=4 * workers)
-                for record in _write_shards(images, sources, records, target, settings.shard_bytes, progress):
-                    records.append(record)
-            finally:
-                pool.shutdown(wait=True, cancel_futures=True)
-    except ConfigurationError:
-        if not records:
-            shutil.rmtree(state)  # nothing to go on with, and the next command will be another
-        raise
-    return write_manifest(target, source, settings, sources, records)
-
-
-def _write_shards(
-    images: Iterator[tuple[int, PackedImage | str]],
-    sources: Sources,
-    records: list[ShardRecord],
-    target: Path,
-    shard_bytes: int,
-    progress: Progress,
-) -> Iterator[ShardRecord]:
-    """Write the shards that follow ``records``, yielding each once it is on the disk."""
-    number, first = len(records), sum(record.shard.samples for record in records)
-    left_out = sum(record.counts.get("left out", 0) for record in records)
-    pending = next(images, None)
-    while pending is not None:
-        name, counts, rows = shard_name(number), Counter[str](), list[bytes]()
-        with whole_file(target / name, through=target / PACKING / "shard.part") as file:
-            shard = ShardWriter(file, first)
-            while pending is not None:
-                position, image = pending
-                if isinstance(image, str):
-                    counts["left out"] += 1
-                    left_out += 1
-                    rows.append(report_row("left out", os.fsdecode(sources.name(position)), image))
-                elif shard.samples and shard.length_with(len(image.data)) > shard_bytes:
-                    break
-                else:
-                    counts[image.how] += 1
-                    counts["not turned"] += image.lies
-                    shard.add(image.data, image.extension, sources.label(position), position)
-                    if image.note:
-                        rows.append(report_row("converted", os.fsdecode(sources.name(position)), image.note))
-                progress(position + 1, len(sources), left_out)
-                pending = next(images, None)
-            sha256 = shard.finish()
-            if not shard.samples:
-                first_rows = b"".join(rows[:5]).decode("utf-8", "backslashreplace").rstrip()
-                raise ConfigurationError(f"none of {len(rows)} images can be packed. The first of them:\n{first_rows}")
-        done = Shard(name, shard.bytes, shard.samples, sha256)
-        following = len(sources) if pending is None else pending[0]
-        record = ShardRecord(done, following, dict(counts), b"".join(rows), shard.arrays())
-        write_record(target / PACKING, number, record)
-        yield record
-        number, first = number + 1, first + shard.samples
-
-
-@contextmanager
-def _only_one(state: Path) -> Iterator[None]:
-    """Lock the packing against a second process; the lock ends with this one, however it ends."""
-    file = os.open(state / "lock", os.O_RDWR | os.O_CREAT)
-    try:
-        try:
-            claim(file)
-        except OSError as error:
-            if error.errno != errno.EBUSY:
-                raise
-            raise ConfigurationError(
-                f"another process is packing into {state.parent}. Wait for it, or end it."
-            ) from None
-        yield
-    finally:
-        release(file)
-
-
-def _identity(source: Path, settings: PackSettings) -> dict[str, object]:
-    return {"source": str(source), **asdict(settings)}
-
-
-def _check_empty(target: Path) -> None:
-    if not target.exists() or (target / PACKING).exists():
-        return
-    if strangers := sorted(name for name in os.listdir(target) if name != "lost+found"):
-        raise ConfigurationError(
-            f"{target} is not empty: it holds {strangers[0]!r} and no packing. Choose an empty folder, or one that is "
-            "not there yet."
-        )
-
-
-def _finished(source: Path, target: Path, settings: PackSettings, classes: Sequence[str] | None) -> Manifest:
-    manifest = read_manifest(target)
-    _refuse_other({"source": manifest.source, **manifest.settings}, source, settings, target, "packed already")
-    if (target / PACKING).exists():
-        shutil.rmtree(target / PACKING)  # the manifest was written, and then something ended the process
-    _refuse_changed(manifest.identity, lambda: of_shards(target, manifest), source, classes, target, "packed already")
+    """`run_job` for a new set, packed by this process alone."""
+    manifest = run_job(PackJob(source, target, settings, classes), workers, progress)
+    assert manifest is not None
     return manifest
 
 
-def _refuse_changed(
-    identity: str, was: Callable[[], Listed], source: Path, classes: Sequence[str] | None, target: Path, state: str
-) -> None:
-    """List ``source`` again; an error where it is not what was listed for ``target``."""
-    with tempfile.TemporaryDirectory(prefix="lightning-ring-") as folder:
-        now = list_sources(source, Path(folder), True, classes)
-        if now.identity == identity:
+def run_job(job: PackJob, workers: int, progress: Progress) -> Manifest | None:
+    """Pack what ``job`` says, on ``workers`` threads; nothing if it is packed.
+
+    Returns the manifest, or None where other parts have not ended yet. A manifest's ``counts`` are those of this
+    packing, also where nothing was added.
+
+    Raises:
+        ConfigurationError: The source cannot be packed, has changed since it was, or the target holds something else.
+        ShardError: The disk is full or failing. What is finished is kept; the same call goes on from there.
+    """
+    job = replace(job, source=job.source.absolute(), target=job.target.absolute())
+    check_paths(job)
+    try:
+        if not job.append and (job.target / MANIFEST).exists():
+            return finished(job, read_manifest(job.target))
+        if not (job.target / MANIFEST).exists():
+            check_empty(job.target)
+        with _begun(job) as (job, base):
+            return _pack(job, base, workers, progress)
+    except OSError as error:
+        raise ShardError(disk_error(error, job.target)) from error
+
+
+@contextmanager
+def _begun(job: PackJob) -> Iterator[tuple[PackJob, Manifest | None]]:
+    """Locks the work of ``job``; yields it with its numbers, and the set that it adds to."""
+    state, several = job.target / PACKING, job.parts > 1
+    with only_one(state, job.target, wait=several):
+        base = read_manifest(job.target) if (job.target / MANIFEST).exists() else None
+        if base is not None and not job.append:
+            raise ConfigurationError(f"{job.target} was packed by another process just now. Start the command again.")
+        job = job.after(base)
+        if not is_unfinished(job.target, base):
+            _clear(state)  # what a packing left that was killed after it had made its generation
+        _refuse_other_parts(job, base)
+        job.state.mkdir(exist_ok=True)
+        file = job.state / SETTINGS
+        if file.exists():
+            refuse_other(json.loads(file.read_bytes()), job, "half packed")
+        else:
+            write_whole(file, json.dumps({**job.identity, "generation": job.generation}).encode())
+        if not several:
+            yield job, base
             return
-        changes = describe_changes(was(), of_sources(now))
-    raise ConfigurationError(
-        f"{target} is {state}, and {source} has changed since: {changes}. Nothing was written; {target} holds images "
-        "and labels as they were. To pack them as they are now, choose another folder, or remove this one."
-    )
+    with only_one(job.state, job.target):
+        yield job, base
 
 
-def _refuse_other(was: dict[str, object], source: Path, settings: PackSettings, target: Path, state: str) -> None:
-    now = _identity(source, settings)
-    if changed := [f"{name} {was.get(name)}, now {now[name]}" for name in now if was.get(name) != now[name]]:
+def _clear(state: Path) -> None:
+    for path in state.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name != "lock":
+            path.unlink()
+
+
+def _refuse_other_parts(job: PackJob, base: Manifest | None) -> None:
+    state = job.target / PACKING
+    begun = {path.parent.name for path in state.glob(f"part-*/{SETTINGS}")}
+    mine = {job.state_of(part).name for part in range(job.parts)} if job.parts > 1 else set()
+    others = sorted(begun - mine) + (["one part"] if job.parts > 1 and (state / SETTINGS).exists() else [])
+    if others:
+        asked = f"part {job.part + 1} of {job.parts}" if job.parts > 1 else "a packing in one part"
+        give_up = f"remove {job.target}" if base is None else f"`lightning-ring prune --unfinished {job.target}`"
         raise ConfigurationError(
-            f"{target} is {state} with another command: {'; '.join(changed)}. Give the same arguments, choose another "
-            "folder, or remove this one."
+            f"{job.target} is half packed in other parts ({', '.join(others)}), and this is {asked}. Pack in the same "
+            f"number of parts, or give it up: {give_up}."
         )
 
 
-def _disk_error(error: OSError, target: Path) -> str:
-    where = error.filename or target
-    kept = "Finished shards are kept: run the same command again, and it goes on after the last of them."
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        free = shutil.disk_usage(target).free / 2**20
-        return f"{where} cannot be written: {error.strerror} ({free:.0f} MiB are free). Make room. {kept}"
-    return f"{where}: {error.strerror}. {kept}"
+def _pack(job: PackJob, base: Manifest | None, workers: int, progress: Progress) -> Manifest | None:
+    records = read_records(job.state, job.target, job.shard_name)
+    rest = Rest()
+    try:
+        sources = _sources(job, base, bool(records))
+        Image.init()  # once, here: threads that load Pillow's plugins at the same time disturb each other
+        with ThreadPoolExecutor(workers, thread_name_prefix="pack") as pool:
+            positions = job.positions(len(sources))
+            left = range(records[-1].next_position if records else positions.start, positions.stop)
+            try:
+                images = prepared_images(sources, left, job.settings, pool, ahead=4 * workers)
+                for record in write_shards(images, sources, records, job, progress, rest):
+                    records.append(record)
+            finally:
+                pool.shutdown(wait=True, cancel_futures=True)
+        if job.parts > 1:
+            return _finish_parts(job, base, sources, rest)
+        return _finish(job, base, sources, [records], rest)
+    except ConfigurationError:
+        if not records:
+            shutil.rmtree(job.state)  # nothing to go on with, and the next command will be another
+        raise
+
+
+def _sources(job: PackJob, base: Manifest | None, is_begun: bool) -> Sources:
+    listed = load_sources(job.state) if is_begun else None  # else nothing is packed by the list
+    if listed is not None:
+        refuse_changed(listed.identity, partial(of_sources, listed), job, base, "half packed")
+        return listed
+    if base is None:
+        return list_sources(job.source, job.state, job.settings.group_by_class, job.classes, (), job.prefix)
+    if job.classes is not None and list(job.classes[: len(base.classes)]) != base.classes:
+        raise ConfigurationError(
+            f"--classes does not begin with the {len(base.classes)} classes of {job.target}, whose numbers stay as "
+            f"they are. Leave --classes out, or write {job.target / MANIFEST} there with the new classes at the end."
+        )
+    listed = list_sources(job.source, job.state, job.settings.group_by_class, job.classes, base.classes, job.prefix)
+    there = already_there(of_set(job.target, base), of_sources(listed), job.target, job.keep_known)
+    deleted = set() if job.restore else set(ShardIndex(job.target, base).deleted)
+    if deleted:
+        there |= np.fromiter((os.fsdecode(listed.listed_name(i)) in deleted for i in range(len(there))), bool)
+    return leave_out_there(job.state, there)
+
+
+def _finish(
+    job: PackJob, base: Manifest | None, sources: Sources, parts: list[list[ShardRecord]], rest: Rest
+) -> Manifest:
+    if any(parts):
+        manifest = write_manifest(job, base, sources, parts, rest)
+    elif base is None:
+        rows = rest.report.splitlines(keepends=True)
+        first_rows = b"".join(rows[:5]).decode("utf-8", "backslashreplace").rstrip()
+        raise ConfigurationError(f"none of {len(rows)} images can be packed. The first of them:\n{first_rows}")
+    else:  # nothing to add
+        counts = {name: rest.counts.get(name, 0) for name in COUNTED}
+        counts["left out"] += sources.left_out
+        manifest = replace(base, counts={**counts, "added": 0, "there": sources.there})
+        write_whole(job.target / NOT_ADDED, HEADER + sources.report + rest.report)
+    shutil.rmtree(job.target / PACKING, ignore_errors=True)
+    return manifest
+
+
+def _finish_parts(job: PackJob, base: Manifest | None, sources: Sources, rest: Rest) -> Manifest | None:
+    """Say that this part is done; the last one makes the generation."""
+    done = {"identity": sources.identity, "counts": rest.counts, "report": rest.report.decode("latin-1")}
+    write_whole(job.state / _DONE, json.dumps(done).encode())
+    with only_one(job.target / PACKING, job.target, wait=True):
+        newest = read_manifest(job.target) if (job.target / MANIFEST).exists() else None
+        if newest is not None and newest.generation >= job.generation:
+            shutil.rmtree(job.target / PACKING, ignore_errors=True)
+            return newest  # another part has ended meanwhile, and found this one done
+        states = [job.state_of(part) for part in range(job.parts)]
+        if not all((state / _DONE).exists() for state in states):
+            return None
+        ends = [json.loads((state / _DONE).read_bytes()) for state in states]
+        if others := [i + 1 for i, end in enumerate(ends) if end["identity"] != sources.identity]:
+            raise ConfigurationError(
+                f"{job.source} was another one for part {others[0]} of {job.parts} than for part {job.part + 1}: it "
+                f"has changed while it was packed. Give it up (`lightning-ring prune --unfinished {job.target}`), and "
+                "pack it again when it no longer changes."
+            )
+        everyone = [replace(job, part=part) for part in range(job.parts)]
+        records = [read_records(each.state, job.target, each.shard_name) for each in everyone]
+        counts: dict[str, int] = {}
+        for end in ends:
+            counts = {name: counts.get(name, 0) + end["counts"].get(name, 0) for name in {*counts, *end["counts"]}}
+        rest = Rest(counts, b"".join(end["report"].encode("latin-1") for end in ends))
+        return _finish(job, base, sources, records, rest)

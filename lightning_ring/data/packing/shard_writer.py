@@ -7,6 +7,7 @@ import json
 import tarfile
 import zlib
 from array import array
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -23,7 +24,7 @@ _CODES = {"labels": "i", "places": "I", "positions": "q"}
 
 
 class ShardWriter:
-    """Writes images ``first``, ``first + 1``, ... of the data set to ``file``. The same images give the same bytes.
+    """Writes images with the numbers ``first``, ``first + 1``, ... to ``file``. The same images give the same bytes.
 
     ``columns`` grows by one row an image: those of the index, and ``positions``, the image's place among the sources.
     """
@@ -89,8 +90,8 @@ class ShardRecord:
     columns: dict[str, npt.NDArray[Any]]
 
 
-def shard_name(number: int) -> str:
-    return f"shard-{number:06d}.tar"
+def shard_name(number: int, part: int | None = None) -> str:
+    return f"shard-{number:06d}.tar" if part is None else f"shard-{number:06d}-part-{part:03d}.tar"
 
 
 def write_record(folder: Path, number: int, record: ShardRecord) -> None:
@@ -104,7 +105,7 @@ def write_record(folder: Path, number: int, record: ShardRecord) -> None:
         np.savez(file, **arrays)
 
 
-def read_records(folder: Path, shards: Path) -> list[ShardRecord]:
+def read_records(folder: Path, shards: Path, name: Callable[[int], str] = shard_name) -> list[ShardRecord]:
     """Records of finished shards, from the first on; one whose tar is not as long as it was ends the list.
 
     Those after it are removed: they follow a shard that may be written anew with other images.
@@ -116,6 +117,8 @@ def read_records(folder: Path, shards: Path) -> list[ShardRecord]:
             columns = {name: file[name] for name in file.files if name not in ("head", "report")}
         record = ShardRecord(Shard(**head["shard"]), head["next_position"], head["counts"], report, columns)
         tar = shards / record.shard.name
+        if record.shard.name != name(len(records)):
+            break  # of another packing
         if not tar.exists() or tar.stat().st_size != record.shard.bytes:
             break
         records.append(record)

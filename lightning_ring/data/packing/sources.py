@@ -62,7 +62,8 @@ class Sources:
     """Images to pack, in the order in which they are packed; ``report`` has a row for each of ``left_out`` others.
 
     ``stamps`` tell one version of a file from another, by its length and time. ``identity`` is the same for two lists
-    of the same classes, files, labels and stamps in the same order.
+    of the same classes, files, labels and stamps in the same order. ``there`` images are in the set already, and have
+    no place in ``order``.
     """
 
     folder: Path  # names are relative to it
@@ -75,31 +76,43 @@ class Sources:
     ends: npt.NDArray[np.int64]
     names: npt.NDArray[np.uint8]
     stamps: npt.NDArray[np.uint64]
+    prefix: str = ""
+    there: int = 0
 
     def __len__(self) -> int:
         return len(self.order)
 
     def name(self, position: int) -> bytes:
-        """The file name at ``position``, as the folder or the CSV has it, in the file system's encoding."""
+        """The name at ``position``: the file's, as the folder or the CSV has it, in its encoding, behind the prefix."""
         return self.listed_name(int(self.order[position]))
 
     def listed_name(self, i: int) -> bytes:
         """The ``i``-th of the list, which is not mixed."""
+        return os.fsencode(self.prefix) + self._file_name(i)
+
+    def _file_name(self, i: int) -> bytes:
         start = int(self.ends[i - 1]) if i else 0
         return self.names[start : int(self.ends[i])].tobytes()
 
     def path(self, position: int) -> Path:
-        return self.folder / os.fsdecode(self.name(position))
+        return self.folder / os.fsdecode(self._file_name(int(self.order[position])))
 
     def label(self, position: int) -> int:
         return int(self.labels[self.order[position]])
 
 
-def list_sources(source: Path, into: Path, group_by_class: bool, classes: Sequence[str] | None = None) -> Sources:
+def list_sources(
+    source: Path,
+    into: Path,
+    group_by_class: bool,
+    classes: Sequence[str] | None = None,
+    first: Sequence[str] = (),
+    prefix: str = "",
+) -> Sources:
     """Write the list of ``source`` to the folder ``into``, ``sources.json`` last, and load it.
 
     Args:
-        classes: Their names in the order of their numbers; left out, `sorted_classes`.
+        classes: Their names in the order of their numbers; left out, ``first``, then the others by `sorted_classes`.
 
     Raises `ConfigurationError`: ``source`` is neither a folder of class folders nor a CSV, or has no image, or its
     classes cannot be told apart, or are none of ``classes``.
@@ -109,7 +122,11 @@ def list_sources(source: Path, into: Path, group_by_class: bool, classes: Sequen
         listed = _write_list(found, report, names)
     if not listed.labels:
         raise ConfigurationError(f"{source} lists no image.{_first_lines(into / _REPORT)}")
-    classes = sorted_classes(listed.numbers, source) if classes is None else list(classes)
+    if classes is None:
+        known = set(first)
+        classes = [*first, *sorted_classes([name for name in listed.numbers if name not in known], source)]
+        check_distinct(classes, source)
+    classes = list(classes)
     renumber = _class_numbers(listed.numbers, classes, source)
     labels = renumber[np.frombuffer(listed.labels, np.int32)]
     mixing = np.random.Generator(np.random.Philox(_SEED))
@@ -130,7 +147,7 @@ def list_sources(source: Path, into: Path, group_by_class: bool, classes: Sequen
     for part in (labels, columns["ends"], np.memmap(into / "names", mode="r"), stamps):
         identity.update(np.ascontiguousarray(part).view(np.uint8).data)
     head = {"folder": str(folder), "classes": classes, "left_out": listed.left_out, "identity": identity.hexdigest()}
-    write_whole(into / "sources.json", json.dumps(head).encode())
+    write_whole(into / "sources.json", json.dumps(head | {"prefix": prefix, "there": 0}).encode())
     sources = load_sources(into)
     assert sources is not None
     return sources
@@ -216,4 +233,17 @@ def load_sources(folder: Path) -> Sources | None:
         ends=np.load(folder / "ends.npy", mmap_mode="r"),
         names=np.memmap(folder / "names", mode="r"),
         stamps=np.load(folder / "stamps.npy", mmap_mode="r"),
+        prefix=head["prefix"],
+        there=head["there"],
     )
+
+
+def leave_out_there(folder: Path, there: npt.NDArray[np.bool_]) -> Sources:
+    """Take the images of the list in ``folder`` that are ``there`` (a bool for each of the list) out of its order."""
+    head, order = json.loads((folder / "sources.json").read_bytes()), np.load(folder / "order.npy")
+    with whole_file(folder / "order.npy") as file:
+        np.save(file, order[~there[order]])
+    write_whole(folder / "sources.json", json.dumps(head | {"there": int(there.sum())}).encode())
+    sources = load_sources(folder)
+    assert sources is not None
+    return sources

@@ -119,16 +119,25 @@ class OrderedSampler(DistributedSampler[int]):
             "taken": self._taken + trained,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], *, other_data: bool = False) -> None:
         """Go on where `state_dict` was called, also with another number of ranks. The state's seed replaces this one's.
+
+        Args:
+            other_data: The data set may be another one. Then the epoch goes on at its position, but in the order of
+                this data set: until the next epoch, samples may come twice, or not at all.
 
         Raises:
             ConfigurationError: The state is of another data set, or of an order with other settings.
         """
-        for name, mine in (("kind", self.kind), ("fingerprint", self.fingerprint)):
-            if state.get(name) != mine:
+        checked = {"kind": self.kind, "fingerprint": self.fingerprint}
+        saved = {name: state.get(name) for name in checked}
+        if other_data:  # a kind may count samples, behind a comma
+            checked = {"kind": self.kind.split(",")[0]}
+            saved = {"kind": str(saved["kind"]).split(",")[0]}
+        for name, mine in checked.items():
+            if saved[name] != mine:
                 raise ConfigurationError(
-                    f"the saved state of a sampler has {name} {state.get(name)!r}, but this one has {mine!r}: its "
+                    f"the saved state of a sampler has {name} {saved[name]!r}, but this one has {mine!r}: its "
                     "position means nothing here. Use the data set and settings of the saved run, or start a new one."
                 )
         if state["seed"] != self.seed:
@@ -158,6 +167,10 @@ class StridedSampler(OrderedSampler):
         if self.remainder == "keep":
             return self.length
         return self.num_left(0) * self.num_replicas
+
+    def load_state_dict(self, state: dict[str, Any], *, other_data: bool = False) -> None:
+        super().load_state_dict(state, other_data=other_data)
+        self.position = min(self.position, self.length)  # of another data set, which may be smaller
 
     def advanced(self, position: int, num: int) -> int:
         return min(position + num * self.num_replicas, self.length)

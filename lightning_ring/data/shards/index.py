@@ -15,6 +15,7 @@ when the first one is asked for. A damaged place leads to bytes that have not th
 
 from __future__ import annotations
 
+import json
 from bisect import bisect_right
 from collections.abc import Callable
 from functools import cached_property, partial
@@ -26,11 +27,13 @@ from typing import Any, NamedTuple, SupportsIndex
 import numpy as np
 import numpy.typing as npt
 
+from lightning_ring.data.shards.columns import Column, file_names, load_column
 from lightning_ring.data.shards.manifest import Manifest, file_sha256
 from lightning_ring.errors import ShardError
 
 BLOCK = 512
 NAMES = "names.txt"
+DELETED = "deleted.json"
 # dtype, and values a row
 COLUMNS: dict[str, tuple[np.dtype[Any], int]] = {
     "labels": (np.dtype("<i4"), 1),
@@ -64,6 +67,12 @@ class ShardIndex:
         self._check("labels.npy")
         self._places = self.column("places")
 
+    def check_all(self) -> None:
+        """Raises `ShardError`: a file of the index is not as it was written; a copy of it would be taken for whole."""
+        for name in self._manifest.files:
+            if name.startswith(f"{self._manifest.index}/"):
+                self._check(name.removeprefix(f"{self._manifest.index}/"))
+
     def column(self, name: str) -> npt.NDArray[Any]:
         """One array, mapped read-only.
 
@@ -80,8 +89,31 @@ class ShardIndex:
         return values
 
     @cached_property
-    def _names(self) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-        """All names, and where each of them ends."""
+    def deleted(self) -> list[str]:
+        """Names of images that were deleted, so that an append does not bring them back."""
+        if f"{self._manifest.index}/{DELETED}" not in self._manifest.files:
+            return []
+        self._check(DELETED)
+        found: list[str] = json.loads(self._path(DELETED).read_bytes())
+        return found
+
+    @cached_property
+    def metadata(self) -> dict[str, Column]:
+        """Columns of the metadata, by name; each is checked when it is opened."""
+        found = {}
+        for name, kind in self._manifest.columns.items():
+            for file in file_names(name, kind):
+                self._check(file)
+            load = partial(self._mapped, load=partial(np.load, mmap_mode="r"))
+            column = load_column(name, kind, load, lambda file: json.loads(self._path(file).read_bytes()))
+            if len(column) != self._samples:
+                raise ShardError(f"{self._path('columns')}/{name} has {len(column)} rows, expected {self._samples}.")
+            found[name] = column
+        return found
+
+    @cached_property
+    def names(self) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+        """All names, a byte between any two, and where each of them ends."""
         ends = self.column("name_ends")
         names = self._mapped(NAMES, partial(np.memmap, dtype=np.uint8, mode="r"))
         self._check("name_ends.npy")
@@ -100,7 +132,11 @@ class ShardIndex:
             raise ShardError(f"{path} cannot be mapped: {error}. Restore it, or pack the images again.") from None
 
     def _check(self, name: str) -> None:
-        found, expected = file_sha256(self._path(name)), self._manifest.files[f"{self._manifest.index}/{name}"]
+        try:
+            found = file_sha256(self._path(name))
+        except OSError as error:
+            raise ShardError(f"{self._path(name)} cannot be read: {error.strerror}. Restore it.") from None
+        expected = self._manifest.files[f"{self._manifest.index}/{name}"]
         if found != expected:
             raise ShardError(
                 f"{self._path(name)} is not as it was packed: it has SHA-256 {found}, expected {expected}. Restore it, "
@@ -125,11 +161,11 @@ class ShardIndex:
     def name(self, i: SupportsIndex) -> str:
         """Where image ``i`` came from: a path as the image folder or the CSV had it."""
         i = self.position(i)
-        names, ends = self._names
+        names, ends = self.names
         start = int(ends[i - 1]) + 1 if i else 0
         return names[start : int(ends[i])].tobytes().decode("utf-8", "surrogateescape")
 
 
-def key(i: int) -> str:
-    """The name that image ``i`` has in its tar, without extension."""
-    return f"{i:09d}"
+def key(number: int) -> str:
+    """The name, in its tar and without extension, of the image of that number in the order of writing."""
+    return f"{number:09d}"

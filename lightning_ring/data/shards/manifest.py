@@ -4,10 +4,12 @@ manifest.json             written last, so a folder without it is not a data set
 shard-000000.tar ...      WebDataset's layout: 000000012.jpg, then 000000012.cls (the label, as text)
 index/000000/*.npy        one row an image, see `lightning_ring.data.shards.index`
 index/000000/names.txt    where each image came from, one a line
+index/000000/manifest.json  that of this generation, when there are later ones
 report.csv                images that were left out, and changes beyond shrinking
 
 Shards and indices never change once they are written. The number in ``index/000000`` is the generation: what changes a
 set writes another index, perhaps further shards, and then puts a manifest that names them in the place of the old one.
+A generation that is newer than ``manifest.json`` was never finished, and nobody reads it.
 """
 
 from __future__ import annotations
@@ -15,11 +17,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from lightning_ring.data.shards.columns import Kind
 from lightning_ring.errors import ShardError
 
 MANIFEST = "manifest.json"
@@ -31,12 +34,16 @@ VERSION = 2
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One tar file: its length in bytes, the images in it, and the SHA-256 of the whole file (as ``sha256sum``)."""
+    """One tar file: its length in bytes, its images, and the SHA-256 of the whole file (as ``sha256sum``).
+
+    ``samples`` are the images that the index has, ``deleted`` those that are in the file and no longer in the index.
+    """
 
     name: str
     bytes: int
     samples: int
     sha256: str
+    deleted: int = 0
 
 
 @dataclass(frozen=True)
@@ -47,7 +54,10 @@ class Manifest:
         files: SHA-256 of everything beside the shards.
         source: Where the images came from; ``identity`` is of what lay there (`packing.sources.Sources.identity`).
         settings: Of the packing.
-        counts: Numbers of images by treatment, for people.
+        counts: Numbers of images by treatment, of the packing that made this generation; for people.
+        change: What made this generation from the one before, for people.
+        next_shard, next_key: Numbers that no shard and no image of the set ever had; None: those after its last ones.
+        columns: Kinds of the metadata, by name (`lightning_ring.data.shards.columns`).
     """
 
     classes: list[str]
@@ -58,6 +68,10 @@ class Manifest:
     settings: dict[str, Any]
     counts: dict[str, int]
     generation: int = 0
+    change: str = "pack"
+    next_shard: int | None = None
+    next_key: int | None = None
+    columns: dict[str, Kind] = field(default_factory=dict)
 
     @property
     def samples(self) -> int:
@@ -74,7 +88,7 @@ class Manifest:
     @property
     def index(self) -> str:
         """The folder of the index, in the folder of the shards."""
-        return f"index/{self.generation:06d}"
+        return index_folder(self.generation)
 
     def to_json(self) -> str:
         head = {"format": FORMAT, "version": VERSION, "samples": self.samples, "fingerprint": self.fingerprint}
@@ -82,14 +96,39 @@ class Manifest:
 
 
 _OTHERS = ("classes", "files", "source", "identity", "settings", "counts", "generation")
+_LATER = ("change", "next_shard", "next_key", "columns")  # a set that never changed may lack them
 
 
-def read_manifest(root: Path) -> Manifest:
-    """The manifest of the shards in ``root``.
+def index_folder(generation: int) -> str:
+    return f"index/{generation:06d}"
+
+
+def generations(root: Path) -> list[int]:
+    """The generations of the set in ``root`` that can be opened, the newest last."""
+    newest = read_manifest(root).generation
+    found = (path.parent.name for path in root.glob(f"index/*/{MANIFEST}"))
+    return sorted({newest, *(int(name) for name in found if name.isdecimal() and int(name) < newest)})
+
+
+def read_manifest(root: Path, generation: int | None = None) -> Manifest:
+    """The manifest of the shards in ``root``: of the newest generation, or of the one that is asked for.
 
     Raises `ShardError`: there is none, or it is not one that this version can read.
     """
-    path = root / MANIFEST
+    newest = _read(root, root / MANIFEST)
+    if generation is None or generation == newest.generation:
+        return newest
+    path = root / index_folder(generation) / MANIFEST
+    if generation > newest.generation or not path.exists():
+        there = ", ".join(map(str, generations(root)))
+        raise ShardError(
+            f"{root} has no generation {generation}: it has {there}. Open one of them; `lightning-ring prune` removes "
+            "old ones, and a generation that is gone cannot be made again."
+        )
+    return _read(root, path)
+
+
+def _read(root: Path, path: Path) -> Manifest:
     try:
         fields = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -103,7 +142,7 @@ def read_manifest(root: Path) -> Manifest:
         raise ShardError(f"{path} has version {found}, expected {VERSION}: pack the images again with this version.")
     try:
         shards = [Shard(**shard) for shard in fields["shards"]]
-        others = {name: fields[name] for name in _OTHERS}
+        others = {name: fields[name] for name in (*_OTHERS, *(name for name in _LATER if name in fields))}
         manifest = Manifest(shards=shards, **others)
         if manifest.fingerprint != fields["fingerprint"]:
             raise KeyError("fingerprint (it does not fit the rest: the file was edited or damaged)")

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from lightning_ring.data.shards.index import ShardIndex, key
-from lightning_ring.data.shards.manifest import Manifest, Shard, check_lengths, file_sha256, read_manifest
+from lightning_ring.data.shards.index import ShardIndex
+from lightning_ring.data.shards.manifest import Manifest, Shard, check_lengths, file_sha256, generations, read_manifest
 
 
 def verify(root: Path, workers: int, progress: Callable[[int, int], None]) -> list[str]:
@@ -19,7 +19,7 @@ def verify(root: Path, workers: int, progress: Callable[[int, int], None]) -> li
     """
     manifest = read_manifest(root)
     problems = check_lengths(root, manifest.shards)
-    known = {shard.name for shard in manifest.shards}
+    known = {shard.name for number in generations(root) for shard in read_manifest(root, number).shards}
     strangers = sorted(path for path in root.glob("*.tar") if path.name not in known)
     problems += [f"{path} is not in the manifest; a reader of *.tar reads it too" for path in strangers]
     files = _check_files(root, manifest)
@@ -64,6 +64,6 @@ def _damaged_images(path: Path, manifest: Manifest, shard: Shard, index: ShardIn
             data = file.read(size)
             if zlib.crc32(data) != crc32:
                 found = "cut short" if len(data) < size else "its bytes are not those that were packed (CRC-32)"
-                yield f"{path}, offset {offset}, {size} bytes, image {key(i)}: {found}"
+                yield f"{path}, offset {offset}, {size} bytes, image {i}: {found}"
             if len(data) < size:
                 return  # the file has ended, and so would every image after this one

@@ -1,0 +1,47 @@
+"""How a command of sets ends: its errors, and Ctrl-C."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+from lightning_ring.errors import ConfigurationError, ShardError
+
+EXTRAS = {
+    **dict.fromkeys(("numpy", "PIL", "simplejpeg", "tqdm"), "data"),
+    "pyarrow": "parquet",
+    "imagehash": "duplicates",
+}
+
+
+def exit_code(command: str, run: Callable[[], int], after_stop: str) -> int:
+    """What ``run`` returns; 1 after a `ShardError`, 130 after Ctrl-C.
+
+    Raises `ConfigurationError`: the command line is wrong, or an extra is not installed.
+    """
+    try:
+        return run()
+    except ModuleNotFoundError as error:
+        if error.name not in EXTRAS:
+            raise
+        extra = EXTRAS[error.name]
+        raise ConfigurationError(
+            f"{error.name} is not installed. Run `pip install 'lightning-ring[{extra}]'`."
+        ) from None
+    except KeyboardInterrupt:
+        print(f"\nlightning-ring {command}: stopped. {after_stop}", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        sys.stderr.close()  # `| head` has seen enough
+        return 0
+    except ShardError as error:
+        print(f"lightning-ring {command}: {error}", file=sys.stderr)
+        return 1
+
+
+UNCHANGED = "The set is as it was, or the change was made whole; `lightning-ring stat` says which."
+
+
+def count(number: int, noun: str) -> str:
+    plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"
+    return f"{number} {noun if number == 1 else plural}"

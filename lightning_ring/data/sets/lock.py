@@ -1,0 +1,97 @@
+"""One process changes a set at a time."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from lightning_ring.data.shards.manifest import Manifest, read_manifest
+from lightning_ring.errors import ConfigurationError
+from lightning_ring.host.file_lock import claim, release
+
+PACKING = ".packing"
+SETTINGS = "settings.json"  # in it: of a packing that has begun
+_PAUSE = 0.1  # seconds between two looks
+
+
+@contextmanager
+def only_one(state: Path, target: Path, wait: bool = False) -> Iterator[None]:
+    """Lock the folder ``state`` (made if it is not there) against other processes; the lock ends with this process.
+
+    Raises `ConfigurationError`: another process has it, and ``wait`` is False.
+    """
+    file = _claimed(state, target, wait)
+    try:
+        yield
+    finally:
+        release(file)
+
+
+def _claimed(state: Path, target: Path, wait: bool) -> int:
+    path = state / "lock"
+    while True:
+        state.mkdir(parents=True, exist_ok=True)
+        try:
+            file = os.open(path, os.O_RDWR | os.O_CREAT)
+        except FileNotFoundError:
+            continue  # a process that has finished removed the folder in between
+        try:
+            claim(file)
+            if _same(file, path):
+                return file
+        except OSError as error:
+            release(file)
+            if error.errno != errno.EBUSY:
+                raise
+            if not wait:
+                found = f"another process is packing into {target}, or changes it"
+                raise ConfigurationError(f"{found}. Wait for it, or end it.") from None
+            time.sleep(_PAUSE)
+            continue
+        except BaseException:
+            release(file)
+            raise
+        release(file)
+
+
+def _same(file: int, path: Path) -> bool:
+    """Whether ``path`` still is the open ``file``, and not one that was made after it had been removed."""
+    try:
+        return os.path.samestat(os.fstat(file), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+@contextmanager
+def changing(target: Path) -> Iterator[Manifest]:
+    """The newest generation of ``target``, which no other process changes meanwhile.
+
+    Raises:
+        ShardError: ``target`` is no set.
+        ConfigurationError: Another process changes it, or images were being appended and that has not finished.
+    """
+    read_manifest(target)  # before anything is made in a folder that is no set
+    state = target / PACKING
+    with only_one(state, target):
+        manifest = read_manifest(target)
+        if is_unfinished(target, manifest):
+            raise ConfigurationError(
+                f"{target} has a half finished `pack --append`. Start the same command again, it goes on; or give it "
+                f"up with `lightning-ring prune --unfinished {target}`."
+            )
+        yield manifest
+        shutil.rmtree(state, ignore_errors=True)
+
+
+def is_unfinished(target: Path, newest: Manifest | None) -> bool:
+    """Whether a packing into ``target`` has begun, and has not made its generation."""
+    state = target / PACKING
+    files = [path for path in (state / SETTINGS, *state.glob(f"part-*/{SETTINGS}")) if path.exists()]
+    made = -1 if newest is None else newest.generation
+    return any(json.loads(path.read_bytes())["generation"] > made for path in files)
