@@ -50,6 +50,8 @@ class Shards(L.LightningDataModule):
         resize: For evaluation, the shorter side before the centre is cut out.
         seed: Of the order and of the crops.
         indices: Give the third part of a batch.
+        find_training_images: Where there is ``unseen``, ``train`` is the third loader of the test, uncropped: images
+            for a gallery of all classes.
         num_threads: That decode, on each rank; its share of the cores by default.
         packing: How the folders are packed, for the error that says that they are not there.
     """
@@ -68,6 +70,7 @@ class Shards(L.LightningDataModule):
         resize: int = 256,
         seed: int = 0,
         indices: bool = False,
+        find_training_images: bool = False,
         num_threads: int | None = None,
         packing: str = "lightning-ring pack IMAGES/{split} {folder}/{split}",
     ) -> None:
@@ -84,6 +87,7 @@ class Shards(L.LightningDataModule):
         self.jitter = jitter
         self.seed = seed
         self.indices = indices
+        self.find_training_images = find_training_images
         self.num_threads = num_threads
         self.packing = packing
 
@@ -155,7 +159,9 @@ class Shards(L.LightningDataModule):
         return self._evaluation_loader("val")
 
     def test_dataloader(self) -> list[Loader]:
-        splits = ["test" if "test" in self.datasets else "val", *(["unseen"] if "unseen" in self.datasets else [])]
+        splits = ["test" if "test" in self.datasets else "val"]
+        if "unseen" in self.datasets:
+            splits += ["unseen", *(["train"] if self.find_training_images else [])]
         return [self._evaluation_loader(split) for split in splits]
 
     def _evaluation_loader(self, split: str) -> Loader:
