@@ -72,6 +72,8 @@ class Pictures(Callback):
         self._draw(trainer, pl_module, "test")
 
     def _keep(self, trainer: L.Trainer, module: Any, batch: Any, loader: int) -> None:
+        if loader > 1:  # images to be found
+            return
         kept = self.seen.setdefault(loader, [])
         if _writer(trainer) is None or sum(len(part[1]) for part in kept) >= self.most:
             return

@@ -52,6 +52,8 @@ class Shards(L.LightningDataModule):
         indices: Give the third part of a batch.
         resume_at: Where a set has changed since the checkpoint was saved: ``"saved"`` goes on with the images that the
             training had, exactly; ``"newest"`` with those of now.
+        find_training_images: Where there is ``unseen``, ``train`` is the third loader of the test, uncropped: images
+            for a gallery of all classes.
         num_threads: That decode, on each rank; its share of the cores by default.
         packing: How the folders are packed, for the error that says that they are not there.
     """
@@ -71,6 +73,7 @@ class Shards(L.LightningDataModule):
         seed: int = 0,
         indices: bool = False,
         resume_at: Literal["saved", "newest"] = "saved",
+        find_training_images: bool = False,
         num_threads: int | None = None,
         packing: str = "lightning-ring pack IMAGES/{split} {folder}/{split}",
     ) -> None:
@@ -88,6 +91,7 @@ class Shards(L.LightningDataModule):
         self.seed = seed
         self.indices = indices
         self.resume_at = resume_at
+        self.find_training_images = find_training_images
         self.num_threads = num_threads
         self.packing = packing
 
@@ -168,7 +172,9 @@ class Shards(L.LightningDataModule):
         return self._evaluation_loader("val")
 
     def test_dataloader(self) -> list[Loader]:
-        splits = ["test" if "test" in self.datasets else "val", *(["unseen"] if "unseen" in self.datasets else [])]
+        splits = ["test" if "test" in self.datasets else "val"]
+        if "unseen" in self.datasets:
+            splits += ["unseen", *(["train"] if self.find_training_images else [])]
         return [self._evaluation_loader(split) for split in splits]
 
     def _evaluation_loader(self, split: str) -> Loader:

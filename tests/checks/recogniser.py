@@ -5,19 +5,26 @@ from __future__ import annotations
 import copy
 import warnings
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
+import pytest
 import torch
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ring import RingStrategy
+from lightning_ring.errors import ConfigurationError
 from lightning_ring.retrieval import retrieval_metrics
 from recipes.data.exact import ExactSampler, even_batch_size
 from recipes.recogniser import Recogniser
-from tests.checks.models import RANK, SIZE, assert_all_ranks_equal, parameters, trainer
+from recipes.recognition.judging import pixels
+from tests.checks.models import RANK, SIZE, assert_all_ranks_equal, ddp, parameters, trainer
+from tests.processes import ROOT
 
 ITEMS, CLASSES, EACH = 26, 5, 6
 
@@ -26,8 +33,18 @@ def recogniser(**options: Any) -> Recogniser:
     """Without BatchNorm in the embedder, so that a rank's part of a batch is treated as in the whole batch."""
     torch.manual_seed(3)
     embedder = nn.Sequential(nn.Flatten(), nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 8))
-    options = {"classification_weight": 0.0, "triplet_weight": 1.0, "margin": 1.0, **options}
+    options = {"classification_weight": 0.0, "metric_loss": loss("triplet"), **options}
     return Recogniser(embedder, 8, CLASSES, partial(torch.optim.SGD, lr=0.5), **options)
+
+
+def loss(name: str, **changes: Any) -> nn.Module:
+    """As ``loss=NAME`` of the configuration."""
+    config = OmegaConf.load(ROOT / "configs" / "loss" / f"{name}.yaml")
+    config = OmegaConf.merge({"model": {"num_classes": CLASSES, "embedding_size": 8}, "seed": 3}, {"loss": config})
+    torch.manual_seed(4)
+    config.loss.update(changes)
+    made: nn.Module = instantiate(config.loss)
+    return made
 
 
 def images(num: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -46,11 +63,11 @@ class Given(L.LightningDataModule):
         return DataLoader(mine, batch_size=EACH, sampler=ExactSampler(mine, 1, 0))
 
     def val_dataloader(self) -> list[DataLoader]:
-        sets = [TensorDataset(*images(ITEMS, seed)) for seed in (1, 2)]
+        sets = [TensorDataset(*images(ITEMS, seed)) for seed in (1, 2, 3)]
         size = even_batch_size(ITEMS, SIZE, 4)
         return [DataLoader(part, batch_size=size, sampler=ExactSampler(part, SIZE, RANK)) for part in sets]
 
-    test_dataloader = val_dataloader
+    test_dataloader = val_dataloader  # images of the classes, of others, and some that are only found
 
 
 class NoPair(Given):
@@ -71,53 +88,149 @@ def alone(model: Recogniser) -> Recogniser:
     return one
 
 
-def after_one_step(model: Recogniser) -> Recogniser:
-    trainer(RingStrategy(), max_steps=1, max_epochs=1, limit_val_batches=0).fit(model, datamodule=Given())
-    return model
+def after(model: Recogniser, steps: int = 1, **options: Any) -> L.Trainer:
+    run = trainer(RingStrategy(), max_steps=steps, max_epochs=steps, limit_val_batches=0, **options)
+    run.fit(model, datamodule=Given())
+    return run
 
 
-def check_gathered_triplets_equal_one_process_on_the_whole_batch() -> None:
-    model = recogniser(gather_embeddings=True)
+def in_one_process(model: Recogniser, steps: int = 1) -> Recogniser:
+    """A copy of ``model``, trained on the batch of all ranks."""
     one = alone(model)
-    one.triplets(one.embedder(images(EACH * SIZE, 0)[0]), images(EACH * SIZE, 0)[1]).backward()
-    expected = torch.cat([(p - 0.5 * p.grad).detach().flatten() for p in one.embedder.parameters()]).double()
-    found = parameters(after_one_step(model).embedder)
-    assert_all_ranks_equal(found)
-    assert (expected - parameters(one.embedder)).norm() > 1e-3  # there was something to learn
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    pictures, labels, indices = images(EACH * SIZE, seed=0)
+    optimizer = torch.optim.SGD(one.parameters(), lr=0.5)
+    for step in range(steps):
+        optimizer.zero_grad()
+        one.training_step((pictures, labels, indices), step).backward()
+        optimizer.step()
+    return one
 
 
-def check_own_triplets_look_at_a_ranks_own_images() -> None:
+def check_gathered_losses_equal_one_process_on_the_whole_batch() -> None:
+    for file in sorted((ROOT / "configs" / "loss").glob("*.yaml")):
+        if file.stem == "sharded":
+            continue
+        model = recogniser(gather_embeddings=True, metric_loss=loss(file.stem))
+        before, expected = parameters(model), parameters(in_one_process(model, steps=3))
+        after(model, steps=3)
+        found = parameters(model)
+        assert_all_ranks_equal(found)
+        assert (expected - before).norm() > 1e-3, file.stem  # there was something to learn
+        torch.testing.assert_close(
+            found, expected, rtol=1e-4, atol=1e-5, msg=lambda text, of=file.stem: f"{of}: {text}"
+        )
+
+
+def check_memory_holds_the_images_of_all_ranks_and_survives_a_checkpoint(tmp_path: Path) -> None:
+    def fresh() -> Recogniser:
+        return recogniser(gather_embeddings=True, metric_loss=loss("multi_similarity", memory=EACH * SIZE + 5))
+
+    model = fresh()
+    expected = in_one_process(model, steps=4)
+    after(model, steps=2).save_checkpoint(tmp_path / "memory.ckpt")
+    model = fresh()
+    run = trainer(RingStrategy(), max_steps=4, max_epochs=4, limit_val_batches=0)
+    run.fit(model, datamodule=Given(), ckpt_path=tmp_path / "memory.ckpt")
+    torch.testing.assert_close(parameters(model), parameters(expected), rtol=1e-4, atol=1e-5)
+    mine, others = model.metric_loss.loss, expected.metric_loss.loss
+    assert (mine.queue_idx, mine.has_been_filled) == (others.queue_idx, True)
+    torch.testing.assert_close(mine.embedding_memory, others.embedding_memory, rtol=1e-4, atol=1e-5)
+
+
+def check_sharded_head_trains_resumes_and_is_tested_as_in_one_process(tmp_path: Path) -> None:
+    def fresh() -> Recogniser:
+        return recogniser(metric_loss=loss("sharded", margin="cosface", size=0.2, scale=8))
+
+    one = alone(fresh())
+    one.sharded_head.join(None)
+    one.sharded_head.set_optimizer(one.optimizer)
+    pictures, labels, indices = images(EACH * SIZE, seed=0)
+    optimizer = torch.optim.SGD(one.parameters(), lr=0.5)
+    for step in range(4):
+        optimizer.zero_grad()
+        one.training_step((pictures, labels, indices), step).backward()
+        optimizer.step()
+        one.sharded_head.step(lr=0.5)
+    model = fresh()
+    after(model, steps=2).save_checkpoint(tmp_path / "sharded.ckpt")
+    model = fresh()
+    for strategy in (RingStrategy(), RingStrategy(shard_optimizer=True)):
+        model = fresh()
+        run = trainer(strategy, max_steps=4, max_epochs=4, limit_val_batches=0)
+        run.fit(model, datamodule=Given(), ckpt_path=tmp_path / "sharded.ckpt")
+        found = parameters(model)
+        assert_all_ranks_equal(found)
+        torch.testing.assert_close(found, parameters(one), rtol=1e-4, atol=1e-5)
+        head = model.sharded_head
+        assert len(head.weight) < CLASSES
+        expected = one.sharded_head.weight[head.first : head.last]
+        torch.testing.assert_close(head.weight, expected, rtol=1e-4, atol=1e-5)
+    run.save_checkpoint(tmp_path / "end.ckpt")
+    (metrics, *_) = trainer(RingStrategy()).test(model, datamodule=Given(), verbose=False)
+    given, targets, _ = images(ITEMS, 1)
+    with torch.no_grad():
+        right = (one.sharded_head.predict(one.embedder(given)) == targets).double().mean()
+    assert abs(metrics["test/accuracy"] - float(right)) < 1e-6
+    whole = torch.load(tmp_path / "end.ckpt", weights_only=False)["sharded_head"]["weight"]
+    torch.testing.assert_close(whole, one.sharded_head.weight.detach(), rtol=1e-4, atol=1e-5)
+
+
+def check_own_losses_look_at_a_ranks_own_images() -> None:
     model = recogniser()
-    one, batch, loss = alone(model), images(EACH * SIZE, 0), torch.zeros(())
+    one, batch, total = alone(model), images(EACH * SIZE, seed=0), torch.zeros(())
     for rank in range(SIZE):
-        part = slice(rank * EACH, (rank + 1) * EACH)
-        loss = loss + one.triplets(one.embedder(batch[0][part]), batch[1][part]) / SIZE
-    loss.backward()
+        total = total + one.training_step(tuple(column[rank * EACH : (rank + 1) * EACH] for column in batch), 0) / SIZE
+    total.backward()
     expected = torch.cat([(p - 0.5 * p.grad).detach().flatten() for p in one.embedder.parameters()]).double()
-    torch.testing.assert_close(parameters(after_one_step(model).embedder), expected, rtol=1e-5, atol=1e-6)
+    after(model)
+    torch.testing.assert_close(parameters(model.embedder), expected, rtol=1e-5, atol=1e-6)
+
+
+def check_strategies_under_which_the_loss_of_all_ranks_would_be_wrong_are_refused() -> None:
+    sharded, gathering = recogniser(metric_loss=loss("sharded")), recogniser(gather_embeddings=True)
+    for model, strategy, options, message in (
+        (sharded, ddp(), {}, "the strategy is DDPStrategy"),
+        (sharded, RingStrategy(), {"gradient_clip_val": 1.0}, "gradient_clip_val=1.0 would clip"),
+        (sharded, RingStrategy(uneven="join"), {}, "which ranks without data do not have"),
+        (gathering, RingStrategy(algorithm="ring_local"), {}, "under this algorithm ranks step alone"),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            trainer(strategy, max_steps=1, max_epochs=1, limit_val_batches=0, **options).fit(model, datamodule=Given())
 
 
 def check_evaluation_counts_each_image_once_and_knows_the_rare_classes() -> None:
     model = recogniser(classification_weight=1.0)
-    run = trainer(RingStrategy())
-    tested = run.test(model, datamodule=Given(), verbose=False)
+    tested = trainer(RingStrategy()).test(model, datamodule=Given(), verbose=False)
     metrics = {name: value for part in tested for name, value in part.items()}
     model.eval()
-    for seed, name in ((1, "test"), (2, "test_unseen")):
-        pictures, labels, indices = images(ITEMS, seed)
+    found = {}
+    for loader, name in enumerate(("test", "test_unseen", "training images")):
+        pictures, labels, indices = images(ITEMS, loader + 1)
         with torch.no_grad():
             embeddings = model.embedder(pictures)
             right = (model.logits(embeddings).argmax(1) == labels).double()
-        expected = retrieval_metrics(embeddings, labels, indices)
-        assert expected.num_duplicates == 0
-        for metric, value in expected.as_dict().items():
-            assert abs(metrics[f"{name}/{metric}"] - value) < 1e-6, (name, metric)
+        apart = labels + CLASSES * (name == "test_unseen"), indices + 1000 * loader
+        found[name] = ((embeddings, *apart), (pixels(pictures), *apart))
         if name == "test":
             rare = torch.isin(labels, torch.tensor([4]))  # the third of five classes with the fewest images
             assert abs(metrics["test/accuracy"] - float(right.mean())) < 1e-6
             assert abs(metrics["test/accuracy_rare"] - float(right[rare].mean())) < 1e-6
+    for name in ("test", "test_unseen"):
+        for kind, prefix in ((0, ""), (1, "pixels_")):
+            items = found[name][kind]
+            union = tuple(torch.cat(column) for column in zip(*(part[kind] for part in found.values()), strict=True))
+            for gallery, expected in (
+                ("", retrieval_metrics(*items)),
+                ("_in_all", retrieval_metrics(*items, gallery=union)),
+            ):
+                assert expected.num_duplicates == 0
+                for metric, value in expected.as_dict().items():
+                    if kind == 0 or metric in ("R@1", "MAP@R"):
+                        logged = metrics[f"{name}{gallery}/{prefix}{metric}"]
+                        assert abs(logged - value) < 1e-6, (name, gallery, metric, logged, value)
+        assert 0 <= metrics[f"{name}_equal/R@1"] <= 1
     assert "test_unseen/accuracy" not in metrics  # nothing was trained to name those classes
+    assert not [name for name in metrics if "training" in name or "unseen_unseen" in name]
 
 
 def check_without_two_images_of_a_class_retrieval_is_left_out_with_a_warning() -> None:

@@ -157,11 +157,31 @@ def test_scan_to_identify_takes_two_steps_and_retrieves(sampler, composed, catal
     config = composed("experiment=scan_to_identify", *TINY_CATALOGUE, catalogue, f"data.sampler={sampler}")
     metrics = recipes.train.train(config)
     assert {"test/R@1", "test/MAP@R", "test/accuracy", "test/accuracy_rare", "test_unseen/R@1"} <= set(metrics)
+    assert {"test_unseen_in_all/MAP@R", "test_unseen_equal/R@1", "test_unseen_in_all/pixels_R@1"} <= set(metrics)
     assert all(0 <= value <= 1 for value in metrics.values())
     assert "test, unseen: R@1 " in capsys.readouterr().out
     assert torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=False)["global_step"] == 2
     result = json.loads((tmp_path / "result.json").read_text())
     assert (result["ranks"], result["steps"], result["metrics"]) == (1, 2, metrics)
+
+
+@pytest.mark.parametrize("loss", options("loss"))
+def test_every_loss_and_its_miner_make_an_embedding_better(loss, composed):
+    config = composed("experiment=scan_to_identify", f"loss={loss}", "data.num_classes=4")
+    model, _ = recipes.train.model_and_data(config)
+    if model.sharded_head is not None:
+        model.sharded_head.join(None)
+    weights = [model.sharded_head.weight] if model.sharded_head is not None else []
+    torch.manual_seed(0)
+    embeddings, labels = torch.randn(24, config.model.embedding_size, requires_grad=True), torch.arange(24) % 4
+    optimizer = torch.optim.Adam([embeddings, *model.metric_loss.parameters(), *weights], lr=0.05)
+    losses = []
+    for _ in range(20):
+        optimizer.zero_grad()
+        losses.append(model.metric_loss(embeddings, labels))
+        losses[-1].backward()
+        optimizer.step()
+    assert losses[-1] < 0.8 * losses[0]
 
 
 def test_own_packed_images_take_the_catalogues_place(composed, catalogue):

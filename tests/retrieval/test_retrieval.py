@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 from torchmetrics.retrieval import RetrievalHitRate
 
-from lightning_ring.retrieval import RetrievalMetrics, gather_rows, nearest, retrieval_metrics
+from lightning_ring.retrieval import RetrievalMetrics, gather_rows, nearest, retrieval_metrics, search
 from tests.thread_ranks import run_ranks
 
 
@@ -55,6 +55,87 @@ def test_rates_equal_those_of_two_other_libraries(chunk: int) -> None:
     reference = calculator.get_accuracy(embeddings, labels)
     assert metrics.map_at_r == pytest.approx(reference["mean_average_precision_at_r"], abs=1e-6)
     assert metrics.hit_rate[1] == pytest.approx(reference["precision_at_1"], abs=1e-6)
+
+
+@pytest.mark.parametrize("block", [5, 8192])
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_a_gallery_apart_is_spread_over_the_ranks_too(num_ranks: int, block: int) -> None:
+    embeddings, labels, indices = items(120)
+    gallery = (embeddings[30:], labels[30:], indices[30:])  # queries 30 to 49 are in it, and do not find themselves
+    alone = retrieval_metrics(embeddings[:50], labels[:50], indices[:50], gallery=gallery, ks=(1, 5, 200))
+    unit = normalize(embeddings)
+    similarity = unit[:50] @ unit.T
+    similarity[:, :30] = -2
+    similarity[range(50), range(50)] = -2
+    right = labels[similarity.argsort(dim=1, descending=True)] == labels[:50, None]
+    others = torch.tensor(
+        [[label == labels[i] and i != q for i in range(30, 120)] for q, label in enumerate(labels[:50])]
+    )
+    asking = others.any(1)
+    assert alone.num_queries == int(asking.sum())
+    assert alone.hit_rate[1] == pytest.approx(right[asking, 0].double().mean().item())
+    precision = []
+    for query in asking.nonzero().squeeze(1).tolist():
+        r = int(others[query].sum())
+        found = right[query, :r].double()
+        precision.append(float((found.cumsum(0) / torch.arange(1, r + 1) * found).sum() / r))
+    assert alone.map_at_r == pytest.approx(sum(precision) / len(precision))
+    assert alone.hit_rate[200] == 1.0  # more than there are
+
+    def part(columns: tuple[Tensor, ...], rank: int) -> tuple[Tensor, ...]:
+        return tuple(column[rank::num_ranks] for column in columns)
+
+    def one(comm) -> RetrievalMetrics:
+        mine = part((embeddings[:50], labels[:50], indices[:50]), comm.rank)
+        ranks = {"rank": comm.rank, "world_size": num_ranks, "all_gather": comm.all_gather}
+        return retrieval_metrics(*mine, gallery=part(gallery, comm.rank), ks=(1, 5, 200), chunk=7, block=block, **ranks)
+
+    for spread in run_ranks(num_ranks, one):
+        assert spread.as_dict() == pytest.approx(alone.as_dict())
+        assert spread.num_queries == alone.num_queries
+
+
+def test_a_rank_without_queries_or_without_gallery_takes_part() -> None:
+    embeddings, labels, indices = items(40)
+    alone = retrieval_metrics(embeddings, labels, indices)
+    parts = [slice(0, 0), slice(0, 40), slice(0, 0)]
+    assert measured(3, [(embeddings[p], labels[p], indices[p]) for p in parts], block=16) == alone
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_search_finds_what_a_whole_matrix_holds_and_gathers_blocks_alone(num_ranks: int) -> None:
+    unit = normalize(items(100)[0])
+    whole = (unit @ unit.T).fill_diagonal_(-torch.inf)
+    shares = (
+        [torch.arange(100)[:10], torch.arange(100)[10:75], torch.arange(100)[75:]]
+        if num_ranks == 3
+        else [torch.arange(100)]
+    )
+
+    def one(comm) -> tuple[Tensor, Tensor]:
+        mine, gathered = shares[comm.rank], []
+
+        def all_gather(tensor: Tensor) -> list[Tensor]:
+            gathered.append(len(tensor))
+            return comm.all_gather(tensor)
+
+        found = search(
+            unit[mine],
+            unit[mine],
+            12,
+            exclude=mine,
+            chunk=9,
+            block=20,
+            all_gather=all_gather if num_ranks > 1 else None,
+        )
+        assert max(gathered, default=0) <= 20
+        return found
+
+    results = run_ranks(num_ranks, one)
+    similarity, places = (torch.cat(column) for column in zip(*results, strict=True))
+    expected = whole.topk(12, dim=1)
+    torch.testing.assert_close(similarity, expected.values)
+    torch.testing.assert_close(whole.gather(1, places), expected.values)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
@@ -115,6 +196,8 @@ def test_rows_of_any_shape_are_gathered() -> None:
         ({"world_size": 2}, "needs all_gather"),
         ({"embeddings": torch.full((5, 2), torch.nan)}, "NaN or infinite"),
         ({"labels": torch.arange(5)}, "no two share a class"),
+        ({"gallery": (torch.randn(2, 2), torch.arange(3, 5), torch.arange(2))}, "none of 5 queries has an item"),
+        ({"gallery": (torch.randn(2, 3), torch.arange(2), torch.arange(2))}, "Embed both with one model"),
     ],
 )
 def test_bad_input_is_one_clear_error(change: dict, message: str) -> None:
