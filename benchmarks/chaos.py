@@ -8,7 +8,8 @@ It runs under this package's launcher and agents, on this host or on two or thre
 about everything: what fails at which step, where in it, whether others replace it.
 
 - Ranks are killed, exit, are stopped, or run out of memory (a cgroup).
-- Links are cut, and mended or not; hosts fail; agents die; the launcher, which is the steward, dies.
+- Links are cut, and mended or not; hosts fail; agents, and the launcher, which is the steward, die or are stopped for
+  seconds.
 - The disk of checkpoints and logs is full, or /dev/shm.
 
 A job ends with its training finished, or says why not: the steward died, a disk is full, or, with sharded optimizers,
