@@ -8,7 +8,8 @@ It runs under this package's launcher and agents, on this host or on two or thre
 about everything: what fails at which step, where in it, whether others replace it.
 
 - Ranks are killed, exit, are stopped, or run out of memory (a cgroup).
-- Links are cut, and mended or not; hosts fail; agents die; the launcher, which is the steward, dies.
+- Links are cut, and mended or not; hosts fail; agents, and the launcher, which is the steward, die or are stopped for
+  seconds.
 - The disk of checkpoints and logs is full, or /dev/shm.
 
 A job ends with its training finished, or says why not: the steward died, a disk is full, or, with sharded optimizers,
@@ -73,17 +74,15 @@ def run_job(plan: Plan, *, mounts: bool) -> Result:
         job.run()
         outcome = Outcome(job)
         result = Result(plan, outcome.faults, outcome.wrong, outcome.joined, outcome.finished, outcome.lost)
-        if new := {
-            name
-            for name in set(os.listdir("/dev/shm")) - {*before, chaos_host.FILLER}
-            if mounts or name.startswith("lightning")
-        }:
+        new = set(os.listdir("/dev/shm")) - {*before, chaos_host.FILLER}
+        if "shm" in (kind for *_, kind in outcome.faults):
+            new = {name for name in new if not name.startswith("torch_")}  # torch's, of a loader that found it full
+        if new := {name for name in new if mounts or name.startswith("lightning")}:
             result.wrong.append(f"left in /dev/shm: {sorted(new)}")
         if result.wrong:
             kept = Path(tempfile.gettempdir()) / f"chaos-failed-{plan.seed}"
-            shutil.copytree(
-                folder, kept, dirs_exist_ok=True, ignore=shutil.ignore_patterns("ssh", "tmp", chaos_host.FILLER)
-            )
+            shutil.rmtree(kept, ignore_errors=True)
+            shutil.copytree(folder, kept, ignore=shutil.ignore_patterns("ssh", "tmp", chaos_host.FILLER))
     result.seconds = time.monotonic() - began
     return result
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -52,17 +53,19 @@ class Outcome:
             silent = "host" in kinds  # the power of its own host failed
             return [] if told == 1 or silent else [f"the steward's death was told {told} times"]
         if self.finished:
-            return self._check_ranks() if 0 in self._codes.values() else ["nobody finished"]
+            failed = self._unexpected(lambda code: code != 0)
+            wrong = [f"processes {failed} failed by themselves: {self._last_lines()}"] if failed else []
+            return wrong if 0 in self._codes.values() else [*wrong, "nobody finished"]
         if self.lost or any(reason in self._said for kind in kinds for reason in _REASONS.get(kind, ())):
-            return []
+            killed = self._unexpected(lambda code: code < 0)
+            return [f"processes {killed} did not end with the job, and were killed"] if killed else []
         return [f"the job ended with code {self._job.code}: {self._last_lines()}"]
 
-    def _check_ranks(self) -> list[str]:
-        """Ranks without a fault, on hosts without one, end with 0."""
+    def _unexpected(self, is_wrong: Callable[[int], bool]) -> dict[int, int]:
+        """The exit codes of ranks without a fault, on hosts without one."""
         excused = {int(number) for number, _, _, _ in self.faults}
-        lost = self._job.lost_hosts
-        failed = {number: code for number, code in self._codes.items() if code and number not in excused and not lost}
-        return [f"processes {failed} failed by themselves: {self._last_lines()}"] if failed else []
+        codes = {} if self._job.lost_hosts else self._codes
+        return {number: code for number, code in codes.items() if is_wrong(code) and number not in excused}
 
     def _check_checkpoints(self) -> list[str]:
         """Each can be loaded, but for one that Lightning was writing when the disk was full."""

@@ -64,7 +64,7 @@ class Job:
         self._hosts = hosts
         self._agents: dict[int, tuple[str, socket.socket]] = {}  # by pid
         self._launcher = 0
-        self._mends: list[tuple[float, str]] = []
+        self._later: list[tuple[float, Callable[[], None]]] = []
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(folder / "ssh"))
         self._listener.listen()
@@ -89,10 +89,9 @@ class Job:
             now = time.monotonic()
             self._start_agents()
             self._carry_out()
-            for mend in [mend for mend in self._mends if mend[0] <= now]:
-                self._mends.remove(mend)
-                assert self._hosts is not None
-                self._hosts.mend(mend[1])
+            for due in [due for due in self._later if due[0] <= now]:
+                self._later.remove(due)
+                due[1]()
             written = sum(log.stat().st_size for log in self.folder.iterdir() if log.suffix in _LOGS)
             came_further, seen = (now, written) if written != seen else (came_further, seen)
             ended = ended or (now if self.code is not None else None)
@@ -185,7 +184,7 @@ class Job:
                 return True
             code = os.waitstatus_to_exitcode(status)
             if pid == self._launcher:
-                self.code = code
+                self.code, self._launcher = code, 0
             elif pid in self._agents:
                 _, client = self._agents.pop(pid)
                 with contextlib.suppress(OSError):  # it was killed
@@ -216,26 +215,38 @@ class Job:
             ask.with_suffix(".done").touch()
 
     def _do(self, kind: str, host: str, seconds: float) -> None:
-        if kind == "steward":
-            self.steward_died = True
-            os.kill(self._launcher, signal.SIGKILL)
+        hosts = self._hosts
+        if kind in ("steward", "steward_stop"):
+            self._end_or_stop(self._launcher, seconds)
+            self.steward_died |= kind == "steward"
+            self.lost_hosts |= set(hosts.names[1:]) if hosts is not None else set()
             return
-        assert self._hosts is not None
-        steward_is_here = host == self._hosts.names[0]
-        self.lost_hosts |= set(self._hosts.names[1:]) if steward_is_here else {host}
-        if kind == "agent":
-            for pid, (where, _) in self._agents.items():
-                if where == host:
-                    os.kill(pid, signal.SIGKILL)
-        else:
-            self._hosts.cut(host)
-            if seconds:
-                self._mends.append((time.monotonic() + seconds, host))
+        assert hosts is not None
+        steward_is_here = host == hosts.names[0]
+        self.lost_hosts |= set(hosts.names[1:]) if steward_is_here else {host}
+        if kind in ("agent", "agent_stop"):
+            for pid in [pid for pid, (where, _) in self._agents.items() if where == host]:
+                self._end_or_stop(pid, seconds)
+            return
+        hosts.cut(host)
+        if seconds:
+            self._later.append((time.monotonic() + seconds, lambda: hosts.mend(host)))
         if kind == "host":
             self.steward_died |= steward_is_here
             listed = subprocess.run(["ip", "netns", "pids", host], capture_output=True, text=True, timeout=20).stdout
             for pid in map(int, listed.split()):
                 os.kill(pid, signal.SIGKILL)
+
+    def _end_or_stop(self, pid: int, seconds: float) -> None:
+        """Kill a process of this job's, or stop it for ``seconds``."""
+
+        def go_on() -> None:
+            if pid == self._launcher or pid in self._agents:
+                os.kill(pid, signal.SIGCONT)
+
+        os.kill(pid, signal.SIGSTOP if seconds else signal.SIGKILL)
+        if seconds:
+            self._later.append((time.monotonic() + seconds, go_on))
 
 
 class _Forked:

@@ -20,14 +20,15 @@ SHARDED_PLACES = ("mirror", "gather")  # in addition, with sharded optimizers; a
 OF_RANKS = {"kill": 8, "exit": 1, "stop": 2, "oom": 3}
 # These the rank asks the job's driver for, or does to what it shares with others, and goes on, if it can.
 # "disk" and "shm" are full from then on: the folder of checkpoints and logs, and /dev/shm
-OF_MACHINES = {"disk": 1, "shm": 1, "steward": 1}
-OF_HOSTS = {"cut": 5, "host": 3, "agent": 4}  # "host" is a power failure
+OF_MACHINES = {"disk": 1, "shm": 1, "steward": 1, "steward_stop": 1}
+OF_HOSTS = {"cut": 5, "host": 3, "agent": 3, "agent_stop": 2}  # "host" is a power failure
+_SECONDS = {"cut": (0.0, 0.2, 0.6, 2.5), "steward_stop": (0.5, 2.5), "agent_stop": (0.5, 2.5, 6.0)}
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
     """In process ``number``, once ``step`` steps are finished, when it comes to ``place``. A cut link is mended after
-    ``seconds``, or never (0)."""
+    ``seconds``, or never (0); a stopped launcher or agent goes on."""
 
     number: int
     step: int
@@ -103,9 +104,9 @@ def with_faults(plan: Plan, draws: random.Random) -> Plan:
             place = draws.choice(after_a_death)
         else:
             place = draws.choice((*PLACES, *SHARDED_PLACES * 3) if plan.sharded else PLACES)
-        if kind == "agent" and plan.host_of(number) == 0:
+        if kind.startswith("agent") and plan.host_of(number) == 0:
             kind = "kill"  # there is none beside the steward
-        seconds = draws.choice([0.0, 0.2, 0.6, 2.5]) if kind == "cut" else 0.0
+        seconds = draws.choice(_SECONDS.get(kind, (0.0,)))
         faults.append(Fault(number, step, place, kind, seconds))
     for number in range(plan.ranks, plan.ranks + (plan.respawns and draws.randint(0, 1))):  # of one that joins
         kind = draws.choices(list(OF_RANKS), list(OF_RANKS.values()))[0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import os
 from collections.abc import Sequence
 from datetime import timedelta
@@ -66,6 +68,7 @@ class Generations:
             PeerFailedError: The view is over already.
         """
         assert self.job is None, "close() comes first"
+        leave_garbage_to_parent()
         rank, world_size = view.members.index(self._member.number), len(view.members)
         node = int(os.environ.get("RING_NODE_RANK", "0"))  # by the launcher's count
         info = RankInfo(rank, world_size, 0, 1, node, node + 1, "ringrun", view.generation)
@@ -132,3 +135,13 @@ class Generations:
     def _shut_down(self) -> None:
         if (store := self._store) is not None:
             shut_down_sockets(store.values)
+
+
+@functools.cache
+def leave_garbage_to_parent() -> None:
+    """Let no garbage collection in a process that is forked from this one destroy what this one has dropped.
+
+    Groups of an earlier generation may be among it. Their threads are not in a loader's worker process, where their
+    destructors therefore crash or wait for ever.
+    """
+    os.register_at_fork(after_in_child=gc.freeze)

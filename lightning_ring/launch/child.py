@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lightning_ring.job.exit import remove_segments
-from lightning_ring.launch.processes import is_dead, processes_of_sessions, processor_seconds, session_of
+from lightning_ring.launch.processes import failure_of, is_dead, processes_of_sessions, processor_seconds, session_of
 
 
 @dataclass(eq=False)
@@ -81,6 +81,10 @@ class Child:
     def is_dead(self) -> bool:
         """Whether the program runs no more (`processes.is_dead`); a wrapper around it may."""
         return self.process is not None and is_dead(self.program or self.process.pid)
+
+    def failure(self) -> int | None:
+        """The program's exit code as soon as it is dead; `None` as long as it is not known, or 0."""
+        return failure_of(self.program or self.pid)
 
     def idle(self, now: float) -> float:
         """Seconds in which the program used no processor time. Known as exactly as this is called often."""

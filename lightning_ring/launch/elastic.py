@@ -223,6 +223,9 @@ class ElasticJob:
             process.died = now
             steward.step(0)  # its last words may have arrived
             if number not in steward.membership.finishers:
+                failure = child.failure()
+                if failure and not by_signal(failure) and not self._is_new(process):
+                    self._fail(process, failure)  # before the others connect anew
                 steward.gone(number, "its process is ending")
                 process.kill_at = now + _WRAPPER_SECONDS
         if (code := child.poll()) is not None:
@@ -247,7 +250,7 @@ class ElasticJob:
             process.outlived = True
             self._new_starts.note_end(process, code)
             return
-        is_new = process.joins and not steward.membership.was_member(number)
+        is_new = self._is_new(process)
         if self._is_over or (finished and code == 0):
             no_failure = by_signal(code) or (code and is_new and steward.membership.finished)
             process.outlived = bool(no_failure) and not self._supervisor.ending  # the job ends for another reason
@@ -262,8 +265,17 @@ class ElasticJob:
             process.outlived = True
             self._note_death(process, code)
         elif not finished:
+            self._fail(process, code)
+
+    def _is_new(self, process: JobProcess) -> bool:
+        """Whether it came to a job that trains, and is in no view yet."""
+        return process.joins and not self._steward.membership.was_member(process.number)
+
+    def _fail(self, process: JobProcess, code: int) -> None:
+        """It may not have said so itself, as an uncaught exception does: os._exit, a C library."""
+        if not self._is_over:
             self._failed = process.death(code, "")
-            steward.end(self._failed)  # it has not said so itself, as an uncaught exception does: os._exit, a C library
+            self._steward.end(self._failed)
 
     def _note_death(self, process: JobProcess, code: int) -> None:
         death = process.death(code, process.removed or self._steward.last_words.get(process.number, ""))

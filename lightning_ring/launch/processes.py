@@ -45,6 +45,15 @@ def is_dead(pid: int) -> bool:
     return all(_is_exiting(thread / "stat") for thread in threads)
 
 
+def failure_of(pid: int) -> int | None:
+    """The exit code of process ``pid``, which is dead (`is_dead`), -n for signal n; `None` if it is 0 or not known yet.
+
+    Its parent is told later, when the memory is free.
+    """
+    fields = _fields(Path(f"/proc/{pid}/stat"))
+    return (os.waitstatus_to_exitcode(int(fields[49])) or None) if fields is not None else None
+
+
 def _is_exiting(stat: Path) -> bool:
     fields = _fields(stat)
     return fields is None or fields[0] in "ZX" or bool(int(fields[6]) & _EXITING)
@@ -52,7 +61,7 @@ def _is_exiting(stat: Path) -> bool:
 
 def _fields(stat: Path) -> list[str] | None:
     """``stat`` as in proc(5), what follows the name in brackets: state, parent, group, session, ..., 6: flags, ..., 11
-    and 12: clock ticks in the program and in the kernel."""
+    and 12: clock ticks in the program and in the kernel, 49: exit status."""
     try:
         return stat.read_text().rpartition(")")[2].split()
     except OSError:  # it has ended

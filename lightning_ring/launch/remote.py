@@ -82,6 +82,9 @@ class RemoteChild:
     def is_dead(self) -> bool:
         return self.dead
 
+    def failure(self) -> int | None:
+        return self.code or None
+
     def idle(self, now: float) -> float:
         return self.idle_seconds + now - self.idle_since if self.pid else 0.0
 

@@ -164,7 +164,9 @@ class Steward:
         def answer(result: dict[str, Any]) -> None:
             self._tell(member, {"kind": "answer", "number": number, **result})
 
-        if self.membership.stopping or view is None or message["generation"] != view.generation:
+        if self.ended is not None:
+            answer({"refused": self.ended})  # whoever would set the key may have gone
+        elif self.membership.stopping or view is None or message["generation"] != view.generation:
             answer({"refused": f"generation {message['generation']} is over ({self._why or 'a new one has begun'})"})
         else:
             self._store.request(message, answer)

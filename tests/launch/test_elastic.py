@@ -16,7 +16,7 @@ import pytest
 
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.launch.elastic import ElasticJob, ElasticLimits
-from lightning_ring.launch.processes import is_dead
+from lightning_ring.launch.processes import failure_of, is_dead
 from lightning_ring.launch.respawn import RespawnLimits, Respawns
 from tests.processes import ROOT, clean_env, run
 
@@ -86,6 +86,7 @@ def test_a_killed_process_is_seen_to_be_dead_before_its_memory_is_free() -> None
         process.kill()
         while not is_dead(process.pid):
             assert time.monotonic() - killed < 5
+        assert failure_of(process.pid) == -signal.SIGKILL
         assert process.wait(timeout=10) == -signal.SIGKILL
 
 

@@ -89,6 +89,9 @@ def test_a_failure_ends_the_job_on_every_rank() -> None:
     with serving() as server:
         one, two = first_view(server, 2)
         one.fail("rank 0 failed: ValueError: no such file")
+        assert two.is_over(WAIT)
+        with pytest.raises(JobEnded, match="ValueError: no such file"):  # at once: its key may be one that `one` owes
+            two.request({"op": "wait", "keys": ["address of one"]}, WAIT)
         two.report(Report(1))
         with pytest.raises(JobEnded, match="ValueError: no such file") as ended:
             two.next_view(WAIT)
