@@ -242,10 +242,10 @@ class RingMonitor(Callback):
         scalars = fit.left_out.run(_REPORT, {}, report.scalars)
         if (algorithm := getattr(trainer.strategy, "algorithm", None)) is not None:
             scalars |= {f"ring/{name}": value for name, value in algorithm.metrics().items()}
-        if (changes := getattr(trainer.strategy, "rank_changes", None)) is not None:
-            scalars |= changes.scalars()
         fit.logged.update(name for name, value in scalars.items() if value)  # what is always 0 gets no chart
         scalars = {name: value for name, value in scalars.items() if name in fit.logged}
+        if (changes := getattr(trainer.strategy, "rank_changes", None)) is not None:
+            scalars |= changes.scalars()
         for logger in trainer.loggers if scalars else ():
             logger.log_metrics(scalars, step=report.step)  # an error in it is the user's to see, as under DDP
         if fit.dashboard is not None:
