@@ -78,7 +78,9 @@ class ElasticFit:
         self.process.num_fits += 1
         self.process.fitting = True
         if self.recovery.step is not None:
+            assert self.recovery.view is not None
             self._adopt(self._job)
+            self._strategy.rank_changes.of_view(self.recovery.view.members, 0, 0.0)
         elif self.process.is_newcomer:
             self._stand_alone()
         else:
