@@ -98,7 +98,8 @@ def layout(
     ranks = {
         "Ranks": {
             "ranks": ["ring/world_size$"],
-            "deaths and joins, in all": ["ring/deaths$", "ring/joins$"],
+            "deaths, in all": ["ring/deaths$"],
+            "joins, in all": ["ring/joins$"],
             "standstill of the last change, ms": ["ring/standstill_ms$"],
         }
     }

@@ -216,9 +216,9 @@ class RingMonitor(Callback):
             rates = run(_OPTIMIZERS, rates, learning_rates, trainer.optimizers)
             ratios = run(_OPTIMIZERS, ratios, trust_ratios, trainer.optimizers)
 
-        def exchange() -> RowExchange:
+        def exchange(comm: Communicator | None) -> RowExchange:
             row = RankRow(trainer.global_rank, skipped, times, memory)  # the rank may change where others die
-            return RowExchange(_communicator(trainer), row, on_device, place)
+            return RowExchange(comm, row, on_device, place)
 
         fit.pending = LoggedStep(
             step=trainer.fit_loop.epoch_loop._batches_that_stepped,
@@ -242,10 +242,10 @@ class RingMonitor(Callback):
         scalars = fit.left_out.run(_REPORT, {}, report.scalars)
         if (algorithm := getattr(trainer.strategy, "algorithm", None)) is not None:
             scalars |= {f"ring/{name}": value for name, value in algorithm.metrics().items()}
-        if (changes := getattr(trainer.strategy, "rank_changes", None)) is not None:
-            scalars |= changes.scalars()
         fit.logged.update(name for name, value in scalars.items() if value)  # what is always 0 gets no chart
         scalars = {name: value for name, value in scalars.items() if name in fit.logged}
+        if (changes := getattr(trainer.strategy, "rank_changes", None)) is not None:
+            scalars |= changes.scalars()
         for logger in trainer.loggers if scalars else ():
             logger.log_metrics(scalars, step=report.step)  # an error in it is the user's to see, as under DDP
         if fit.dashboard is not None:
@@ -261,20 +261,15 @@ def _communicator(trainer: Trainer) -> Communicator | None:
     return getattr(trainer.strategy, "communicator", None)
 
 
-def _exchanged(trainer: Trainer, exchange: Callable[[], RowExchange]) -> RowExchange:
-    """``exchange()``, under way; where ranks may die, ended: all of them have to get the same rows."""
+def _exchanged(trainer: Trainer, exchange: Callable[[Communicator | None], RowExchange]) -> RowExchange:
+    """An exchange under way; where ranks may die, one that has ended: all of them have to get the same rows."""
     call_together = getattr(trainer.strategy, "call_together", None)
     if call_together is None:
-        return exchange()
-    latest: list[RowExchange] = []
-
-    def run() -> Tensor:
-        latest[:] = [exchange()]
-        return latest[0].table()
-
-    table = call_together(run)
-    latest[0].take(table)
-    return latest[0]
+        return exchange(_communicator(trainer))
+    table = call_together(lambda: exchange(_communicator(trainer)).table())
+    rows = exchange(None)
+    rows.take(table)
+    return rows
 
 
 class _Fit:

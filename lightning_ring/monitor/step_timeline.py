@@ -50,7 +50,7 @@ class StepTimeline:
         self._refused = False  # by `start`, since the switch is on
         self.number: int | None = None
         self.waits = False
-        self.call_together: Callable[[Callable[[], list[str]]], list[str]] = lambda run: run()
+        self.call_together: Callable[[Callable[[], list[Any]]], list[Any]] = lambda run: run()
         self._max_bytes = 0
         self._ranks_since = 0.0  # when the ranks were connected that there are
         self._num_ranks = 1
@@ -113,7 +113,16 @@ class StepTimeline:
     def stop(self) -> None:
         """End the recording; rank 0 merges. All ranks call it at the same point. Where nothing is recorded: nothing."""
         trainer, session = self._trainer, self._detach()
-        if session is None or trainer is None:
+        if trainer is None:
+            return
+        if self.number is not None and self.settings.path is not None:
+            recorded = self.call_together(
+                lambda: self._comm.all_gather_object(session is not None) if self._comm else []
+            )
+            if session is not None and not all(recorded):
+                session.close()  # one that joined could not: `lightning-ring timeline` merges the others
+                return
+        if session is None:
             return
         if is_gpu(device := trainer.strategy.root_device):
             gpu_module(device).synchronize(device)  # what it has not come to would be left out

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch.distributed as dist
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.elastic.step_under_way import StepUnderWay
@@ -64,6 +65,7 @@ class ElasticFit:
         self.waits_to_join = False
         self.committing = False
         self._stepping = False
+        self._said_that_they_wait = False
         self._begun = False  # the batches whose gradients the next step accumulates
         self._under_way = StepUnderWay()
         self._restore_progress: Callable[[], None] = lambda: None
@@ -76,7 +78,9 @@ class ElasticFit:
         self.process.num_fits += 1
         self.process.fitting = True
         if self.recovery.step is not None:
+            assert self.recovery.view is not None
             self._adopt(self._job)
+            self._strategy.rank_changes.of_view(self.recovery.view.members, 0, 0.0)
         elif self.process.is_newcomer:
             self._stand_alone()
         else:
@@ -236,6 +240,13 @@ class ElasticFit:
     # -- called by the recovery
 
     def welcomes_newcomers(self) -> bool:
+        if self.process.num_fits > 1 and not self._said_that_they_wait:
+            self._said_that_they_wait = True
+            rank_zero_warn(
+                f"lightning_ring: a process waits to join, and cannot: this is fit number {self.process.num_fits} of "
+                "the script, and it would have to do the earlier ones again. It ends with the job. Give each fit a "
+                "script of its own where dead ranks are to be replaced in it."
+            )
         return self._has_room_for(self._strategy.world_size + 1)
 
     def admits(self, ranks: int) -> bool:

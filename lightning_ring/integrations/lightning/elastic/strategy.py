@@ -82,7 +82,8 @@ class ElasticStrategy(RingStrategy):
             timeline.number, timeline.waits = process.member.number, self._fit.waits_to_join
             timeline.call_together = self._call
             checkpoint = os.environ.get(RESUME_FROM)
-            if trainer is not None and checkpoint and process.num_fits == 1 and not timeline.waits:
+            begins = trainer is not None and trainer.state.fn == TrainerFn.FITTING and process.num_fits == 1
+            if trainer is not None and begins and checkpoint and not timeline.waits:
                 self._in_fit.callback(go_on_from(trainer, checkpoint))
         self._process_group_backend = torch.distributed.get_backend()
 
