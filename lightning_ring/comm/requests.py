@@ -64,6 +64,7 @@ class Requests:
 
         This rank itself may be among them. ``name`` stands in errors and stall reports.
         """
+        self.check()  # where nobody waits for a peer that has failed, nothing else would tell
         answers: dict[int, tuple[int, Tensor]] = {}
 
         def run() -> None:

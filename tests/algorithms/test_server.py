@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +26,7 @@ from lightning_ring.optim import LARS
 from tests.algorithms.test_local import loss
 from tests.algorithms.test_local import network as new_network
 from tests.battery import check_names
+from tests.processes import run
 from tests.thread_ranks import run_ranks
 
 MODULE = "tests.checks.server"
@@ -368,3 +371,30 @@ def attached(algorithm: ParameterServer, num_optimizers: int = 1, kind: Any = SG
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_on_real_ranks(battery: Any, world_size: int, check: str) -> None:
     battery(MODULE, world_size, check)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("mode", "victim"), [("bulk", 0), ("async", 1)])
+def test_a_killed_rank_ends_the_job(mode: str, victim: int, tmp_path: Path) -> None:
+    """The only server, and a worker that nobody waits for."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, signal, time, torch\n"
+        "from lightning_ring import distribute\n"
+        "from lightning_ring.algorithms.server import ParameterServer\n"
+        "net = torch.nn.Linear(2, 1)\n"
+        "optimizer = torch.optim.SGD(net.parameters(), 0.1)\n"
+        f"with distribute(net, optimizer, algorithm=ParameterServer(1, {mode!r})) as training:\n"
+        "    for step in range(1000):\n"
+        f"        if step == 3 and training.rank == {victim}:\n"
+        "            os.kill(os.getpid(), signal.SIGKILL)\n"
+        "        net(torch.ones(1, 2)).sum().backward()\n"
+        "        optimizer.step()\n"
+        "        optimizer.zero_grad()\n"
+        "        time.sleep(0.01)\n"
+        "print('the end')\n"
+    )
+    done = run([sys.executable, "-m", "lightning_ring.cli.ringrun", "--no-mpi", "-n", "3", str(script)], timeout=100)
+    assert done.returncode == 137, done.stdout
+    assert "the end" not in done.stdout
+    assert f"rank {victim} (host" in done.stdout
