@@ -81,7 +81,7 @@ def test_the_gentlest_of_the_fast_ones_is_recommended() -> None:
 
     assert best(1000) == "no compression"
     assert best(0.4) == "compression='bf16'"  # others gain less than a tenth of it
-    assert best(0.001) == "algorithm=DiLoCo(100)"
+    assert best(0.001) == "algorithm=DiLoCo(100, fragments=4, overlap=10, outer_bits=4)"
     names = [choice.argument for choice in choices(ONE, flat(2), Settings())]
     assert {f"compression={name!r}" for name in COMPRESSORS.keys() - {"fp32"}} < set(names)
     assert {f"algorithm={name}" for name in EXCHANGES} < set(names)
