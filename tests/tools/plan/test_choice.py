@@ -58,6 +58,12 @@ def test_exchanges_cost_what_is_not_hidden_under_computation(exchange: Exchange,
     assert predict_exchange(ONE, flat(1), Settings(), exchange).seconds == pytest.approx(0.16)
 
 
+def test_ranks_of_a_node_average_gradients_besides() -> None:
+    cluster = Cluster(8, 2, link(50, 0.1), link(5, 5))
+    apart, together = (predict_exchange(ONE, cluster, Settings(), local_sgd(4, in_nodes)) for in_nodes in (False, True))
+    assert together.exposed - apart.exposed == pytest.approx(all_reduce(BYTES, 2, alpha_us=5, gbytes=5))
+
+
 def test_encoding_delays_backward_and_what_comes_after_it() -> None:
     one = replace(ONE, encoding={"int8": 2e-9})
     step = predict(one, flat(2), Settings(compression="int8"))
