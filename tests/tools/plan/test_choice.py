@@ -149,7 +149,7 @@ def test_algorithms_send_the_bytes_that_they_say(
     assert sum(sent.values()) / world_size == pytest.approx(expected, rel=0.02)
 
 
-@pytest.mark.parametrize("shape", [(64, 32), (16, 8, 3, 3), (40,), (2, 3), (1, 50)])
+@pytest.mark.parametrize("shape", [(64, 32), (8, 6), (16, 8, 3, 3), (40,), (2, 3), (1, 50)])
 def test_low_rank_bytes_are_those_of_its_messages(shape: Sequence[int]) -> None:
     compressor = PowerSGD(start_iter=0)
     flat_gradient = torch.zeros(torch.Size(shape).numel())
