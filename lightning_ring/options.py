@@ -98,7 +98,7 @@ class RingOptions:
         if self.shard_optimizer and compressor and not compressor.can_shard:
             raise ConfigurationError(
                 f"{self.caller} got shard_optimizer=True with compression={self.compression!r}, which cannot leave "
-                "each rank its shard of a sum. Use 'fp16', 'bf16' or None, or shard_optimizer=False (strategy='ring')."
+                "each rank its shard of a sum. Use 'bf16', 'int8' or None, or shard_optimizer=False (strategy='ring')."
             )
 
     def _check_algorithm(self) -> None:

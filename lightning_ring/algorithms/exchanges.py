@@ -21,7 +21,6 @@ class Exchange:
         every: Steps from one exchange to the next of the same parameters.
         parts: Messages at different steps that the parameters are cut into.
         hidden_steps: Steps of computation while which a message travels, before anybody waits for it.
-        waits_for_slowest: Whether a slow rank slows all.
         in_nodes: Whether the ranks of a node average their gradients at every step besides.
     """
 
@@ -29,7 +28,6 @@ class Exchange:
     every: int = 1
     parts: int = 1
     hidden_steps: float = 0.0
-    waits_for_slowest: bool = True
     in_nodes: bool = False
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from lightning_ring.comm.communicator import ChainedWork, Communicator, ReduceOp, Work, advance, shard
 from lightning_ring.gradients.bucket import Bucket
+from lightning_ring.gradients.compression.between_nodes import bounds_of
 from lightning_ring.gradients.compression.compressor import Compressor
 
 
@@ -59,10 +61,20 @@ def scatter_compressed_(
     bucket: Bucket, compressor: Compressor, comm: Communicator, active_ranks: int | None, name: str
 ) -> Work:
     """The same, for this rank's shard of ``bucket.flat``; the rest of it is scratch."""
-    sent = bucket.flat if compressor.buffer_dtype is None else bucket.wire.flat
+    sent = bucket.wire.flat
+    if compressor.buffer_dtype is None:
+        torch._foreach_zero_(_padding(bucket))  # NaN since the last backward, which would spoil a block's scale
     work = compressor.reduce_scatter(sent, comm, name=name)
     own, own_sent = (shard(flat, comm.world_size, comm.shard_index) for flat in (bucket.flat, sent))
     return _converted_back(work, own, own_sent, comm, active_ranks)
+
+
+def _padding(bucket: Bucket) -> list[Tensor]:
+    """What lies between gradients, and between the last one and the flags."""
+    bounds = bounds_of(bucket.flat, bucket)
+    starts, ends = [*(start for start, _ in bounds), bucket.gradients.numel()], [0, *(end for _, end in bounds)]
+    gaps = [bucket.flat[end:start] for end, start in zip(ends, starts, strict=True) if end < start]
+    return gaps or [bucket.flat[:0]]
 
 
 def _converted_back(work: Work, flat: Tensor, sent: Tensor, comm: Communicator, active_ranks: int | None) -> Work:

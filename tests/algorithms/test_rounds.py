@@ -57,6 +57,22 @@ def test_nodes_step_alone(nodes: list[list[int]], make: Callable[[], LocalSGD]) 
     assert not torch.equal(found[nodes[0][0]][3], found[nodes[1][0]][3])  # between two averages
 
 
+def test_a_request_to_stop_is_agreed_on_by_all_nodes() -> None:
+    def rank(comm: Any) -> list[bool]:
+        net, algorithm, answers = network(), LocalSGD(3, in_nodes=True), []
+        optimizer = OPTIMIZERS["sgd"](net)
+        algorithm.attach(net, [optimizer], comm)
+        for step in range(6):
+            if step == 3 and comm.rank == 1:
+                algorithm.ask_to_stop()
+            one_step(net, optimizer, algorithm, comm.rank)
+            answers.append(algorithm.agreed_to_stop())
+        algorithm.detach()
+        return answers
+
+    assert run_nested([[0, 2], [1, 3]], rank) == 4 * [[False] * 5 + [True]]
+
+
 def test_without_nested_rings_each_rank_steps_by_itself() -> None:
     own, plain = trained(2, LocalSGD(3, in_nodes=True), "sgd"), trained(2, LocalSGD(3), "sgd")
     assert all(torch.equal(torch.stack(one), torch.stack(other)) for one, other in zip(own, plain, strict=True))

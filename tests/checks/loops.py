@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_ring import distribute
 from lightning_ring.errors import ConfigurationError, ModelMismatchError, RingError
+from lightning_ring.gradients.compression import Compressor, Int8
 
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 torch.set_num_threads(1)
@@ -104,6 +105,27 @@ def _accumulated(algorithm: str) -> tuple[nn.Module, nn.Module]:
         accumulate(wrapped, reference, sgd(reference), wrapped.no_sync, nn.utils.clip_grad_norm_)
         accumulate(model, model, optimizer, training.no_sync, training.clip_grad_norm_)
     return model, reference
+
+
+def check_sharded_averages_in_8_bits_train_as_whole_ones() -> None:
+    """Blocks begin elsewhere in a bucket's shards, so that values are rounded otherwise."""
+
+    def trained(algorithm: str, compression: Compressor | None) -> Tensor:
+        module = network()
+        optimizer = torch.optim.SGD(module.parameters(), 0.1, momentum=0.9)
+        with distribute(module, optimizer, algorithm=algorithm, compression=compression) as training:
+            for batch in batches(6):
+                loss_of(module(batch)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            training.wait_parameters()
+        return nn.utils.parameters_to_vector(module.parameters()).detach()
+
+    exact, whole, sharded = trained("ring", None), *(trained(name, Int8(0)) for name in ("ring", "ring_sharded"))
+    moved = (exact - nn.utils.parameters_to_vector(network().parameters())).norm()
+    for rounded in (whole, sharded):
+        assert 0 < (rounded - exact).norm() < 0.03 * moved, ((rounded - exact).norm(), moved)
+    assert all(torch.equal(other, sharded) for other in MPI.COMM_WORLD.allgather(sharded))
 
 
 def check_accumulation_and_clipping_equal_ddp() -> None:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from mpi4py import MPI
 from torch import nn
 
+from lightning_ring.algorithms.local import LocalSGD
 from lightning_ring.comm.backends.gloo import GlooCommunicator
 from lightning_ring.comm.backends.shared_memory import segment as shared_segment
 from lightning_ring.comm.backends.shared_memory.communicator import SharedMemoryCommunicator
@@ -73,6 +74,53 @@ def check_auto_nests_what_shares_nodes_evenly() -> None:
     for nodes, topology in ((ROUND_ROBIN, "flat"), (UNEVEN, "auto"), (APART, "auto")):
         with opened(nodes, topology=topology) as comm:
             assert isinstance(comm, GlooCommunicator)
+
+
+def check_ranks_of_a_node_have_a_communicator_that_no_other_node_waits_for() -> None:
+    for nodes, backend in ((ROUND_ROBIN, "auto"), (BLOCKS, "gloo"), (BLOCKS, "mpi")):
+        with opened(nodes, backend) as comm:
+            own = comm.of_node()
+            assert own is not None
+            assert own is comm.of_node()
+            for _ in range(1 + nodes[comm.rank]):  # not equally often on both
+                total = torch.full((90_000,), float(comm.rank))
+                own.all_reduce_(total).wait()
+                assert (total == sum(rank for rank in range(4) if nodes[rank] == nodes[comm.rank])).all()
+            total = torch.full((90_000,), float(comm.rank))
+            comm.all_reduce_(total).wait()
+            assert (total == 6).all()
+    with opened(APART) as comm:
+        assert comm.of_node() is None
+
+
+def check_local_steps_of_whole_nodes() -> None:
+    """Beside gradients of a node's ranks averaged by hand, and parameters of all after every second step."""
+    torch.manual_seed(1)
+    net = nn.Linear(200, 300)
+    other = copy.deepcopy(net)
+    batch = torch.randn(8, 200, generator=torch.Generator().manual_seed(WORLD.rank))
+    with opened(BLOCKS) as comm:
+        algorithm, optimizer = LocalSGD(2, in_nodes=True), torch.optim.SGD(net.parameters(), 0.1)
+        algorithm.attach(net, [optimizer], comm)
+        for step in range(5):
+            algorithm.begin_batch()
+            with algorithm.backward():
+                net(batch).square().mean().backward()
+            algorithm.before_step(optimizer, has_closure=False)
+            optimizer.step()
+            algorithm.after_step(optimizer)
+            optimizer.zero_grad()
+            other.zero_grad()
+            other(batch).square().mean().backward()
+            for param in other.parameters():
+                everyones = comm.all_gather(param.grad)
+                first = WORLD.rank // 2 * 2
+                param.data.sub_((everyones[first] + everyones[first + 1]) / 2, alpha=0.1)
+                if step % 2:
+                    param.data.copy_(torch.stack(comm.all_gather(param.data)).mean(0))
+        algorithm.detach()
+    for ours, expected in zip(net.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-6)
 
 
 def check_jobs_one_after_the_other_over_two_nodes() -> None:

@@ -106,6 +106,22 @@ def test_nested_ranks_hold_the_same_bits(make: Callable[[], Compressor]) -> None
     assert all(torch.equal(other, found[0]) for other in found)
 
 
+@pytest.mark.parametrize("numel", [20_000, 4097, 100])  # the last one travels whole
+@pytest.mark.parametrize("run", [lambda rank: run_ranks(4, rank), lambda rank: run_nested(NODES, rank)])
+def test_a_shard_in_8_bits_has_the_bits_of_the_whole(run: Callable[[Any], list[Any]], numel: int) -> None:
+    def rank(comm: Any) -> None:
+        flat = torch.randn(numel, generator=torch.Generator().manual_seed(comm.rank))
+        whole = flat.clone()
+        Int8().all_reduce(whole, comm).wait()
+        Int8().reduce_scatter(flat, comm).wait()
+        own, expected = (shard(each, comm.world_size, comm.shard_index) for each in (flat, whole))
+        if numel > 4096:
+            assert torch.equal(own, expected)
+        torch.testing.assert_close(own, expected)  # sums of a ring have another order
+
+    run(rank)
+
+
 @pytest.mark.parametrize("run", [lambda rank: run_ranks(4, rank), lambda rank: run_nested(NODES, rank)])
 def test_what_is_owed_survives_new_buckets(run: Callable[[Any], list[Any]]) -> None:
     """What has arrived and all errors make up the gradients, though the errors' owners change on the way."""

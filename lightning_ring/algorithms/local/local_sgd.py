@@ -289,8 +289,7 @@ class LocalSGD(Delegating):
             super().ask_to_stop(asked)
 
     def agreed_to_stop(self) -> bool:
-        agreed = self._agreed_to_stop or (self.num_steps < self.warmup_steps and super().agreed_to_stop())
-        self._agreed_to_stop = False
+        agreed, self._agreed_to_stop = self._agreed_to_stop or super().agreed_to_stop(), False
         return agreed
 
     def progress(self) -> str:

@@ -93,7 +93,7 @@ class Compressor(ABC):
 
         The shard gets the bits that `all_reduce` would give it.
         """
-        raise ConfigurationError(f"{self.name} cannot leave each rank its shard of an average; use 'fp16' or 'bf16'.")
+        raise ConfigurationError(f"{self.name} cannot leave each rank its shard of an average; use 'bf16' or 'int8'.")
 
     def state_dict(self, comm: Communicator) -> dict[str, Any]:
         """What a checkpoint needs, of all ranks; collective. Empty if nothing is kept from step to step."""

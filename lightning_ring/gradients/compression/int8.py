@@ -13,9 +13,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from lightning_ring.comm.communicator import Work
+from lightning_ring.comm.communicator import ChainedWork, Communicator, ReduceOp, Work
 from lightning_ring.gradients.compression import blocks
-from lightning_ring.gradients.compression.between_nodes import MIN_NUMEL, BetweenNodes, Part
+from lightning_ring.gradients.compression.between_nodes import MIN_NUMEL, BetweenNodes, Part, SteppedWork
 from lightning_ring.gradients.compression.registry import int8_bytes
 from lightning_ring.gradients.compression.two_legs import average_in_two_legs
 
@@ -33,6 +33,7 @@ class Int8(BetweenNodes):
     """
 
     name = "int8"
+    can_shard = True
 
     def __init__(self, min_numel: int = MIN_NUMEL) -> None:
         super().__init__(min_numel)
@@ -42,6 +43,16 @@ class Int8(BetweenNodes):
 
     def average(self, part: Part) -> Iterator[Work]:
         return average_in_two_legs(part, BLOCKS)
+
+    def reduce_scatter(self, flat: Tensor, comm: Communicator, *, name: str = "") -> Work:
+        """The first leg. On nested rings both, as a rank's shard is not its part of the node's average there."""
+        if flat.numel() < max(self.min_numel, 1):
+            return comm.reduce_scatter_(flat, op=ReduceOp.AVG, name=name)
+        if comm.is_nested:  # on a copy: flags in ``flat`` are read while it travels
+            whole = flat.clone()
+            return ChainedWork(self.all_reduce(whole, comm, name=name), lambda: flat.copy_(whole))
+        part = Part(flat, flat, comm, comm.world_size, None, name)
+        return SteppedWork(average_in_two_legs(part, BLOCKS, shard_only=True))
 
 
 class BlockCode:

@@ -25,7 +25,9 @@ class Code(Protocol):
         """Replace ``values`` by those that were encoded."""
 
 
-def average_in_two_legs(part: Part, code: Code, server: Tensor | None = None) -> Iterator[Work]:
+def average_in_two_legs(
+    part: Part, code: Code, server: Tensor | None = None, *, shard_only: bool = False
+) -> Iterator[Work]:
     """A reduce-scatter by all-to-all, whose sums are float32, and an all-gather, both of encoded values.
 
     Args:
@@ -34,6 +36,7 @@ def average_in_two_legs(part: Part, code: Code, server: Tensor | None = None) ->
         code: Of both legs.
         server: The owners' errors of the second leg, in the places of the shards, which are added before it and become
             its new errors. Of the size of ``part.values``; only this rank's shard is used.
+        shard_only: Leave out the second leg. This rank's shard of ``part.values`` gets the bits that all would get.
     """
     values, group = part.values, part.group
     shards = [shard(values, group.world_size, index) for index in range(group.world_size)]
@@ -61,6 +64,9 @@ def average_in_two_legs(part: Part, code: Code, server: Tensor | None = None) ->
             part.updates.append((_shards(server, group)[mine], error))
         elif part.lost is not None:
             _shards(part.lost, group)[mine].add_(error, alpha=group.world_size)
+    if shard_only:
+        code.decode(sent[mine], shards[mine])
+        return
     yield group.all_gather_(sent.view(-1), name=f"{part.name}, averages")
     for own, message in zip(shards, sent, strict=True):
         code.decode(message, own)

@@ -62,12 +62,17 @@ def predict_exchange(profile: Profile, cluster: Cluster, settings: Settings, exc
     alone = profile.phases.alone
     if cluster.world_size == 1:
         return PredictedStep(1, alone, 0.0, 0.0, alone)
+    gradients = 0.0
+    if exchange.in_nodes and nests(profile, cluster, settings):
+        node = Cluster(cluster.local_size, cluster.local_size, cluster.node, cluster.node)
+        gradients = predict(profile, node, settings).exposed
     message = exchange.every * exchange_bytes(profile, cluster, exchange) / exchange.parts
     took = cluster_seconds(profile, cluster, settings, message)
     computed = max(0.0, exchange.hidden_steps * alone - profile.phases.optimizer)  # it sets out when a step has ended
     a_step = exchange.parts / exchange.every
     exposed = a_step * max(0.0, took - computed, processor_seconds(profile, message))
-    return PredictedStep(cluster.world_size, alone + exposed, exposed, a_step * took, alone)
+    waits = gradients + exposed
+    return PredictedStep(cluster.world_size, alone + waits, waits, a_step * took, alone)
 
 
 def exchange_bytes(profile: Profile, cluster: Cluster, exchange: Exchange) -> float:

@@ -58,6 +58,12 @@ def test_exchanges_cost_what_is_not_hidden_under_computation(exchange: Exchange,
     assert predict_exchange(ONE, flat(1), Settings(), exchange).seconds == pytest.approx(0.16)
 
 
+def test_ranks_of_a_node_average_gradients_besides() -> None:
+    cluster = Cluster(8, 2, link(50, 0.1), link(5, 5))
+    apart, together = (predict_exchange(ONE, cluster, Settings(), local_sgd(4, in_nodes)) for in_nodes in (False, True))
+    assert together.exposed - apart.exposed == pytest.approx(all_reduce(BYTES, 2, alpha_us=5, gbytes=5))
+
+
 def test_encoding_delays_backward_and_what_comes_after_it() -> None:
     one = replace(ONE, encoding={"int8": 2e-9})
     step = predict(one, flat(2), Settings(compression="int8"))
@@ -81,7 +87,7 @@ def test_the_gentlest_of_the_fast_ones_is_recommended() -> None:
 
     assert best(1000) == "no compression"
     assert best(0.4) == "compression='bf16'"  # others gain less than a tenth of it
-    assert best(0.001) == "algorithm=DiLoCo(100)"
+    assert best(0.001) == "algorithm=DiLoCo(100, fragments=4, overlap=10, outer_bits=4)"
     names = [choice.argument for choice in choices(ONE, flat(2), Settings())]
     assert {f"compression={name!r}" for name in COMPRESSORS.keys() - {"fp32"}} < set(names)
     assert {f"algorithm={name}" for name in EXCHANGES} < set(names)
@@ -143,7 +149,7 @@ def test_algorithms_send_the_bytes_that_they_say(
     assert sum(sent.values()) / world_size == pytest.approx(expected, rel=0.02)
 
 
-@pytest.mark.parametrize("shape", [(64, 32), (16, 8, 3, 3), (40,), (2, 3), (1, 50)])
+@pytest.mark.parametrize("shape", [(64, 32), (8, 6), (16, 8, 3, 3), (40,), (2, 3), (1, 50)])
 def test_low_rank_bytes_are_those_of_its_messages(shape: Sequence[int]) -> None:
     compressor = PowerSGD(start_iter=0)
     flat_gradient = torch.zeros(torch.Size(shape).numel())
