@@ -115,7 +115,12 @@ def describe(metrics: dict[str, float]) -> str:
     for name, value in metrics.items():
         loader, _, metric = name.partition("/")
         lines.setdefault(loader, []).append(f"{metric} {value:.4f}")
-    return "\n".join(f"{loader.replace('_', ', ')}: {', '.join(values)}" for loader, values in lines.items())
+    return "\n".join(f"{_in_words(loader)}: {', '.join(values)}" for loader, values in lines.items())
+
+
+def _in_words(loader: str) -> str:
+    """``"test_unseen_in_all"`` as "test, unseen, among all"."""
+    return loader.replace("_in_all", ", among all").replace("_equal", ", equal galleries").replace("_", ", ")
 
 
 def main() -> None:
