@@ -70,8 +70,8 @@ class Generations:
         if self._make_sampler is None:
             raise ConfigurationError(
                 f"the checkpoint was saved at generation {saved} of the images, and this loader reads generation "
-                f"{here}. To go on exactly, open ShardDataset(..., generation={saved}), or give image_loader a function that "
-                "makes the sampler for a data set. To go on with the images as they are here, give it "
+                f"{here}. To go on exactly, open ShardDataset(..., generation={saved}), or give image_loader a "
+                "function that makes the sampler for a data set. To go on with the images as they are here, give it "
                 'resume_at="newest".'
             )
         self._maker.source = self._maker.source.at(saved)
