@@ -13,7 +13,9 @@ from lightning_ring.data import BalancedSampler, CenterCrop, PKSampler, ShardDat
 from lightning_ring.data.sets.change import delete_images, relabel_images
 from lightning_ring.data.sets.prune import prune_set
 from lightning_ring.errors import ConfigurationError, ShardError
+from lightning_ring.integrations.lightning.same_images import check_same_images
 from tests.data.sets.daily import draw, pack
+from tests.thread_ranks import run_ranks
 
 NAMES = {f"{kind}/{i}.jpg": 10 * i + len(kind) for kind in ("bird", "cat", "horse") for i in range(8)}
 SAMPLERS: dict[str, Any] = {
@@ -134,6 +136,25 @@ def test_another_kind_of_sampler_is_refused_and_labels_that_were_set_are_not_los
         loader(photos, "shuffled").load_state_dict(state)
     with pytest.raises(ConfigurationError, match="expected 'saved' or 'newest'"):
         loader(photos, "shuffled", resume_at="oldest")
+
+
+def test_ranks_that_opened_different_generations_are_told(target: Path) -> None:
+    old = ShardDataset(target)
+    change(target)
+    sets = [old, ShardDataset(target), ShardDataset(target)]
+
+    def check(comm: Any, photos: list[ShardDataset]) -> str:
+        try:
+            check_same_images(loader(photos[comm.rank], "shuffled"), comm)
+        except ConfigurationError as error:
+            return str(error)
+        return "the same"
+
+    told = run_ranks(3, lambda comm: check(comm, sets))
+    assert len(set(told)) == 1
+    assert "ranks read different images: rank 0 reads generation 0" in told[0]
+    assert "rank 1 reads generation 3" in told[0]
+    assert run_ranks(3, lambda comm: check(comm, sets[1:2] * 3)) == ["the same"] * 3
 
 
 class Remembers(L.LightningModule):
