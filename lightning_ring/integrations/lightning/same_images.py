@@ -21,6 +21,6 @@ def check_same_images(dataloader: Any, comm: Communicator) -> None:
     if other := next((rank for rank, theirs in enumerate(found) if theirs != found[0]), None):
         shown = [f"rank {rank} reads generation {found[rank][0]} ({found[rank][1][:12]})" for rank in (0, other)]
         raise ConfigurationError(
-            f"ranks read different images: {', '.join(shown)}. A set may have changed while they started. Start the job "
-            "again, or name the generation: ShardDataset(..., generation=N)."
+            f"ranks read different images: {', '.join(shown)}. A set may have changed while they started. Start the "
+            "job again, or name the generation: ShardDataset(..., generation=N)."
         )
