@@ -13,6 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lightning_ring.cli.sets.check import check
 from lightning_ring.cli.sets.running import count, exit_code
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.host.cores import available_cores
@@ -32,13 +33,16 @@ def main(arguments: Sequence[str]) -> int:
     workers = options.workers if options.workers is not None else available_cores()
     if workers < 1:
         raise ConfigurationError(f"--workers {workers}: expected 1 or more.")
-    chosen = [name for name in ("verify", "append") if getattr(options, name)]
+    chosen = [name for name in ("verify", "check", "append") if getattr(options, name)]
     if len(chosen) > 1:
         raise ConfigurationError(f"--{chosen[0]} and --{chosen[1]} were given, expected one of them.")
 
     def run() -> int:
         if options.verify:
             return _verify(options, workers)
+        if options.check:
+            with _bar("image", "looking") as bar:
+                return check(options, workers, bar)
         return _pack(options, workers)
 
     return exit_code("pack", run, "The same command goes on after the last finished shard.")
@@ -47,7 +51,8 @@ def main(arguments: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lightning-ring pack",
-        usage="%(prog)s [options] SRC DST\n       %(prog)s --append [options] SRC DST\n       %(prog)s --verify DST",
+        usage="%(prog)s [options] SRC DST\n       %(prog)s --append [options] SRC DST\n       %(prog)s --verify DST\n"
+        "       %(prog)s --check DST [DST ...]",
         description="Pack images into tar shards in WebDataset's layout, with an index for random access "
         "(lightning_ring.data.ShardDataset). SRC is a folder with a folder for each class, or a CSV file with the "
         "columns path and label. What cannot be packed is left out and listed in DST/report.csv.",
@@ -58,6 +63,22 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("paths", nargs="+", type=Path, metavar="SRC DST", help=argparse.SUPPRESS)
     parser.add_argument("--verify", action="store_true", help="read all of DST and compare it with its checksums")
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="list images of sets that are there twice, look alike, or are in two splits, as CSV",
+    )
+    parser.add_argument(
+        "--distance",
+        type=int,
+        default=4,
+        metavar="BITS",
+        help="of --check: alike are hashes of 64 bits that differ in so many at most (default: 4)",
+    )
+    parser.add_argument("--exact", action="store_true", help="of --check: equal bytes alone")
+    parser.add_argument(
+        "--split-by", metavar="COLUMN", help="of --check: metadata that names the split (default: the set)"
+    )
     parser.add_argument("--append", action="store_true", help="add SRC to the set in DST, or make one")
     parser.add_argument("--keep-known", action="store_true", help="with --append: the set is right where SRC differs")
     parser.add_argument("--restore", action="store_true", help="with --append: also images that were deleted")

@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from lightning_ring.data.sampling.balanced import BalancedSampler
     from lightning_ring.data.sampling.pk import PKSampler
     from lightning_ring.data.sampling.sampler import OrderedSampler, ShuffledSampler
+    from lightning_ring.data.sets.change import annotate_images, delete_images, relabel_images
+    from lightning_ring.data.sets.duplicates import find_duplicates
+    from lightning_ring.data.sets.merge import merge_sets
+    from lightning_ring.data.sets.prune import prune_set
     from lightning_ring.data.shards.dataset import ShardDataset
 
 __all__ = [
@@ -27,8 +31,14 @@ __all__ = [
     "RandomResizedCrop",
     "ShardDataset",
     "ShuffledSampler",
+    "annotate_images",
+    "delete_images",
+    "find_duplicates",
     "image_loader",
     "item_loader",
+    "merge_sets",
+    "prune_set",
+    "relabel_images",
 ]
 
 _HOMES = {
@@ -41,6 +51,10 @@ _HOMES = {
     "sampling.balanced": ("BalancedSampler",),
     "sampling.pk": ("PKSampler",),
     "sampling.sampler": ("OrderedSampler", "ShuffledSampler"),
+    "sets.change": ("annotate_images", "delete_images", "relabel_images"),
+    "sets.duplicates": ("find_duplicates",),
+    "sets.merge": ("merge_sets",),
+    "sets.prune": ("prune_set",),
     "shards.dataset": ("ShardDataset",),
 }
 

@@ -34,6 +34,10 @@ def exit_code(command: str, run: Callable[[], int], after_stop: str) -> int:
     except BrokenPipeError:
         sys.stderr.close()  # `| head` has seen enough
         return 0
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"lightning-ring {command}: {where}{error.strerror or error}. {after_stop}", file=sys.stderr)
+        return 1
     except ShardError as error:
         print(f"lightning-ring {command}: {error}", file=sys.stderr)
         return 1

@@ -43,11 +43,12 @@ class Generations:
         self._resume_at = resume_at
 
     @property
-    def _generation(self) -> int | None:
+    def generation(self) -> int | None:
+        """Of the source; None where it has none."""
         return getattr(self._maker.source, "generation", None)
 
     def state_dict(self) -> dict[str, Any]:
-        return {} if self._generation is None else {"generation": self._generation}
+        return {} if self.generation is None else {"generation": self.generation}
 
     def resumed(self, state: dict[str, Any], sampler: OrderedSampler) -> tuple[OrderedSampler, bool]:
         """The sampler that goes on from ``state``, and whether it does so over other images than the state's.
@@ -56,7 +57,7 @@ class Generations:
             ConfigurationError: The set has changed, and the sampler cannot be made for the state's generation.
             ShardError: The set no longer has that generation.
         """
-        saved, here = state.get("generation"), self._generation
+        saved, here = state.get("generation"), self.generation
         if saved is None or here is None or saved == here:
             return sampler, False
         if self._resume_at == "newest":
@@ -70,8 +71,8 @@ class Generations:
         if self._make_sampler is None:
             raise ConfigurationError(
                 f"the checkpoint was saved at generation {saved} of the images, and this loader reads generation "
-                f"{here}. To go on exactly, open ShardDataset(..., generation={saved}), or give image_loader a function that "
-                "makes the sampler for a data set. To go on with the images as they are here, give it "
+                f"{here}. To go on exactly, open ShardDataset(..., generation={saved}), or give image_loader a "
+                "function that makes the sampler for a data set. To go on with the images as they are here, give it "
                 'resume_at="newest".'
             )
         self._maker.source = self._maker.source.at(saved)

@@ -37,13 +37,18 @@ def whole_file(path: Path, through: Path | None = None) -> Iterator[BinaryIO]:
     except BaseException:
         part.unlink(missing_ok=True)
         raise
+    sync_folder(path.parent)  # the name, too, is on the disk
+
+
+def sync_folder(folder: Path) -> None:
+    """Names that were made in ``folder`` are on the disk when this returns."""
     if os.name == "nt":
         return  # Windows opens no folders
-    folder = os.open(path.parent, os.O_RDONLY)
+    file = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(folder)  # the name, too, is on the disk
+        os.fsync(file)
     finally:
-        os.close(folder)
+        os.close(file)
 
 
 def write_whole(path: Path, data: bytes) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from abc import abstractmethod
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -16,6 +17,7 @@ from lightning_ring.errors import ConfigurationError
 
 log = logging.getLogger(__name__)
 
+_LENGTH = re.compile(r", \d+ draws$")  # in a kind: it differs between data sets
 Remainder = Literal["repeat", "drop", "keep"]
 
 
@@ -131,9 +133,9 @@ class OrderedSampler(DistributedSampler[int]):
         """
         checked = {"kind": self.kind, "fingerprint": self.fingerprint}
         saved = {name: state.get(name) for name in checked}
-        if other_data:  # a kind may count samples, behind a comma
-            checked = {"kind": self.kind.split(",")[0]}
-            saved = {"kind": str(saved["kind"]).split(",")[0]}
+        if other_data:
+            checked = {"kind": _LENGTH.sub("", self.kind)}
+            saved = {"kind": _LENGTH.sub("", str(saved["kind"]))}
         for name, mine in checked.items():
             if saved[name] != mine:
                 raise ConfigurationError(

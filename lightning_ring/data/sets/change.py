@@ -34,7 +34,9 @@ def delete_images(root: Path, where: str | None = None, names: Sequence[str] = (
         gone = select(index, manifest, where, [name for name in names if name not in before])
         if not len(gone):
             return manifest  # they are deleted already
-        kept = np.setdiff1d(np.arange(manifest.samples), gone)
+        is_kept = np.ones(manifest.samples, bool)
+        is_kept[gone] = False
+        kept = np.flatnonzero(is_kept)
         deleted = before.union(index.name(i) for i in gone.tolist())
         how = f"where {where}" if where else "by name"
         plan = _next(manifest, f"delete {images(len(gone))} {how}")

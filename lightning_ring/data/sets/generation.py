@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from lightning_ring.data.packing.files import whole_file, write_whole
+from lightning_ring.data.packing.files import sync_folder, whole_file, write_whole
 from lightning_ring.data.sets.rows import Rows, SetRows
 from lightning_ring.data.shards.columns import Column, file_names, joined, missing
 from lightning_ring.data.shards.index import COLUMNS, DELETED, NAMES
@@ -51,6 +51,7 @@ def write_generation(
     index = root / plan.index
     shutil.rmtree(index, ignore_errors=True)  # of a change that never finished
     index.mkdir(parents=True)
+    sync_folder(index.parent)
     manifest = replace(
         plan,
         shards=[shard for part in parts for shard in part.shards],

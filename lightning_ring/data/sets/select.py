@@ -12,6 +12,8 @@ from lightning_ring.data.shards.index import ShardIndex
 from lightning_ring.data.shards.manifest import Manifest
 from lightning_ring.errors import ConfigurationError
 
+_AT_ONCE = 1 << 18  # names in memory together
+
 
 def select(
     index: ShardIndex, manifest: Manifest, where: str | None = None, names: Sequence[str] = ()
@@ -20,8 +22,11 @@ def select(
 
     Raises `ConfigurationError`: there is no image of such a name, or ``where`` is no expression.
     """
-    found = np.zeros(0, np.int64) if where is None else matching(where, index, manifest.classes)
-    return np.union1d(found, rows_of(index, names)).astype(np.int64)
+    found = np.zeros(len(index), bool)
+    if where is not None:
+        found[matching(where, index, manifest.classes)] = True
+    found[rows_of(index, names)] = True
+    return np.flatnonzero(found)
 
 
 def rows_of(index: ShardIndex, names: Sequence[str]) -> npt.NDArray[np.int64]:
@@ -32,9 +37,10 @@ def rows_of(index: ShardIndex, names: Sequence[str]) -> npt.NDArray[np.int64]:
     if not names:
         return np.zeros(0, np.int64)
     wanted = dict.fromkeys(names, -1)
-    for i in range(len(index)):
-        if (name := index.name(i)) in wanted:
-            wanted[name] = i
+    for start in range(0, len(index), _AT_ONCE):
+        for i, name in enumerate(index.names_in(slice(start, min(start + _AT_ONCE, len(index)))), start):
+            if name in wanted:
+                wanted[name] = i
     if absent := [name for name, i in wanted.items() if i < 0]:
         shown = ", ".join(map(repr, absent[:3])) + (f", and {len(absent) - 3} more" if len(absent) > 3 else "")
         raise ConfigurationError(

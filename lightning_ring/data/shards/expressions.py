@@ -130,7 +130,7 @@ class _Rows:
         if name == "bytes":
             return self.index.column("places")[self.rows, 1].astype(np.int64)
         if name == "name":
-            texts = tuple(self.index.name(i) for i in range(self.rows.start, self.rows.stop))
+            texts = tuple(self.index.names_in(self.rows))
             return Column("text", np.arange(len(texts)), None, texts)
         column = self.index.metadata.get(name)
         if column is None:

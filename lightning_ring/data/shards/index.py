@@ -158,6 +158,15 @@ class ShardIndex:
         block, size, crc32 = self._places[i].tolist()
         return ByteRange(bisect_right(self._starts, i) - 1, block * BLOCK, size, crc32)
 
+    def names_in(self, rows: slice) -> list[str]:
+        """The names of images ``rows.start`` to ``rows.stop``: faster than one by one."""
+        names, ends = self.names
+        first = int(ends[rows.start - 1]) + 1 if rows.start else 0
+        stops = (np.asarray(ends[rows]) - first).tolist()
+        text = names[first : first + (stops[-1] if stops else 0)].tobytes()
+        starts = [0, *(stop + 1 for stop in stops[:-1])]
+        return [text[a:b].decode("utf-8", "surrogateescape") for a, b in zip(starts, stops, strict=False)]
+
     def name(self, i: SupportsIndex) -> str:
         """Where image ``i`` came from: a path as the image folder or the CSV had it."""
         i = self.position(i)

@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.data import sized_len
 
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.errors import UnevenBatchesError
+from lightning_ring.integrations.lightning.same_images import check_same_images
 from lightning_ring.integrations.lightning.uneven import (
     WHAT_TO_DO,
     agree_on_batches,
@@ -104,6 +105,7 @@ class TrainingLoaders:
         """Return the loader that ``trainer`` reads instead of ``dataloader``. ``policy``: ``RingStrategy(uneven=)``.
         Collective."""
         warn_of_padding(dataloader, comm.world_size)
+        check_same_images(dataloader, comm)
         if trainer.state.stage != RunningStage.TRAINING or trainer.state.fn != TrainerFn.FITTING:
             return dataloader
         limit, needed = trainer.limit_train_batches, batches_until_the_end(trainer)

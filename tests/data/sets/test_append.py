@@ -9,6 +9,7 @@ import pytest
 
 from lightning_ring.cli.main import main
 from lightning_ring.data import ShardDataset
+from lightning_ring.data.packing import run
 from lightning_ring.data.sets.change import delete_images, relabel_images
 from lightning_ring.data.sets.prune import prune_set
 from lightning_ring.data.shards.manifest import generations, read_manifest
@@ -170,6 +171,18 @@ def test_a_generation_that_was_never_finished_is_not_read_and_made_anew(source, 
     assert len(ShardDataset(target)) == 12
     pack(source, target)
     assert files_of(target) == whole
+
+
+def test_what_a_finished_append_could_not_remove_disturbs_nothing(source, target, monkeypatch):
+    draw(source, SECOND)
+    with monkeypatch.context() as patched:  # as if killed between the manifest and the end
+        patched.setattr(run.shutil, "rmtree", lambda path, **options: None)
+        pack(source, target)
+    assert (target / ".packing" / "settings.json").exists()
+    (source / "cat" / "7.jpg").write_bytes(encode(photo(7, 40, 30)))
+    assert pack(source, target).counts["added"] == 1
+    assert images_of(target).keys() == {*FIRST, *SECOND, "cat/7.jpg"}
+    assert delete_images(target, names=["cat/7.jpg"]).generation == 3
 
 
 def test_a_damaged_index_is_not_copied_into_the_next_generation(source, target):

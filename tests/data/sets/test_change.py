@@ -81,7 +81,8 @@ def test_a_merged_set_has_the_images_of_all(target, tmp_path):
     other = tmp_path / "other"
     pack(draw(tmp_path / "src2", {"ant/0.jpg": 1, "cat/a.jpg": 2, "cat/b.jpg": 3}), other)
     delete_images(target, where="class_name == 'bird'")
-    annotate_images(other, {"width": {"ant/0.jpg": 7}})
+    annotate_images(other, {"width": {"ant/0.jpg": 7}, "tags": {"ant/0.jpg": ["x"], "cat/b.jpg": ["y", "x"]}})
+    annotate_images(target, {"tags": {"cat/1.jpg": ["x", "z"], "horse/2.jpg": ["y"]}})
     for folders, into in (([target, other], "new"), ([other], "dst")):
         merged = merge_sets(folders, tmp_path / into)
         assert images_of(tmp_path / into) == {
@@ -92,6 +93,13 @@ def test_a_merged_set_has_the_images_of_all(target, tmp_path):
         assert verify(tmp_path / into, 1, lambda *numbers: None) == []
         wide = ShardDataset(tmp_path / into, where="width == 7")
         assert [wide.name(i) for i in range(len(wide))] == ["ant/0.jpg"]
+        tagged = ShardDataset(tmp_path / into, where="len(tags) > 0")
+        assert {tagged.name(i): tagged.metadata["tags"][i] for i in range(len(tagged))} == {
+            "ant/0.jpg": ["x"],
+            "cat/b.jpg": ["y", "x"],
+            "cat/1.jpg": ["x", "z"],
+            "horse/2.jpg": ["y"],
+        }
     assert merge_sets([other], target).generation == merged.generation  # they are there already
     relabel_images(other, {"cat/b.jpg": "ant"})
     delete_images(target, names=["cat/a.jpg"])

@@ -13,7 +13,9 @@ from lightning_ring.data import BalancedSampler, CenterCrop, PKSampler, ShardDat
 from lightning_ring.data.sets.change import delete_images, relabel_images
 from lightning_ring.data.sets.prune import prune_set
 from lightning_ring.errors import ConfigurationError, ShardError
+from lightning_ring.integrations.lightning.same_images import check_same_images
 from tests.data.sets.daily import draw, pack
+from tests.thread_ranks import run_ranks
 
 NAMES = {f"{kind}/{i}.jpg": 10 * i + len(kind) for kind in ("bird", "cat", "horse") for i in range(8)}
 SAMPLERS: dict[str, Any] = {
@@ -118,7 +120,7 @@ def test_a_smaller_newest_generation_ends_the_epoch(target: Path) -> None:
     delete_images(target, where="class_name != 'cat'")
     resumed = loader(ShardDataset(target), "shuffled", resume_at="newest")
     resumed.load_state_dict(state)
-    assert list(resumed) == []
+    assert (len(resumed), list(resumed)) == (4, [])  # Lightning has counted four
     resumed.sampler.set_epoch(1)
     assert len(list(resumed)) == 2
 
@@ -127,13 +129,36 @@ def test_another_kind_of_sampler_is_refused_and_labels_that_were_set_are_not_los
     state = loader(ShardDataset(target), "shuffled").state_dict()
     change(target)
     photos = ShardDataset(target)
-    with pytest.raises(ConfigurationError, match="kind 'shuffled', but this one has 'balanced'"):
+    with pytest.raises(ConfigurationError, match="kind 'shuffled', but this one has 'balanced, beta=1'"):
         loader(photos, "balanced", resume_at="newest").load_state_dict(state)
+    balanced = loader(photos, "balanced").state_dict() | {"generation": 0}
+    other_beta = BalancedSampler(photos.labels, beta=0.5, rank=0, world_size=1)
+    with pytest.raises(ConfigurationError, match=r"kind 'balanced, beta=1', but this one has 'balanced, beta=0\.5'"):
+        other_beta.load_state_dict(balanced["sampler"], other_data=True)
     photos.labels = photos.labels + 1
     with pytest.raises(ConfigurationError, match="were set by this program, for generation 3"):
         loader(photos, "shuffled").load_state_dict(state)
     with pytest.raises(ConfigurationError, match="expected 'saved' or 'newest'"):
         loader(photos, "shuffled", resume_at="oldest")
+
+
+def test_ranks_that_opened_different_generations_are_told(target: Path) -> None:
+    old = ShardDataset(target)
+    change(target)
+    sets = [old, ShardDataset(target), ShardDataset(target)]
+
+    def check(comm: Any, photos: list[ShardDataset]) -> str:
+        try:
+            check_same_images(loader(photos[comm.rank], "shuffled"), comm)
+        except ConfigurationError as error:
+            return str(error)
+        return "the same"
+
+    told = run_ranks(3, lambda comm: check(comm, sets))
+    assert len(set(told)) == 1
+    assert "ranks read different images: rank 0 reads generation 0" in told[0]
+    assert "rank 1 reads generation 3" in told[0]
+    assert run_ranks(3, lambda comm: check(comm, sets[1:2] * 3)) == ["the same"] * 3
 
 
 class Remembers(L.LightningModule):
