@@ -41,3 +41,7 @@ class ShardError(RingError):
 
 class SampleError(RingError):
     """A sample cannot be read or decoded, or its data set raised; the message names it."""
+
+
+class StoreError(RingError):
+    """An object store refuses or does not answer, or its cache cannot be written; the message names the object."""

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from lightning_ring.data.loading.items import item_loader
     from lightning_ring.data.loading.loader import Loader
     from lightning_ring.data.loading.transforms import CenterCrop, DeviceTransform, RandomResizedCrop
+    from lightning_ring.data.remote.options import Remote
     from lightning_ring.data.sampling.balanced import BalancedSampler
     from lightning_ring.data.sampling.pk import PKSampler
     from lightning_ring.data.sampling.sampler import OrderedSampler, ShuffledSampler
@@ -25,6 +26,7 @@ __all__ = [
     "OrderedSampler",
     "PKSampler",
     "RandomResizedCrop",
+    "Remote",
     "ShardDataset",
     "ShuffledSampler",
     "image_loader",
@@ -38,6 +40,7 @@ _HOMES = {
     "loading.images": ("image_loader",),
     "loading.items": ("item_loader",),
     "loading.loader": ("Loader",),
+    "remote.options": ("Remote",),
     "sampling.balanced": ("BalancedSampler",),
     "sampling.pk": ("PKSampler",),
     "sampling.sampler": ("OrderedSampler", "ShuffledSampler"),

@@ -14,22 +14,29 @@ import torch
 from torch.utils.data import Dataset
 
 from lightning_ring.data.decoding import decode_rgb
+from lightning_ring.data.remote.files import RemoteFiles
+from lightning_ring.data.remote.opening import open_remote
+from lightning_ring.data.remote.options import Remote, is_url
 from lightning_ring.data.shards.files import ShardFiles
 from lightning_ring.data.shards.index import ByteRange, ShardIndex, key
 from lightning_ring.data.shards.manifest import check_lengths, read_manifest
-from lightning_ring.errors import ShardError
+from lightning_ring.errors import ConfigurationError, ShardError
 
 
 class ShardDataset(Dataset[tuple[Any, int]]):
     """The images that ``lightning-ring pack`` wrote to ``root``: ``dataset[i]`` is an image and its label.
 
+    ``root`` is a folder, or a URL to which its files were copied (``s3://bucket/photos``, ``https://...``, ``gs://...``).
+    There ranges of shards are read, through a cache on the local disk (see `Remote`; extra ``remote``).
+
     Any image is found in constant time. The index is mapped, so the processes of a host share it; shards are opened in
     the process that first reads them. Safe to read from several threads, to fork and to pickle (as its path).
 
     Args:
-        root: The folder.
+        root: The folder or the URL.
         transform: Called with the uint8 tensor (3 x height x width, RGB) of each image.
         decode: False gives the encoded bytes instead of a tensor, to ``transform`` too.
+        remote: How to read from a URL.
 
     Attributes:
         labels: Class number of every image: int32, length ``len(dataset)``, mapped read-only. You may set another
@@ -39,6 +46,7 @@ class ShardDataset(Dataset[tuple[Any, int]]):
 
     Raises:
         ShardError: ``root`` holds no finished packing, or a file is missing or not as long as it was written.
+        StoreError: The URL cannot be read from.
     """
 
     labels: npt.NDArray[np.int32]
@@ -46,19 +54,32 @@ class ShardDataset(Dataset[tuple[Any, int]]):
     fingerprint: str
 
     def __init__(
-        self, root: str | PathLike[str], transform: Callable[[Any], Any] | None = None, *, decode: bool = True
+        self,
+        root: str | PathLike[str],
+        transform: Callable[[Any], Any] | None = None,
+        *,
+        decode: bool = True,
+        remote: Remote | None = None,
     ) -> None:
-        self.root = Path(root).absolute()
+        if remote is not None and not is_url(root):
+            raise ConfigurationError(f"remote={remote} was given with {root}, which is a folder, expected a URL.")
+        self.root = str(root).rstrip("/") if is_url(root) else Path(root).absolute()
+        self.remote = remote or Remote()
         self.transform = transform
         self.decode = decode
         self._open()
 
     def _open(self) -> None:
-        manifest = read_manifest(self.root)
-        if problems := check_lengths(self.root, manifest.shards):
-            raise ShardError("\n".join([*problems, "Restore what is missing or damaged, or pack the images again."]))
-        self._index = ShardIndex(self.root, manifest)
-        self._files = ShardFiles(self.root, manifest.shards)
+        self._files: ShardFiles | RemoteFiles
+        if isinstance(self.root, str):
+            manifest, self._index, self._files = open_remote(self.root, self.remote)
+        else:
+            manifest = read_manifest(self.root)
+            if problems := check_lengths(self.root, manifest.shards):
+                problems.append("Restore what is missing or damaged, or pack the images again.")
+                raise ShardError("\n".join(problems))
+            self._index = ShardIndex(self.root, manifest)
+            self._files = ShardFiles(self.root, manifest.shards)
         self.labels = self._index.labels
         self.classes = manifest.classes
         self.fingerprint = manifest.fingerprint
@@ -100,6 +121,15 @@ class ShardDataset(Dataset[tuple[Any, int]]):
         self._files.will_need(places)
         return [self._read(i, place) for i, place in zip(indices, places, strict=True)]
 
+    @property
+    def lookahead(self) -> int:
+        """Samples that a loader does well to announce by `will_need` before it reads them: 0 for a folder."""
+        return self._files.lookahead
+
+    def will_need(self, indices: Sequence[SupportsIndex]) -> None:
+        """Start reading the images at ``indices``, in this order; returns at once."""
+        self._files.will_need([self._index.place(i) for i in indices])
+
     def key(self, i: SupportsIndex) -> str:
         """The name of image ``i`` in its tar, and in webdataset (``__key__``)."""
         return key(self._index.position(i))
@@ -119,13 +149,20 @@ class ShardDataset(Dataset[tuple[Any, int]]):
         return f"image {self._index.position(i)} ({name}), {path} at offset {place.offset}, {place.size} bytes"
 
     def _read(self, i: SupportsIndex, place: ByteRange) -> bytes:
-        data = self._files.read(place)
-        if (found := zlib.crc32(data)) != place.crc32:
-            raise ShardError(
-                f"{self.where(i)}: its bytes are not those that were packed: CRC-32 {found:08x}, expected "
-                f"{place.crc32:08x}. `lightning-ring pack --verify {self.root}` finds everything that is damaged."
-            )
-        return data
+        for turn in range(1 + self._files.more_reads):  # a cache may be damaged, and bytes can change on their way
+            data = self._files.read_again(place) if turn else self._files.read(place)
+            if (found := zlib.crc32(data)) == place.crc32:
+                return data
+        raise ShardError(
+            f"{self.where(i)}: its bytes are not those that were packed: CRC-32 {found:08x}, expected "
+            f"{place.crc32:08x}. {self._how_to_verify}"
+        )
+
+    @property
+    def _how_to_verify(self) -> str:
+        if isinstance(self.root, str):
+            return "Compare the object with its SHA-256 in the manifest, and upload it again."
+        return f"`lightning-ring pack --verify {self.root}` finds everything that is damaged."
 
     def _sample(self, i: SupportsIndex, data: bytes) -> tuple[Any, int]:
         image: Any = data
@@ -133,8 +170,5 @@ class ShardDataset(Dataset[tuple[Any, int]]):
             try:
                 image = torch.from_numpy(decode_rgb(data)).permute(2, 0, 1)
             except (ValueError, OSError) as error:
-                raise ShardError(
-                    f"{self.where(i)}, cannot be decoded: {error}. `lightning-ring pack --verify {self.root}` finds "
-                    "everything that is damaged."
-                ) from error
+                raise ShardError(f"{self.where(i)}, cannot be decoded: {error}. {self._how_to_verify}") from error
         return image if self.transform is None else self.transform(image), int(self.labels[i])

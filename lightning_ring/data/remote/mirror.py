@@ -1,0 +1,135 @@
+"""Manifest and index of a set at a URL, copied to the local disk: once for all processes of a host."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import hashlib
+import os
+import shutil
+import time
+from pathlib import Path
+
+from lightning_ring.data.remote.cache import IN_USE, Cache
+from lightning_ring.data.remote.store import ObjectStore
+from lightning_ring.data.shards.manifest import MANIFEST, REPORT, STAMPS, Manifest, file_sha256, read_manifest
+from lightning_ring.errors import ShardError
+from lightning_ring.host.file_lock import claim, release, share
+
+_WHOLE = "complete"  # written last
+_TRIES = 3
+
+
+class Mirror:
+    """The folder ``path``, as if the set lay there without its shards. While this object lives it is not removed."""
+
+    def __init__(self, store: ObjectStore, cache: Cache) -> None:
+        self._lock = -1
+        manifest = store.submit(store.read_whole, MANIFEST).result()
+        self.path = cache.set(hashlib.sha256(manifest).hexdigest())
+        while self._lock < 0:
+            self._lock = _opened(self.path, manifest, store, cache)
+
+    def __del__(self) -> None:
+        if self._lock >= 0:
+            os.close(self._lock)
+
+    def manifest(self) -> Manifest:
+        return read_manifest(self.path)
+
+    def forget(self) -> None:
+        """Have the next `Mirror` copy everything again: what is here is damaged."""
+        if os.fstat(self._lock).st_nlink > 0:  # else another process has done so
+            (self.path / IN_USE).unlink(missing_ok=True)
+            shutil.rmtree(self.path, ignore_errors=True)
+
+
+def _opened(folder: Path, manifest: bytes, store: ObjectStore, cache: Cache) -> int:
+    """A shared lock on ``folder``, which is copied if it is not there; -1 if it was removed meanwhile."""
+    try:
+        folder.mkdir(exist_ok=True)
+        lock = os.open(folder / IN_USE, os.O_RDWR | os.O_CREAT, 0o666)
+    except FileNotFoundError:
+        return -1
+    shared = False
+    try:
+        while not (shared := (folder / _WHOLE).exists() and share(lock)):
+            if not _claimed(lock):  # another process copies: it ends, fails in time, or its lock goes with it
+                time.sleep(0.05)
+            elif os.fstat(lock).st_nlink == 0:
+                return -1
+            elif not (folder / _WHOLE).exists():
+                _copy(folder, manifest, store, cache)
+        if os.fstat(lock).st_nlink == 0:
+            shared = False
+            return -1
+        os.utime(folder)
+        return lock
+    finally:
+        if not shared:
+            release(lock)
+
+
+def _claimed(lock: int) -> bool:
+    try:
+        claim(lock)
+    except OSError as error:
+        if error.errno != errno.EBUSY:
+            raise
+        return False
+    return True
+
+
+def _copy(folder: Path, manifest: bytes, store: ObjectStore, cache: Cache) -> None:
+    """Fill ``folder``, and compare the shards' lengths with the manifest."""
+    (folder / MANIFEST).write_bytes(manifest)
+    try:
+        found = read_manifest(folder)
+    except ShardError as error:
+        raise ShardError(str(error).replace(str(folder), store.url)) from None
+    store.submit(_check_lengths, store, found).result()
+    for name, sha256 in found.files.items():
+        if name != REPORT and Path(name).name != STAMPS:  # packing reads those
+            _download(folder / name, name, sha256, store, cache)
+    (folder / _WHOLE).touch()
+
+
+async def _check_lengths(store: ObjectStore, manifest: Manifest) -> None:
+    async def problem(name: str, expected: int) -> str | None:
+        try:
+            size = await store.size(name)
+        except ShardError as error:
+            return str(error)
+        if size in (None, expected):  # some servers do not say
+            return None
+        what = "cut short" if size < expected else "longer than packed"
+        return f"{store.url}/{name} is {what}: it has {size} bytes, expected {expected}"
+
+    problems = await asyncio.gather(*(problem(shard.name, shard.bytes) for shard in manifest.shards))
+    if found := [line for line in problems if line]:
+        more = [f"... and {len(found) - 10} more shards."] if len(found) > 10 else []
+        raise ShardError("\n".join([*found[:10], *more, "Upload what is missing or damaged again."]))
+
+
+def _download(path: Path, name: str, sha256: str, store: ObjectStore, cache: Cache) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.part")
+    digest = ""
+    for _ in range(_TRIES):  # bytes can change on their way
+        file = os.open(part, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
+        try:
+            store.submit(store.download, name, file, cache.make_room).result()
+            os.fsync(file)
+        except OSError as error:
+            raise ShardError(
+                f"{part} cannot be written: {error.strerror}. Free the disk, or put the cache on another one by "
+                "Remote(cache=...)."
+            ) from error
+        finally:
+            os.close(file)
+        if (digest := file_sha256(part)) == sha256:
+            os.replace(part, path)
+            return
+    raise ShardError(
+        f"{store.url}/{name} is not as it was packed: it has SHA-256 {digest}, expected {sha256}. Upload it again."
+    )
