@@ -162,11 +162,12 @@ def _file_system(url: str, options: Remote) -> Any:
 
         protocol = fsspec.utils.get_protocol(url)
         settings = dict(options.storage_options)
-        if protocol in ("s3", "s3a"):  # or no more than ten are under way
-            settings["config_kwargs"] = {"max_pool_connections": options.num_requests} | dict(
-                settings.get("config_kwargs", {})
-            )
-        fs = fsspec.filesystem(protocol, **settings)
+        if protocol in ("s3", "s3a"):  # by default no more than ten requests are under way
+            ours = {"max_pool_connections": options.num_requests, "retries": {"total_max_attempts": 1}}
+            settings["config_kwargs"] = ours | dict(settings.get("config_kwargs", {}))
+        fs = fsspec.filesystem(protocol, skip_instance_cache=True, **settings)
+        if hasattr(fs, "retries"):  # s3fs, gcsfs: tries of its own would hide the errors until the deadline
+            fs.retries = 1
     except (ImportError, ValueError) as error:
         raise ConfigurationError(
             f"{url} cannot be opened: {error}. `pip install 'lightning-ring[remote]'` installs what s3://, gs:// and "
