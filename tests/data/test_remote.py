@@ -100,6 +100,18 @@ def test_it_is_the_same_data_set_and_the_second_epoch_asks_for_nothing(packed, s
     assert server.counts == {"requests": 1}  # of the manifest, which says whether the set has changed
 
 
+def test_ranks_that_ask_for_the_same_at_once_share_most_of_it(packed, server, remote, everything):
+    ranks = [opened(server, remote, num_requests=1) for _ in range(2)]
+    server.plant(delay=0.02)
+    order = shuffled(len(everything))
+    for rank in ranks:
+        rank.will_need(order)
+    for rank in ranks:
+        assert rank.read_many(order) == [everything[i] for i in order]
+    whole = sum(path.stat().st_size for path in packed.glob("*.tar"))
+    assert server.bytes_sent <= 1.1 * whole  # not twice
+
+
 def test_a_set_larger_than_the_cache_is_read_sample_by_sample(packed, server, remote, everything):
     dataset = opened(server, remote, cache_gb=SMALL)
     server.plant()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import threading
@@ -20,6 +21,7 @@ from lightning_ring.host.open_files import most_open_files
 
 _UNIT = 64 * BLOCK  # 256 KiB, fetched at once where the whole set fits into the cache: each byte comes once anyway
 _LONGEST = 1 << 22  # bytes of a request, when neighbours are wanted
+_POLL = 0.01  # seconds between looks at blocks that another process fetches
 _EVICTED = 20  # times that bytes may be removed before they are read
 
 _Unit = tuple[int, int]  # shard; number of the unit in it
@@ -29,7 +31,7 @@ class RemoteFiles:
     """Reads bytes of shards below a URL, as `ShardFiles` does below a folder. Safe to use from several threads.
 
     What is wanted is fetched in units of blocks, neighbours in one request, in the order in which it was asked for. A
-    unit that is under way is not asked for again by this process; another process may.
+    unit that is under way is not asked for again, neither by this process nor by others.
     """
 
     more_reads = 2  # where bytes are not those that were packed
@@ -102,13 +104,29 @@ class RemoteFiles:
     async def _into_cache(self, shard: int, units: range) -> None:
         try:
             blocks = self._blocks(shard, units)
-            start, stop = self._file(shard).bytes_of(blocks)
-            data = await self._store.read(self._shards[shard].name, start, stop)
-            self._keep(shard, blocks, data)
+            while not self._file(shard).has(blocks):
+                if self._file(shard).being_fetched(blocks):
+                    await asyncio.sleep(_POLL)  # by another process
+                elif await self._fetch_now(shard, blocks):
+                    return
         finally:
             with self._lock:
                 for number in units:
                     self._under_way.pop((shard, number), None)
+
+    async def _fetch_now(self, shard: int, blocks: range) -> bool:
+        """False if another process has turned to ``blocks`` while this one waited for its turn."""
+        async with self._store.turn():
+            file = self._file(shard)
+            if file.has(blocks) or file.being_fetched(blocks):
+                return False
+            file.will_fetch(blocks)
+            try:
+                self._keep(shard, blocks, await self._store.read(self._shards[shard].name, *file.bytes_of(blocks)))
+            except BaseException:
+                file.drop(blocks)
+                raise
+            return True
 
     def _keep(self, shard: int, blocks: range, data: bytes) -> None:
         try:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from concurrent.futures import Future
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic
@@ -55,21 +56,28 @@ class ObjectStore:
         loop = self._connected().loop
         return asyncio.run_coroutine_threadsafe(work(*arguments), loop)
 
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        """Waits until fewer than ``num_requests`` are under way.
+
+        Raises:
+            StoreError: An earlier request has failed meanwhile: a thousand that wait shall not each have a deadline.
+        """
+        connection, failure = self._connected(), self._failure
+        async with connection.slots:
+            if self._failure is not None and self._failure is not failure:
+                raise self._failure
+            yield
+
     async def read(self, name: str, start: int, stop: int) -> bytes:
         """Bytes ``start`` to ``stop`` of object ``name``, all of them.
 
         Raises:
             ShardError: There is no such object.
-            StoreError: The store refuses, or did not give the bytes until the deadline, here or in an earlier request
-                that still ran when this one was made.
+            StoreError: The store refuses, or did not give the bytes until the deadline.
         """
-        connection, failure = self._connected(), self._failure
-        async with connection.slots:
-            if self._failure is not failure:
-                assert self._failure is not None
-                raise self._failure  # else each of a thousand requests would wait for its own deadline
-            what = f"{self._path(name)}, bytes {start} to {stop - 1},"
-            return await self._repeated(what, stop - start, partial(self._range, name, start, stop))
+        what = f"{self._path(name)}, bytes {start} to {stop - 1},"
+        return await self._repeated(what, stop - start, partial(self._range, name, start, stop))
 
     async def read_whole(self, name: str) -> bytes:
         """Object ``name``, whose length is not known."""
@@ -78,9 +86,9 @@ class ObjectStore:
 
     async def size(self, name: str) -> int | None:
         """The length of object ``name``; `None` if the server does not say."""
-        connection, path = self._connected(), self._path(name)
-        async with connection.slots:
-            info = await self._repeated(path, 0, partial(connection.fs._info, path))
+        fs, path = self._connected().fs, self._path(name)
+        async with self.turn():
+            info = await self._repeated(path, 0, partial(fs._info, path))
         return info.get("size")
 
     async def download(self, name: str, file: int, make_room: Callable[[int], None]) -> None:
@@ -91,7 +99,8 @@ class ObjectStore:
             return
 
         async def part(start: int) -> None:
-            data = await self.read(name, start, min(start + _PART, size))
+            async with self.turn():
+                data = await self.read(name, start, min(start + _PART, size))
             make_room(len(data))
             write_at(file, data, start)
 
