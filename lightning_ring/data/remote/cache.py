@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_ring.errors import ConfigurationError
+from lightning_ring.errors import ConfigurationError, StoreError
 from lightning_ring.host.file_lock import claim, release
 
 log = logging.getLogger(__name__)
@@ -87,6 +87,12 @@ class Cache:
         """Remove all shards: the disk is full."""
         for path in (self.folder / "shards").iterdir():
             remove_shard(path)
+
+    def unwritable(self, error: OSError) -> StoreError:
+        return StoreError(
+            f"the cache {self.folder} cannot be written: {error.strerror}. Free the disk, or put the cache on another "
+            "one by Remote(cache=...)."
+        )
 
     def _remove(self, num_bytes: int) -> None:
         entries = sorted(self._entries(), key=lambda entry: entry.used)

@@ -7,8 +7,9 @@ import errno
 import os
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 
 from lightning_ring.data.remote.cache import Cache
 from lightning_ring.data.remote.cached_shard import BLOCK, CachedShard
@@ -16,7 +17,7 @@ from lightning_ring.data.remote.mirror import Mirror
 from lightning_ring.data.remote.store import ObjectStore
 from lightning_ring.data.shards.index import ByteRange
 from lightning_ring.data.shards.manifest import Shard
-from lightning_ring.errors import ShardError, StoreError
+from lightning_ring.errors import ShardError
 from lightning_ring.host.open_files import most_open_files
 
 _UNIT = 64 * BLOCK  # 256 KiB, fetched at once where the whole set fits into the cache: each byte comes once anyway
@@ -77,7 +78,7 @@ class RemoteFiles:
     def read_again(self, place: ByteRange) -> bytes:
         """The bytes at ``place``, from the store: those in the cache are damaged."""
         file = self._file(place.shard)
-        file.drop(file.blocks(place.offset, place.offset + place.size))
+        self._write(lambda: file.drop(file.blocks(place.offset, place.offset + place.size)))
         return self.read(place)
 
     def will_need(self, places: Sequence[ByteRange]) -> None:
@@ -120,32 +121,32 @@ class RemoteFiles:
             file = self._file(shard)
             if file.has(blocks) or file.being_fetched(blocks):
                 return False
-            file.will_fetch(blocks)
+            self._write(lambda: self._file(shard).will_fetch(blocks))
             try:
-                self._keep(shard, blocks, await self._store.read(self._shards[shard].name, *file.bytes_of(blocks)))
+                data = await self._store.read(self._shards[shard].name, *file.bytes_of(blocks))
+                self._write(lambda: self._keep(shard, blocks, data))
             except BaseException:
-                file.drop(blocks)
+                with suppress(OSError):
+                    file.drop(blocks)
                 raise
             return True
 
     def _keep(self, shard: int, blocks: range, data: bytes) -> None:
+        self._cache.make_room(len(data))
+        self._file(shard).write(blocks, data)
+
+    def _write(self, write: Callable[[], None]) -> None:
+        """``write()``; where the disk is full, once more without the shards that the cache holds."""
         try:
-            self._cache.make_room(len(data))
-            self._file(shard).write(blocks, data)
+            write()
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise self._unwritable(error) from error
+                raise self._cache.unwritable(error) from error
             self._cache.empty()
             try:
-                self._file(shard).write(blocks, data)
+                write()
             except OSError as again:
-                raise self._unwritable(again) from again
-
-    def _unwritable(self, error: OSError) -> StoreError:
-        return StoreError(
-            f"the cache {self._cache.folder} cannot be written: {error.strerror}. Free the disk, or put the cache on "
-            "another one by Remote(cache=...)."
-        )
+                raise self._cache.unwritable(again) from again
 
     # -- units and files
 
@@ -170,7 +171,7 @@ class RemoteFiles:
             try:
                 file = self._open[shard] = CachedShard(path, size)
             except OSError as error:
-                raise self._unwritable(error) from error
+                raise self._cache.unwritable(error) from error
         file.touch()
         return file
 

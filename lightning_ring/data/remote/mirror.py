@@ -27,8 +27,11 @@ class Mirror:
         self._lock = -1
         manifest = store.submit(store.read_whole, MANIFEST).result()
         self.path = cache.set(hashlib.sha256(manifest).hexdigest())
-        while self._lock < 0:
-            self._lock = _opened(self.path, manifest, store, cache)
+        try:
+            while self._lock < 0:
+                self._lock = _opened(self.path, manifest, store, cache)
+        except OSError as error:
+            raise cache.unwritable(error) from error
 
     def __del__(self) -> None:
         if self._lock >= 0:
@@ -120,11 +123,6 @@ def _download(path: Path, name: str, sha256: str, store: ObjectStore, cache: Cac
         try:
             store.submit(store.download, name, file, cache.make_room).result()
             os.fsync(file)
-        except OSError as error:
-            raise ShardError(
-                f"{part} cannot be written: {error.strerror}. Free the disk, or put the cache on another one by "
-                "Remote(cache=...)."
-            ) from error
         finally:
             os.close(file)
         if (digest := file_sha256(part)) == sha256:
