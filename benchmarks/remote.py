@@ -19,12 +19,15 @@ import argparse
 import multiprocessing
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.loader import BATCH, make_images
 from lightning_ring.data import RandomResizedCrop, Remote, ShardDataset, ShuffledSampler, image_loader

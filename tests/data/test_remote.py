@@ -148,6 +148,9 @@ def test_a_store_that_answers_no_more_is_an_error_in_time_that_names_the_object(
     with pytest.raises(StoreError, match=rf"{server.url}/shard-\d+\.tar, bytes \d+ to \d+, could not be read in 1.5 s"):
         dataset.read(99)
     assert time.monotonic() - began < 3.5
+    server.plant(short=1.0)
+    with pytest.raises(StoreError, match=r"could not be read in 1.5 s; .*: \d+ of \d+ bytes came"):
+        dataset.read(98)
     server.plant()
     assert dataset.read(99)  # and it goes on when the store does
 
@@ -261,7 +264,8 @@ def test_processes_that_share_a_cache_and_are_killed_leave_no_wrong_bytes(server
 
 def test_forked_workers_read_with_connections_of_their_own(server, remote, everything):
     dataset = opened(server, remote, cache_gb=SMALL)
-    dataset.read_many(range(40))  # the parent has threads, connections and a lock
+    server.plant(delay=0.15)
+    dataset.will_need(range(40))  # the parent has threads, connections, a lock and requests that are under way
     loader: Any = DataLoader(
         dataset, batch_size=16, num_workers=2, multiprocessing_context="fork", timeout=30, collate_fn=list
     )

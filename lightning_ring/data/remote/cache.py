@@ -49,6 +49,7 @@ class Cache:
         self.folder = folder
         self._limit = limit
         self._unchecked = limit  # the first write looks
+        self._warned = False
         try:
             (folder / "shards").mkdir(parents=True, exist_ok=True)
             (folder / "sets").mkdir(exist_ok=True)
@@ -107,7 +108,8 @@ class Cache:
             else:
                 remove_shard(entry.path)
                 total -= entry.bytes
-        if total > self._limit:
+        if total > self._limit and not self._warned:
+            self._warned = True
             log.warning(
                 "lightning_ring: the cache %s takes %.1f MiB, above its limit of %.1f: the indices of sets that are "
                 "open take so much. Remote(cache_gb=...) sets the limit.",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import hashlib
+import logging
 import os
 import shutil
 import time
@@ -16,8 +17,11 @@ from lightning_ring.data.shards.manifest import MANIFEST, REPORT, STAMPS, Manife
 from lightning_ring.errors import ShardError
 from lightning_ring.host.file_lock import claim, release, share
 
+log = logging.getLogger(__name__)
+
 _WHOLE = "complete"  # written last
 _TRIES = 3
+_PATIENCE = 30.0  # seconds
 
 
 class Mirror:
@@ -56,9 +60,13 @@ def _opened(folder: Path, manifest: bytes, store: ObjectStore, cache: Cache) -> 
         return -1
     shared = False
     try:
+        began, said = time.monotonic(), False
         while not (shared := (folder / _WHOLE).exists() and share(lock)):
             if not _claimed(lock):  # another process copies: it ends, fails in time, or its lock goes with it
                 time.sleep(0.05)
+                if not said and time.monotonic() - began > _PATIENCE:
+                    log.warning("lightning_ring: waiting for a process that copies the index of %s.", store.url)
+                    said = True
             elif os.fstat(lock).st_nlink == 0:
                 return -1
             elif not (folder / _WHOLE).exists():
@@ -119,12 +127,7 @@ def _download(path: Path, name: str, sha256: str, store: ObjectStore, cache: Cac
     part = path.with_name(f"{path.name}.part")
     digest = ""
     for _ in range(_TRIES):  # bytes can change on their way
-        file = os.open(part, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
-        try:
-            store.submit(store.download, name, file, cache.make_room).result()
-            os.fsync(file)
-        finally:
-            os.close(file)
+        store.submit(store.download, name, part, cache.make_room).result()
         if (digest := file_sha256(part)) == sha256:
             os.replace(part, path)
             return

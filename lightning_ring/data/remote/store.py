@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from time import monotonic
 from typing import Any, TypeVar
 
@@ -66,7 +67,7 @@ class ObjectStore:
         connection, failure = self._connected(), self._failure
         async with connection.slots:
             if self._failure is not None and self._failure is not failure:
-                raise self._failure
+                raise StoreError(str(self._failure)) from self._failure
             yield
 
     async def read(self, name: str, start: int, stop: int) -> bytes:
@@ -91,22 +92,31 @@ class ObjectStore:
             info = await self._repeated(path, 0, partial(fs._info, path))
         return info.get("size")
 
-    async def download(self, name: str, file: int, make_room: Callable[[int], None]) -> None:
-        """Write object ``name`` to the open ``file``, in parts; ``make_room`` is told the bytes of each before."""
+    async def download(self, name: str, path: Path, make_room: Callable[[int], None]) -> None:
+        """Write object ``name`` to the file ``path``, in parts; ``make_room`` is told the bytes of each before."""
         size = await self.size(name)
-        if size is None:
-            write_at(file, await self.read_whole(name), 0)
-            return
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
 
-        async def part(start: int) -> None:
+        async def part(start: int, stop: int) -> None:
             async with self.turn():
-                data = await self.read(name, start, min(start + _PART, size))
+                data = await self.read(name, start, stop)
             make_room(len(data))
             write_at(file, data, start)
 
-        for first in range(0, size, _PART * self.options.num_requests):
-            stop = min(first + _PART * self.options.num_requests, size)
-            await asyncio.gather(*(part(start) for start in range(first, stop, _PART)))
+        try:
+            if size is None:
+                write_at(file, await self.read_whole(name), 0)
+                return
+            step = _PART * self.options.num_requests
+            for first in range(0, size, step):
+                stop = min(first + step, size)
+                parts = [part(start, min(start + _PART, stop)) for start in range(first, stop, _PART)]
+                ends = await asyncio.gather(*parts, return_exceptions=True)  # or some would write after the file closes
+                for error in filter(None, ends):
+                    raise error
+            await asyncio.to_thread(os.fsync, file)
+        finally:
+            os.close(file)
 
     # -- one request
 
