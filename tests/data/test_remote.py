@@ -11,6 +11,8 @@ import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +65,7 @@ def remote(tmp_path: Path) -> Remote:
 
 
 def opened(server: Server, remote: Remote, **changes: Any) -> ShardDataset:
-    options = {name: getattr(remote, name) for name in ("cache", "cache_gb", "deadline", "lookahead", "num_requests")}
-    return ShardDataset(server.url, decode=False, remote=Remote(**(options | changes)))
+    return ShardDataset(server.url, decode=False, remote=replace(remote, **changes))
 
 
 def shuffled(size: int, seed: int = 0) -> list[int]:
@@ -75,10 +76,12 @@ def taken(folder: Path) -> int:
     """Bytes that the cache takes on the disk."""
     total = 0
     for path in folder.rglob("*"):
-        try:
+        with suppress(FileNotFoundError):
             total += path.stat().st_blocks * 512
-        except FileNotFoundError:
-            continue
+    for link in Path("/proc/self/fd").iterdir():  # removed, and still open
+        with suppress(FileNotFoundError):
+            if str(folder) in (name := os.readlink(link)) and name.endswith(" (deleted)"):
+                total += link.stat().st_blocks * 512
     return total
 
 
