@@ -25,6 +25,7 @@ from lightning_ring.data.packing import run
 from lightning_ring.data.packing.settings import PackSettings
 from lightning_ring.data.remote.cached_shard import BLOCK
 from lightning_ring.data.remote.files import _neighbours
+from lightning_ring.data.shards.manifest import read_manifest
 from lightning_ring.errors import ConfigurationError, RingError, ShardError, StoreError
 from tests.data.faulty_server import Server, serve
 from tests.data.photos import image_folder
@@ -180,6 +181,19 @@ def test_opening_names_what_is_missing(packed, server, remote):
         opened(server, remote, deadline=0.5)
     server.plant()
     assert len(opened(server, remote)) > 0
+
+
+@pytest.mark.parametrize("name", ["../../planted", "/tmp/planted", "index/000000/labels.npy"])
+def test_a_manifest_cannot_write_outside_the_cache(packed, remote, tmp_path, name):
+    manifest = read_manifest(packed)
+    files = manifest.files | {name: "../planted" if name.startswith("index") else "0" * 64}
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "manifest.json").write_text(replace(manifest, files=files).to_json())
+    with (
+        serve(tmp_path / "set") as server,
+        pytest.raises(ShardError, match=r"names '.*planted', expected paths inside"),
+    ):
+        opened(server, remote)
 
 
 def test_a_server_without_ranges_is_named_as_such(server, remote):

@@ -1,7 +1,7 @@
 """The folder on the local disk that keeps what was read from object stores, up to a number of bytes.
 
 shards/SHA-256      sparse copies of shards (`CachedShard`), by the checksum of the whole shard
-sets/SHA-256/       manifest and index of a set, by the checksum of the manifest and its URL
+sets/SHA-256/       manifest and index of a set, by the checksum of the manifest
 lock                held by the process that removes
 
 Names follow the content. A set that has changed, or the same set at another URL, shares the shards that are the same.
@@ -38,7 +38,7 @@ class _Entry:
 class Cache:
     """A folder that all processes of a host, of several jobs too, may fill and read at the same time.
 
-    Removing takes no agreement: who has the file open sees that it is gone, and asks the store again.
+    Removing takes no agreement: a process that has the file open sees that it is gone, and asks the store again.
 
     Args:
         folder: On a local disk. It is made if it is not there.
@@ -145,7 +145,7 @@ def _remove_set(path: Path) -> bool:
     except OSError:
         return False
     else:
-        os.unlink(path / IN_USE)  # who waits for the lock sees that it is gone
+        os.unlink(path / IN_USE)  # processes that wait for the lock see that it is gone
         shutil.rmtree(path, ignore_errors=True)
         return True
     finally:

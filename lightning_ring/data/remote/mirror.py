@@ -7,9 +7,10 @@ import errno
 import hashlib
 import logging
 import os
+import re
 import shutil
 import time
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from lightning_ring.data.remote.cache import IN_USE, Cache
 from lightning_ring.data.remote.store import ObjectStore
@@ -98,11 +99,24 @@ def _copy(folder: Path, manifest: bytes, store: ObjectStore, cache: Cache) -> No
         found = read_manifest(folder)
     except ShardError as error:
         raise ShardError(str(error).replace(str(folder), store.url)) from None
+    _check_names(store, found)
     store.submit(_check_lengths, store, found).result()
     for name, sha256 in found.files.items():
         if name != REPORT and Path(name).name != STAMPS:  # packing reads those
             _download(folder / name, name, sha256, store, cache)
     (folder / _WHOLE).touch()
+
+
+def _check_names(store: ObjectStore, manifest: Manifest) -> None:
+    """Names of the manifest become paths in the cache: it may come from anywhere."""
+    checksums = [*manifest.files.values(), *(shard.sha256 for shard in manifest.shards)]
+    wrong = [name for name in manifest.files if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts]
+    wrong += [text for text in checksums if not re.fullmatch("[0-9a-f]{64}", text)]
+    if wrong:
+        raise ShardError(
+            f"{store.url}/{MANIFEST} names {wrong[0]!r}, expected paths inside the set and SHA-256 checksums: "
+            "`lightning-ring pack` did not write it. Nothing of it was read."
+        )
 
 
 async def _check_lengths(store: ObjectStore, manifest: Manifest) -> None:
