@@ -10,7 +10,10 @@ if TYPE_CHECKING:
     from lightning_ring.data.loading.items import item_loader
     from lightning_ring.data.loading.loader import Loader
     from lightning_ring.data.loading.transforms import CenterCrop, DeviceTransform, RandomResizedCrop
+    from lightning_ring.data.mixture import Mixture
+    from lightning_ring.data.remote.options import Remote
     from lightning_ring.data.sampling.balanced import BalancedSampler
+    from lightning_ring.data.sampling.mixture import MixtureSampler
     from lightning_ring.data.sampling.pk import PKSampler
     from lightning_ring.data.sampling.sampler import OrderedSampler, ShuffledSampler
     from lightning_ring.data.sets.change import annotate_images, delete_images, relabel_images
@@ -26,9 +29,12 @@ __all__ = [
     "ImageFolder",
     "Loader",
     "LoaderTimes",
+    "Mixture",
+    "MixtureSampler",
     "OrderedSampler",
     "PKSampler",
     "RandomResizedCrop",
+    "Remote",
     "ShardDataset",
     "ShuffledSampler",
     "annotate_images",
@@ -48,7 +54,10 @@ _HOMES = {
     "loading.images": ("image_loader",),
     "loading.items": ("item_loader",),
     "loading.loader": ("Loader",),
+    "mixture": ("Mixture",),
+    "remote.options": ("Remote",),
     "sampling.balanced": ("BalancedSampler",),
+    "sampling.mixture": ("MixtureSampler",),
     "sampling.pk": ("PKSampler",),
     "sampling.sampler": ("OrderedSampler", "ShuffledSampler"),
     "sets.change": ("annotate_images", "delete_images", "relabel_images"),

@@ -21,6 +21,17 @@ def claim(file: int) -> None:
     _held.add(file)
 
 
+def share(file: int) -> bool:
+    """Lock the open ``file`` against `claim`, in this process and its forks, until it is closed by ``os.close``.
+
+    False if another process has claimed it. A claim of this process becomes a shared lock.
+    """
+    if not _lock(file, shared=True):
+        return False
+    _held.discard(file)
+    return True
+
+
 def release(file: int) -> None:
     """Close ``file``, claimed or not."""
     _held.discard(file)
@@ -39,11 +50,11 @@ def is_claimed(path: Path) -> bool:
         os.close(file)
 
 
-def _lock(file: int) -> bool:
+def _lock(file: int, shared: bool = False) -> bool:
     if fcntl is None:
         return True
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as error:

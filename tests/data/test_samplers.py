@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from torch.utils.data import DataLoader
 
-from lightning_ring.data import BalancedSampler, PKSampler, ShuffledSampler
+from lightning_ring.data import BalancedSampler, MixtureSampler, PKSampler, ShuffledSampler
 from lightning_ring.data.sampling.counters import Stream, permute, philox, subkey, uniforms
 from lightning_ring.data.sampling.sampler import OrderedSampler
 from lightning_ring.errors import ConfigurationError
@@ -24,6 +24,10 @@ def shuffled(rank: int, world_size: int, **kwargs: Any) -> OrderedSampler:
 
 def balanced(rank: int, world_size: int, **kwargs: Any) -> OrderedSampler:
     return BalancedSampler(LABELS, beta=0.5, num_samples=600, rank=rank, world_size=world_size, **kwargs)
+
+
+def mixed(rank: int, world_size: int, **kwargs: Any) -> OrderedSampler:
+    return MixtureSampler([50, 7, 44], [1.0, 2.5, 0.5], num_samples=600, rank=rank, world_size=world_size, **kwargs)
 
 
 def steps(make: Any, world_size: int, batch_size: int, state: Any = None, num: int | None = None) -> list[list[int]]:
@@ -92,7 +96,7 @@ def test_every_place_of_a_permutation_is_equally_likely(size: int) -> None:
         assert chi2 < free + 5 * np.sqrt(2 * free)
 
 
-@pytest.mark.parametrize("make", [shuffled, balanced])
+@pytest.mark.parametrize("make", [shuffled, balanced, mixed])
 @pytest.mark.parametrize(("world_size", "batch_size"), [(2, 6), (3, 4), (4, 3), (1, 12)])
 def test_the_number_of_ranks_does_not_change_what_a_step_takes(make: Any, world_size: int, batch_size: int) -> None:
     num = 8
@@ -101,7 +105,7 @@ def test_the_number_of_ranks_does_not_change_what_a_step_takes(make: Any, world_
     assert steps(make, world_size, batch_size, num=num) == expected
 
 
-@pytest.mark.parametrize("make", [shuffled, balanced])
+@pytest.mark.parametrize("make", [shuffled, balanced, mixed])
 def test_it_goes_on_with_the_same_order_on_another_number_of_ranks(make: Any) -> None:
     order = list(make(0, 1, seed=4))
     sampler = make(1, 2, seed=4)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, cast
 
 import numpy.typing as npt
 import torch
@@ -39,6 +39,14 @@ class ImageSource(Protocol):
     def __len__(self) -> int: ...
     def read_many(self, indices: Sequence[int], /) -> list[bytes]: ...
     def where(self, i: int, /) -> str: ...
+
+
+class RemoteSource(Protocol):
+    """What an `ImageSource` may have besides: it is told which images come next."""
+
+    lookahead: int  # how many images ahead of their reading
+
+    def will_need(self, indices: Sequence[int], /) -> None: ...
 
 
 @dataclass(slots=True)
@@ -97,11 +105,15 @@ class ImageBatches:
         self.transform = transform.to(self.device) if transform is not None else None
         self.with_indices = with_indices
         self.ahead = is_gpu(self.device)
+        self.lookahead: int = getattr(source, "lookahead", 0)  # of a set that lies elsewhere
         self._stream: Any = None
         self._free: deque[_Memory] = deque(maxlen=_SPARE)
         self._floats: deque[Tensor] = deque(maxlen=_SPARE)  # batch size x size x size x 3, on a CPU
 
     # -- in the thread that takes batches, before
+
+    def announce(self, samples: Samples) -> None:
+        cast(RemoteSource, self.source).will_need(samples.indices.tolist())
 
     def open(self, samples: Samples) -> _Room:
         # of all at once: the calls cost more than the numbers

@@ -128,7 +128,7 @@ class Loader:
 
     def _submitted(self, pool: ThreadPoolExecutor) -> Iterator[tuple[Any, list[Future[LoaderTimes]], int]]:
         maker = self.maker
-        for samples in self._cut():
+        for samples in self._announced(self._cut()):
             room, size = maker.open(samples), maker.chunk or len(samples)
             parts = range(0, len(samples), size)
             yield (
@@ -136,6 +136,18 @@ class Loader:
                 [pool.submit(maker.fill, room, start, samples.part(start, start + size)) for start in parts],
                 len(samples),
             )
+
+    def _announced(self, batches: Iterator[Samples]) -> Iterator[Samples]:
+        """``batches``, each announced to the maker before it comes."""
+        num = -(-self.maker.lookahead // self.batch_size)
+        waiting: deque[Samples] = deque()
+        for samples in batches:
+            if num:
+                self.maker.announce(samples)
+            waiting.append(samples)
+            if len(waiting) > num:
+                yield waiting.popleft()
+        yield from waiting
 
     def _cut(self) -> Iterator[Samples]:
         """The sampler's blocks as batches."""

@@ -18,6 +18,9 @@ import torch
 from torch.utils.data import Dataset
 
 from lightning_ring.data.decoding import decode_rgb
+from lightning_ring.data.remote.files import RemoteFiles
+from lightning_ring.data.remote.opening import open_remote
+from lightning_ring.data.remote.options import Remote, is_url
 from lightning_ring.data.shards.columns import Column
 from lightning_ring.data.shards.expressions import matching
 from lightning_ring.data.shards.files import ShardFiles
@@ -29,18 +32,21 @@ from lightning_ring.errors import ConfigurationError, ShardError
 class ShardDataset(Dataset[tuple[Any, int]]):
     """The images that ``lightning-ring pack`` wrote to ``root``: ``dataset[i]`` is an image and its label.
 
+    ``root`` is a folder, or a URL to which its files were copied (``s3://bucket/photos``, ``https://...``, ``gs://...``).
+    There ranges of shards are read, through a cache on the local disk (see `Remote`; extra ``remote``).
+
     Any image is found in constant time. The index is mapped, so the processes of a host share it; shards are opened in
     the process that first reads them. Safe to read from several threads, to fork and to pickle (as its path).
 
     Args:
-        root: The folder.
+        root: The folder or the URL.
         transform: Called with the uint8 tensor (3 x height x width, RGB) of each image.
         decode: False gives the encoded bytes instead of a tensor, to ``transform`` too.
         generation: Of a set that has changed: the state of it to read. Left out, the newest one. Later changes of the
             set do not disturb a data set that is open, nor its copies in workers.
-
         where: An expression over the index, such as ``"width > 300 and class_name != 'other'"``: only images for which
             it is true are in the data set (`lightning_ring.data.shards.expressions`). No image is read for it.
+        remote: How to read from a URL.
 
     Attributes:
         metadata: Columns by name: ``metadata["boxes"][i]`` is what image ``i`` was annotated with.
@@ -53,6 +59,7 @@ class ShardDataset(Dataset[tuple[Any, int]]):
     Raises:
         ShardError: ``root`` holds no finished packing or not this generation, or a file is missing or not as long as it
             was written.
+        StoreError: The URL cannot be read from.
     """
 
     labels: npt.NDArray[np.int32]
@@ -67,8 +74,12 @@ class ShardDataset(Dataset[tuple[Any, int]]):
         decode: bool = True,
         generation: int | None = None,
         where: str | None = None,
+        remote: Remote | None = None,
     ) -> None:
-        self.root = Path(root).absolute()
+        if remote is not None and not is_url(root):
+            raise ConfigurationError(f"remote={remote} was given with {root}, which is a folder, expected a URL.")
+        self.root = str(root).rstrip("/") if is_url(root) else Path(root).absolute()
+        self.remote = remote or Remote()
         self.transform = transform
         self.decode = decode
         self._where = where
@@ -92,11 +103,16 @@ class ShardDataset(Dataset[tuple[Any, int]]):
         return other
 
     def _open(self, generation: int | None) -> None:
-        manifest = read_manifest(self.root, generation)
-        if problems := check_lengths(self.root, manifest.shards):
-            raise ShardError("\n".join([*problems, "Restore what is missing or damaged, or pack the images again."]))
-        self._index = ShardIndex(self.root, manifest)
-        self._files = ShardFiles(self.root, manifest.shards)
+        self._files: ShardFiles | RemoteFiles
+        if isinstance(self.root, str):
+            manifest, self._index, self._files = open_remote(self.root, self.remote, generation)
+        else:
+            manifest = read_manifest(self.root, generation)
+            if problems := check_lengths(self.root, manifest.shards):
+                problems.append("Restore what is missing or damaged, or pack the images again.")
+                raise ShardError("\n".join(problems))
+            self._index = ShardIndex(self.root, manifest)
+            self._files = ShardFiles(self.root, manifest.shards)
         self._rows = None if self._where is None else matching(self._where, self._index, manifest.classes)
         self.labels = self._own_labels = self._index.labels if self._rows is None else self._index.labels[self._rows]
         self.classes = manifest.classes
@@ -155,6 +171,15 @@ class ShardDataset(Dataset[tuple[Any, int]]):
         self._files.will_need(places)
         return [self._read(i, place) for i, place in zip(indices, places, strict=True)]
 
+    @property
+    def lookahead(self) -> int:
+        """Samples that a loader does well to announce by `will_need` before it reads them: 0 for a folder."""
+        return self._files.lookahead
+
+    def will_need(self, indices: Sequence[SupportsIndex]) -> None:
+        """Start reading the images at ``indices``, in this order; returns at once."""
+        self._files.will_need([self._index.place(self._row(i)) for i in indices])
+
     def key(self, i: SupportsIndex) -> str:
         """The name of image ``i`` in its tar, and in webdataset (``__key__``); read from the tar."""
         place = self._index.place(self._row(i))
@@ -176,13 +201,20 @@ class ShardDataset(Dataset[tuple[Any, int]]):
         return f"image {range(len(self))[as_index(i)]} ({name}), {path} at offset {place.offset}, {place.size} bytes"
 
     def _read(self, i: SupportsIndex, place: ByteRange) -> bytes:
-        data = self._files.read(place)
-        if (found := zlib.crc32(data)) != place.crc32:
-            raise ShardError(
-                f"{self.where(i)}: its bytes are not those that were packed: CRC-32 {found:08x}, expected "
-                f"{place.crc32:08x}. `lightning-ring pack --verify {self.root}` finds everything that is damaged."
-            )
-        return data
+        for turn in range(1 + self._files.more_reads):  # a cache may be damaged, and bytes can change on their way
+            data = self._files.read_again(place) if turn else self._files.read(place)
+            if (found := zlib.crc32(data)) == place.crc32:
+                return data
+        raise ShardError(
+            f"{self.where(i)}: its bytes are not those that were packed: CRC-32 {found:08x}, expected "
+            f"{place.crc32:08x}. {self._how_to_verify}"
+        )
+
+    @property
+    def _how_to_verify(self) -> str:
+        if isinstance(self.root, str):
+            return "Compare the object with its SHA-256 in the manifest, and upload it again."
+        return f"`lightning-ring pack --verify {self.root}` finds everything that is damaged."
 
     def _sample(self, i: SupportsIndex, data: bytes) -> tuple[Any, int]:
         image: Any = data
@@ -190,10 +222,7 @@ class ShardDataset(Dataset[tuple[Any, int]]):
             try:
                 image = torch.from_numpy(decode_rgb(data)).permute(2, 0, 1)
             except (ValueError, OSError) as error:
-                raise ShardError(
-                    f"{self.where(i)}, cannot be decoded: {error}. `lightning-ring pack --verify {self.root}` finds "
-                    "everything that is damaged."
-                ) from error
+                raise ShardError(f"{self.where(i)}, cannot be decoded: {error}. {self._how_to_verify}") from error
         return image if self.transform is None else self.transform(image), int(self.labels[i])
 
 

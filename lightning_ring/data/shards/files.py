@@ -48,6 +48,9 @@ class ShardFiles:
     All data sets of a process together keep ``max_open`` files open, by default a quarter of the process's limit.
     """
 
+    more_reads = 0  # where bytes are not those that were packed: reading again gives the same
+    lookahead = 0  # samples to announce: the kernel is asked for a batch at a time
+
     def __init__(self, root: Path, shards: Sequence[Shard], max_open: int | None = None) -> None:
         self._number = next(_numbers)
         self._root = root
@@ -92,6 +95,8 @@ class ShardFiles:
                 f"{place.size}. Restore the file ({shard.bytes} bytes, SHA-256 {shard.sha256})."
             )
         return data
+
+    read_again = read
 
     def will_need(self, places: Sequence[ByteRange]) -> None:
         """Tell the kernel to start reading ``places``, all at once; returns before it has."""

@@ -1,0 +1,104 @@
+"""Several sets of images as one."""
+
+from __future__ import annotations
+
+import hashlib
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+from operator import index as as_index
+from typing import Any, SupportsIndex
+
+import numpy as np
+import numpy.typing as npt
+from torch.utils.data import Dataset
+
+from lightning_ring.errors import ConfigurationError
+
+
+class Mixture(Dataset[tuple[Any, int]]):
+    """The images of ``sources`` one after the other, for `MixtureSampler`, which draws from each set by its weight.
+
+    Classes are joined by name: the numbers of the first set stay, and classes that only a later set has follow.
+
+    Args:
+        sources: `ShardDataset`, `ImageFolder`, or other `ImageSource` objects: all with ``classes``, or none.
+
+    Attributes:
+        sizes: Images in each set.
+        labels: Class number of every image, int32.
+        classes: Names of the classes, in the order of their numbers; empty if the sets name none.
+        fingerprint: Equal for two mixtures of equal sets in the same order.
+    """
+
+    def __init__(self, sources: Sequence[Any]) -> None:
+        if not sources:
+            raise ConfigurationError("Mixture([]) was called, expected one set or more.")
+        named = [source for source in sources if hasattr(source, "classes")]
+        if named and len(named) < len(sources):
+            raise ConfigurationError(
+                f"{len(named)} of {len(sources)} sets name their classes, expected all or none: else equal numbers may "
+                "mean different classes."
+            )
+        self.sources = list(sources)
+        self.sizes = [len(source) for source in sources]
+        self._ends = list(accumulate(self.sizes))
+        self.classes = list(dict.fromkeys(name for source in named for name in source.classes))
+        self.labels: npt.NDArray[np.int32] = np.concatenate([self._labels(source) for source in sources])
+        self.lookahead: int = max(getattr(source, "lookahead", 0) for source in sources)
+        parts = [str(getattr(source, "fingerprint", len(source))) for source in sources]
+        self.fingerprint = hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
+
+    def _labels(self, source: Any) -> npt.NDArray[np.int32]:
+        labels = np.asarray(source.labels, dtype=np.int32)
+        if not self.classes:
+            return labels
+        numbers = {name: number for number, name in enumerate(self.classes)}
+        return np.array([numbers[name] for name in source.classes], dtype=np.int32)[labels]
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, i: SupportsIndex) -> tuple[Any, int]:
+        source, inside = self.place(i)
+        return self.sources[source][inside][0], int(self.labels[i])
+
+    def place(self, i: SupportsIndex) -> tuple[int, int]:
+        """The set that image ``i`` is from, and its index in that set."""
+        i = as_index(i)
+        if not -len(self) <= i < len(self):
+            raise IndexError(f"image {i} of {len(self)}")
+        i %= len(self)
+        source = bisect_right(self._ends, i)
+        return source, i - self._ends[source] + self.sizes[source]
+
+    def read_many(self, indices: Sequence[int]) -> list[bytes]:
+        """Encoded images, in the order of ``indices``."""
+        got: list[bytes] = [b""] * len(indices)
+        for source, members in self._by_source(indices).items():
+            data = self.sources[source].read_many([inside for _, inside in members])
+            for (slot, _), image in zip(members, data, strict=True):
+                got[slot] = image
+        return got
+
+    def will_need(self, indices: Sequence[int]) -> None:
+        for source, members in self._by_source(indices).items():
+            if getattr(self.sources[source], "lookahead", 0):
+                self.sources[source].will_need([inside for _, inside in members])
+
+    def where(self, i: SupportsIndex) -> str:
+        """Image ``i`` for an error message."""
+        source, inside = self.place(i)
+        return str(self.sources[source].where(inside))
+
+    def name(self, i: SupportsIndex) -> str:
+        source, inside = self.place(i)
+        return str(self.sources[source].name(inside))
+
+    def _by_source(self, indices: Sequence[int]) -> dict[int, list[tuple[int, int]]]:
+        """By set: places in ``indices``, and indices in the set."""
+        found: dict[int, list[tuple[int, int]]] = {}
+        for slot, i in enumerate(indices):
+            source, inside = self.place(i)
+            found.setdefault(source, []).append((slot, inside))
+        return found

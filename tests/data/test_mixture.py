@@ -1,0 +1,128 @@
+"""Several sets as one: the shares of each, the same images on any number of ranks, and classes joined by name."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_ring.data import (
+    ImageFolder,
+    Loader,
+    Mixture,
+    MixtureSampler,
+    RandomResizedCrop,
+    ShardDataset,
+    image_loader,
+)
+from lightning_ring.data.packing.run import pack
+from lightning_ring.data.packing.settings import PackSettings
+from lightning_ring.errors import ConfigurationError
+from tests.images import write_folder
+
+
+@pytest.fixture(scope="module")
+def sets(tmp_path_factory: pytest.TempPathFactory) -> tuple[ImageFolder, ShardDataset]:
+    """Two sets with some classes in common, of 21 and 19 images."""
+    root = tmp_path_factory.mktemp("sets")
+    first = write_folder(root / "first")
+    second = write_folder(root / "second")
+    names = sorted(path.name for path in second.iterdir())
+    (second / names[0]).rename(second / "a new class")
+    next((second / names[1]).glob("*")).unlink()
+    next((second / names[1]).glob("*")).unlink()
+    pack(second, root / "shards", PackSettings(size=0, group_by_class=False), 1, lambda *numbers: None)
+    return ImageFolder(first), ShardDataset(root / "shards")
+
+
+def loader(mixture: Mixture, rank: int, world_size: int, batch_size: int) -> Loader:
+    sampler = MixtureSampler(
+        mixture.sizes,
+        [1, 3],
+        num_samples=240,
+        rank=rank,
+        world_size=world_size,
+        fingerprint=mixture.fingerprint,
+    )
+    crop = RandomResizedCrop(8)
+    return image_loader(mixture, sampler, batch_size, crop=crop, transform=None, with_indices=True, num_threads=1)
+
+
+def test_an_image_and_its_class_name_are_those_of_its_set(sets: tuple[ImageFolder, ShardDataset]) -> None:
+    mixture = Mixture(sets)
+    assert mixture.sizes == [len(source) for source in sets]
+    assert mixture.classes == [*sets[0].classes, "a new class"]
+    for i in range(-len(mixture), len(mixture)):
+        number, inside = mixture.place(i)
+        source = sets[number]
+        assert (number, inside) == ((0, i % len(mixture)) if i % len(mixture) < 21 else (1, i % len(mixture) - 21))
+        image, label = mixture[i]
+        assert torch.equal(image, source[inside][0])
+        assert mixture.classes[label] == source.classes[source[inside][1]] == mixture.classes[mixture.labels[i]]
+        assert (mixture.name(i), mixture.where(i)) == (source.name(inside), source.where(inside))
+    order = [39, 0, 30, 30, -1, 12]
+    assert mixture.read_many(order) == [sets[mixture.place(i)[0]].read(mixture.place(i)[1]) for i in order]
+    with pytest.raises(IndexError, match="image 40 of 40"):
+        mixture[40]
+
+
+@pytest.mark.parametrize("num_samples", [600, 200_000])
+def test_each_set_gets_its_share_and_is_used_up_before_an_image_comes_again(num_samples: int) -> None:
+    sizes, weights = [1000, 10, 300], np.array([5.0, 1.0, 2.0])
+    sampler = MixtureSampler(sizes, weights.tolist(), num_samples=num_samples, rank=0, world_size=1)
+    taken = []
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        taken += list(sampler)
+        drawn = np.bincount(np.searchsorted(np.cumsum(sizes), taken[-sampler.length :], side="right"), minlength=3)
+        assert np.abs(drawn - sampler.length * weights / 8).max() < 1
+    for start, size in ((0, 1000), (1000, 10), (1010, 300)):
+        mine = [i for i in taken if start <= i < start + size]
+        for first in range(0, len(mine) - size, size):
+            assert sorted(mine[first : first + size]) == list(range(start, start + size))
+
+
+def test_it_resumes_on_another_number_of_ranks_with_the_same_images(sets: tuple[ImageFolder, ShardDataset]) -> None:
+    mixture = Mixture(sets)
+    expected = [batch[2].tolist() for batch in loader(mixture, 0, 1, 12)]
+    two = [loader(mixture, rank, 2, 6) for rank in range(2)]
+    shares: Any = [[batch[2].tolist() for batch in itertools.islice(iter(one), 8)] for one in two]
+    state = two[0].state_dict()
+    assert state == two[1].state_dict()
+    got = [sorted(a + b) for a, b in zip(*shares, strict=True)]
+    three = [loader(Mixture(sets), rank, 3, 4) for rank in range(3)]
+    for one in three:
+        one.load_state_dict(state)
+    shares = [[batch[2].tolist() for batch in one] for one in three]
+    got += [sorted(a + b + c) for a, b, c in zip(*shares, strict=True)]
+    assert got == [sorted(batch) for batch in expected]
+    other = loader(Mixture(sets[::-1]), 0, 1, 12)
+    with pytest.raises(ConfigurationError, match="fingerprint"):
+        other.load_state_dict(state)
+
+
+def test_wrong_arguments_are_named(sets: tuple[ImageFolder, ShardDataset], tmp_path: Path) -> None:
+    class Unnamed:
+        labels = np.zeros(3, dtype=np.int64)
+
+        def __len__(self) -> int:
+            return 3
+
+    assert Mixture([Unnamed(), Unnamed()]).labels.tolist() == [0] * 6
+    with pytest.raises(ConfigurationError, match="1 of 2 sets name their classes"):
+        Mixture([sets[0], Unnamed()])
+    with pytest.raises(ConfigurationError, match="one set or more"):
+        Mixture([])
+    for sizes, weights in (([3, 4], [1]), ([3, 4], [1, 0]), ([3, 4], [1, -1]), ([3, 4], [1, float("nan")])):
+        with pytest.raises(ConfigurationError, match=r"weights=\[.*expected 2 numbers above 0"):
+            MixtureSampler(sizes, weights)
+    with pytest.raises(ConfigurationError, match=r"sizes=\[3, 0\]"):
+        MixtureSampler([3, 0], [1, 1])
+    state = MixtureSampler([3, 4], [1, 1], rank=0, world_size=1).state_dict()
+    MixtureSampler([3, 4], [2, 2], rank=0, world_size=1).load_state_dict(state)
+    with pytest.raises(ConfigurationError, match="kind"):
+        MixtureSampler([3, 4], [1, 2], rank=0, world_size=1).load_state_dict(state)
