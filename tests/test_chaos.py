@@ -12,7 +12,7 @@ from benchmarks.chaos_checks import check_samples, check_steps
 from benchmarks.chaos_plan import BATCH, SAMPLES, Plan, draw
 from tests.processes import ROOT, run
 
-SEED, FAULTS = 0, 6
+SEED, FAULTS = 5034, 5
 
 
 @pytest.mark.ranks

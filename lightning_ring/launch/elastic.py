@@ -60,7 +60,8 @@ class ElasticJob:
     _processes: list[JobProcess] = field(default_factory=list, init=False)  # by number
     _by_child: dict[Child | RemoteChild, JobProcess] = field(default_factory=dict, init=False)
     _filled: set[int] = field(default_factory=set, init=False)  # slots that have had a process
-    _failed: str = field(default="", init=False)  # who ended the job without a word, and how
+    _failing: JobProcess | None = field(default=None, init=False)  # that ended the job without a word
+    _failed: str = field(default="", init=False)  # how it ended
     _left: str = field(default="", init=False)  # who ended with exit code 0 and had not finished
     _below_since: float | None = field(default=None, init=False)
     _ended_since: float | None = field(default=None, init=False)
@@ -274,7 +275,7 @@ class ElasticJob:
     def _fail(self, process: JobProcess, code: int) -> None:
         """It may not have said so itself, as an uncaught exception does: os._exit, a C library."""
         if not self._is_over:
-            self._failed = process.death(code, "")
+            self._failing, self._failed = process, process.death(code, "")
             self._steward.end(self._failed)
 
     def _note_death(self, process: JobProcess, code: int) -> None:
@@ -287,7 +288,7 @@ class ElasticJob:
     def _outlives(self, child: Child | RemoteChild, code: int) -> bool:
         process = self._by_child[child]
         self._note_end(process, code)
-        return process.outlived
+        return process.outlived or self._failing not in (None, process)  # the others end because of it, perhaps earlier
 
     def _kill(self, number: int, why: str, after: float) -> None:
         """The steward has removed process ``number``, which gets ``after`` seconds to end by itself."""

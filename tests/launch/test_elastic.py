@@ -139,6 +139,17 @@ def test_an_exit_ends_the_job_at_once_also_beside_deaths(
 
 
 @pytest.mark.ranks
+def test_the_rank_that_failed_is_named_also_where_others_end_before_its_memory_is_free(tmp_path: Path) -> None:
+    script = counting(
+        tmp_path,
+        "if number == '1':\n    memory = b'1' * 2**30\n    when_counting(lambda: os._exit(9))\ncount()\n",
+    )
+    done = start("ElasticLimits(3)", script)
+    assert done.returncode == 9, done.stdout
+    assert re.search(r"process 1 \(pid \d+\) ended with exit code 9; the job ends", done.stdout), done.stdout
+
+
+@pytest.mark.ranks
 def test_a_replacement_that_fails_after_the_training_has_finished_is_no_failure_of_the_job(tmp_path: Path) -> None:
     script = counting(
         tmp_path,

@@ -16,8 +16,8 @@ def open_remote(url: str, options: Remote, generation: int | None = None) -> tup
     """The set that lies at ``url``: its newest generation, or the one that is asked for.
 
     Raises:
-        ShardError: No finished packing is there, or not that generation, or an object is missing or not as long as it was
-            packed.
+        ShardError: No finished packing is there, or not that generation, or an object is missing or not as
+            long as it was packed.
         StoreError: The store refuses or does not answer, or the cache cannot be written.
     """
     store, cache = ObjectStore(url, options), Cache(options.folder, options.cache_bytes)
