@@ -111,7 +111,7 @@ def train(options: argparse.Namespace) -> None:
     trainer.fit(module, DataLoader(data, batch_size=4))
     steps = [after - before for before, after in zip(module.ends[WARM_UP:], module.ends[WARM_UP + 1 :], strict=False)]
     result = {
-        "step": statistics.median(steps),
+        "step": statistics.median(steps) if steps else None,  # of one that has joined at the end
         "sent": sum(sent(record, options.ranks) for record in records) / max(1, len(module.ends)),
         "state": state,
         "memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
@@ -153,7 +153,8 @@ def main() -> None:
         if options.join and not VARIANTS[variant].get("elastic"):
             continue
         results = run(variant, options)
-        median = {name: statistics.median(one[name] for one in results) for name in ("step", "sent", "state", "memory")}
+        found = [one for one in results if one["step"] is not None]
+        median = {name: statistics.median(one[name] for one in found) for name in ("step", "sent", "state", "memory")}
         pauses = [1e3 * pause for one in results for pause in one["pauses"]]
         print(
             f"{variant}: step {1e3 * median['step']:.0f} ms, sent {median['sent'] / 2**20:.1f} MiB a step, "
