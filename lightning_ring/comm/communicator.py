@@ -204,6 +204,7 @@ class Communicator(Protocol):
     def open_requests(self, answer: Callable[[int, Tensor], Tensor]) -> Requests:
         """Let ranks ask each other at any time: ``answer(peer, question)`` runs in threads of this rank. Collective.
 
+        It begins with `Requests.start`.
         Other than collectives, questions need no order that all ranks share, and travel on the host.
         """
         raise ConfigurationError(
