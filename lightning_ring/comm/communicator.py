@@ -211,7 +211,8 @@ class Communicator(Protocol):
     def open_requests(self, answer: Callable[[int, Tensor], Tensor]) -> Requests:
         """Let ranks ask each other at any time: ``answer(peer, question)`` runs in threads of this rank. Collective.
 
-        Other than collectives, questions need no order that all ranks share, and travel on the host.
+        They begin with `Requests.start`. Other than collectives, questions need no order that all ranks share. They
+        travel on the host.
         """
         raise ConfigurationError(
             f"{type(self).__name__} carries collectives alone, and no questions between two ranks."

@@ -56,6 +56,9 @@ class Requests:
             for peer in peers
         }
         _open.add(self)
+
+    def start(self) -> None:
+        """Answer from now on: ``answer`` may be called before this returns."""
         for thread in self._threads.values():
             thread.start()
 
@@ -99,7 +102,7 @@ class Requests:
             self._stopped = True
             if not ended:
                 self._transport.interrupt()
-            for thread in self._threads.values():
+            for thread in filter(threading.Thread.is_alive, self._threads.values()):
                 thread.join(_STUCK_SECONDS)
             self._asking.close()
             self._transport.close(broken=not ended)

@@ -47,6 +47,7 @@ def test_steps_in_an_order_of_their_own_are_those_of_the_formula(world_size: int
         steps = OPTIMIZERS[optimizer](net)
         algorithm.attach(net, [steps], comm)
         algorithm.begin_batch()  # the first average of each even rank
+        algorithm._finish_exchange()
         comm.barrier()
         found = []
         for turn in order:

@@ -19,7 +19,7 @@ from torch.optim import SGD, Adafactor, AdamW, Optimizer
 from lightning_ring import RingStrategy
 from lightning_ring.algorithms.server import ParameterServer
 from lightning_ring.algorithms.server.layout import layouts, write_
-from lightning_ring.algorithms.server.shard import Push, Shard
+from lightning_ring.algorithms.server.shard import Push, Shard, _average
 from lightning_ring.algorithms.server.twin import Twin, settings_of
 from lightning_ring.errors import CollectiveError, ConfigurationError, RingError
 from lightning_ring.optim import LARS
@@ -84,6 +84,8 @@ def test_bulk_is_the_step_with_the_mean_in_one_process(world_size: int, optimize
         for step in range(NUM_STEPS):
             one_step(net, steps, algorithm, comm.rank, step)
             steps.param_groups[0]["lr"] = 0.01 * (step + 1)
+            for _ in range(step % 3):  # nothing changes in between
+                algorithm.show_averages()
         saved = algorithm.optimizer_state_dict(steps, is_rank_zero=comm.rank == 0)
         with pytest.raises(ConfigurationError, match="is with the parameter servers"):
             steps.state_dict()
@@ -157,6 +159,16 @@ def test_no_worker_is_more_than_the_bound_ahead(staleness: int) -> None:
     assert not thread.is_alive()
     assert max(ahead) <= staleness
     assert max(ahead[:4]) == staleness  # it did run ahead
+
+
+def test_a_gradient_that_some_ranks_lack_counts_as_zero_there() -> None:
+    gradient = torch.tensor([3.0, 6.0])
+    for dtype in (torch.float32, torch.bfloat16):
+        mean = _average([None, gradient.to(dtype), None])
+        assert mean is not None
+        assert mean.dtype == dtype
+        assert mean.tolist() == [1.0, 2.0]
+    assert _average([None, None]) is None
 
 
 def test_a_worker_that_rests_holds_nobody_up() -> None:

@@ -55,7 +55,7 @@ class AsynchronousGossip(Gossip):
         self._is_new = True  # the parameters are what x shall be
 
     def __deepcopy__(self, memo: Any) -> AsynchronousGossip:
-        return AsynchronousGossip(seed=self.seed)  # of one that trains nothing: a lock has no copy
+        return type(self)(seed=self.seed)  # of one that trains nothing: a lock has no copy
 
     # -- begin and end
 
@@ -76,6 +76,7 @@ class AsynchronousGossip(Gossip):
         self._copied = self._x.clone()
         self._take_parameters()
         self._requests = unrecorded(self._communicator).open_requests(self._answer)
+        self._requests.start()
 
     def _end_requests(self, *, wait: bool = True) -> None:
         if self._requests is None:

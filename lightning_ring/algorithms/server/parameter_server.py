@@ -100,7 +100,7 @@ class ParameterServer(Algorithm):
                 f"ParameterServer got servers={self.servers}, and the job has {comm.world_size} rank(s), of which some "
                 "or all are servers too. Use fewer servers, or None for all ranks."
             )
-        self._module, self._comm, self._warn = module, comm, warn
+        self._module, self._comm = module, comm
         self.set_optimizers(optimizers)
 
     def set_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
@@ -175,10 +175,9 @@ class ParameterServer(Algorithm):
         if self._serving is None:
             return
         self._serving.rest()
-        if not meet_for_pause(self._communicator, after_steps=self._shown_at != self.num_steps):
-            return
-        self._serving.show()
-        if self._optimizer is not None:
+        stepped = meet_for_pause(self._communicator, after_steps=self._shown_at != self.num_steps)
+        self._serving.end_rest(with_weights=stepped)
+        if stepped and self._optimizer is not None:
             self._optimizer.note_parameters()
         self._shown_at = self.num_steps
 

@@ -54,11 +54,7 @@ class Serving:
         self._questions = {server: torch.empty(0, dtype=torch.uint8) for server in servers}
         self._answers = {worker: torch.empty(0, dtype=torch.uint8) for worker in range(comm.world_size)}
         self._requests = comm.open_requests(self._answer)
-
-    @property
-    def num_bytes(self) -> int:
-        """Of all gradients, as they travel."""
-        return sum(layout.nbytes for layout in self._layouts.values())
+        self._requests.start()
 
     def exchange(self, asks_to_stop: bool, step: int) -> Pulled:
         """Push this rank's gradients, and replace its parameters by the servers' weights."""
@@ -75,11 +71,17 @@ class Serving:
         """Tell the servers that this worker pushes nothing for a while."""
         self._requests.ask(dict.fromkeys(self._layouts, torch.empty(0, dtype=torch.uint8)), "pause").wait()
 
-    def show(self) -> None:
-        """Replace every rank's parameters by the servers' weights. Collective, while all workers rest."""
+    def end_rest(self, *, with_weights: bool) -> None:
+        """Go on, from the servers' weights, which replace every rank's parameters. Collective, while all workers rest.
+
+        ``with_weights=False``: the parameters are those weights already.
+        """
         weights: dict[int, Tensor] = {}
         if self._shard is not None:
             self._shard.meet()
+        if not with_weights:
+            self._comm.barrier()  # no worker goes on before all servers know of it
+            return
         for server, layout in self._layouts.items():
             weights[server] = torch.empty(layout.nbytes, dtype=torch.uint8)
             if self._shard is not None and server == self._comm.rank:
