@@ -101,11 +101,11 @@ def train(order: dict[str, Any]) -> dict[str, Any]:
     parts = pairs_of_digits(settings.images)
     torch.manual_seed(order["seed"])
     module = network(settings.hidden)
-    lr = settings.lr * order["method"]["lr_scale"]
     optimizer = torch.optim.SGD(
-        module.parameters(), lr, order["method"]["momentum"], weight_decay=settings.weight_decay
+        module.parameters(), settings.lr, order["method"]["momentum"], weight_decay=settings.weight_decay
     )
     factor = warmup_cosine(settings.steps, settings.warmup_steps)
+    peak = settings.lr * order["method"]["lr_factor"]
     slower = measured_step(module, optimizer, batches(parts["train"], settings, 0, 0)).phases.alone
     replicas = kept_together(module, optimizer, order)
     is_slow = order["straggler"] and replicas.rank == settings.ranks - 1
@@ -122,7 +122,7 @@ def train(order: dict[str, Any]) -> dict[str, Any]:
             if is_slow:
                 time.sleep(slower)
             for group in optimizer.param_groups:
-                group["lr"] = lr * factor(min(step, settings.steps - 1))
+                group["lr"] = peak * factor(min(step, settings.steps - 1))
             F.cross_entropy(replicas.called(images), labels).backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -85,7 +85,7 @@ def lines(found: Sequence[Choice]) -> Iterator[str]:
     """A table, and what is recommended."""
     size, first, best = found[0].step.world_size, found[0], recommended(found)
     yield f"compressors and algorithms on {size:,} ranks (a gain in time may cost accuracy: docs/guides/slow-links.md)"
-    yield f"{'':54}  {'step ms':>8} {'of ring':>7} {'MB sent':>8}"
+    yield f"{'':54}  {'step ms':>8} {'of ring':>7} {'MB/host':>8}"
     for choice in found:
         share = choice.step.seconds / first.step.seconds
         mark = " <" if choice is best else ""
