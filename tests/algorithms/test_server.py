@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import sys
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,9 +16,6 @@ from torch.optim import SGD, Adafactor, AdamW, Optimizer
 
 from lightning_ring import RingStrategy
 from lightning_ring.algorithms.server import ParameterServer
-from lightning_ring.algorithms.server.layout import layouts, write_
-from lightning_ring.algorithms.server.shard import Push, Shard, _average
-from lightning_ring.algorithms.server.twin import Twin, settings_of
 from lightning_ring.errors import CollectiveError, ConfigurationError, RingError
 from lightning_ring.optim import LARS
 from tests.algorithms.test_local import loss
@@ -101,105 +96,6 @@ def test_bulk_is_the_step_with_the_mean_in_one_process(world_size: int, optimize
     assert found[1][1] == {}
     assert found[0][1]["param_groups"] == state["param_groups"]
     torch.testing.assert_close(found[0][1]["state"], state["state"], rtol=1e-4, atol=1e-6)
-
-
-def shard_of(num_workers: int, **how: Any) -> tuple[Shard, list[Tensor]]:
-    """A server of one parameter, and where a worker's weights go."""
-    weight = nn.Parameter(torch.linspace(-1, 1, 6, dtype=torch.float64))
-    layout = layouts([weight], 1, cut=True)[0]
-    shard = Shard(Twin(SGD([weight], 0.1), [weight], layout), num_workers, **how)
-    return shard, shard.weights()
-
-
-SETTINGS = settings_of(SGD([nn.Parameter(torch.zeros(1))], 0.1))
-
-
-@pytest.mark.parametrize("how", [{}, {"staleness": 10}])
-@pytest.mark.parametrize("compensation", [None, 0.3])
-def test_delay_compensation_is_equation_10_of_the_paper(compensation: float | None, how: dict[str, Any]) -> None:
-    """w ← w - lr · (g + λ g ⊙ g ⊙ (w - w_r)), for pushes that come in an order of their own; three workers."""
-    shard, pulled = shard_of(3, compensation=compensation, **how)
-    weights = torch.linspace(-1, 1, 6, dtype=torch.float64).numpy()
-    seen = [weights.copy() for _ in range(3)]
-    generator = torch.Generator().manual_seed(1)
-    order = [0, 1, 1, 0, 2, 1, 2, 2, 0]
-    last = [0, 0, 0]
-    for number, worker in enumerate(order):
-        gradient = torch.randn(6, dtype=torch.float64, generator=generator)
-        delay = shard.push(worker, Push([gradient.clone()], SETTINGS), pulled)
-        g = gradient.numpy()
-        weights = weights - 0.1 * (g + (compensation or 0.0) * g * g * (weights - seen[worker]))
-        seen[worker] = weights.copy()
-        assert delay == number - last[worker]
-        last[worker] = number + 1
-        torch.testing.assert_close(pulled[0], torch.from_numpy(weights), rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("staleness", [0, 1, 3])
-def test_no_worker_is_more_than_the_bound_ahead(staleness: int) -> None:
-    shard, _ = shard_of(2, staleness=staleness)
-    clocks, ahead = [0, 0], []
-
-    def fast() -> None:
-        pulled = shard.weights()
-        for _ in range(12):
-            shard.push(0, Push([torch.zeros(6, dtype=torch.float64)], SETTINGS), pulled)
-            clocks[0] += 1
-            ahead.append(clocks[0] - clocks[1])
-
-    thread = threading.Thread(target=fast, daemon=True)
-    thread.start()
-    pulled = shard.weights()
-    for step in range(12):
-        if step < 4:
-            time.sleep(0.05)
-        clocks[1] += 1  # the fast one may see the push before this thread comes back from it
-        shard.push(1, Push([torch.zeros(6, dtype=torch.float64)], SETTINGS), pulled)
-    thread.join(10)
-    assert not thread.is_alive()
-    assert max(ahead) <= staleness
-    assert max(ahead[:4]) == staleness  # it did run ahead
-
-
-def test_a_gradient_that_some_ranks_lack_counts_as_zero_there() -> None:
-    gradient = torch.tensor([3.0, 6.0])
-    for dtype in (torch.float32, torch.bfloat16):
-        mean = _average([None, gradient.to(dtype), None])
-        assert mean is not None
-        assert mean.dtype == dtype
-        assert mean.tolist() == [1.0, 2.0]
-    assert _average([None, None]) is None
-
-
-def test_a_worker_that_rests_holds_nobody_up() -> None:
-    shard, pulled = shard_of(2, staleness=1)
-    shard.rest(1)
-    for _ in range(5):
-        shard.push(0, Push([torch.zeros(6, dtype=torch.float64)], SETTINGS), pulled)
-    assert shard.num_updates == 5
-    shard.meet()
-    shard.push(0, Push([torch.zeros(6, dtype=torch.float64)], SETTINGS), pulled)  # the bound counts from here
-
-
-def test_parameters_are_cut_into_equal_parts_or_spread_whole() -> None:
-    params = [torch.zeros(3, 5), torch.zeros(7), torch.zeros(0), torch.zeros(2, 2, dtype=torch.float64), torch.zeros(1)]
-    for num_servers in (1, 2, 3, 5, 40):
-        for cut in (True, False):
-            parts = layouts(params, num_servers, cut=cut)
-            covered = [
-                (piece.index, i) for part in parts for piece in part.pieces for i in range(piece.start, piece.stop)
-            ]
-            assert sorted(covered) == [(n, i) for n, param in enumerate(params) for i in range(param.numel())]
-            sizes = [
-                sum((piece.stop - piece.start) * params[piece.index].itemsize for piece in part.pieces)
-                for part in parts
-            ]
-            if cut:
-                assert max(sizes) - min(sizes) <= 16  # where two dtypes meet
-    last = torch.zeros(2, 3, 4, 4).contiguous(memory_format=torch.channels_last)
-    values = torch.arange(last.numel(), dtype=torch.float32)
-    write_([last], [(piece, piece.of(values)) for part in layouts([last], 3, cut=True) for piece in part.pieces])
-    assert torch.equal(last.reshape(-1), values)
 
 
 def test_a_closure_an_unused_and_a_thawed_parameter() -> None:
