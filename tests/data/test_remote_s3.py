@@ -64,7 +64,7 @@ class CuttingProxy:
 
 @contextmanager
 def s3_server() -> Iterator[int]:
-    moto = pytest.importorskip("moto.server", reason="moto[server] is not installed (extra `test`)")
+    moto = pytest.importorskip("moto.server", reason="moto is not installed (extra `test`)")
     pytest.importorskip("s3fs", reason="s3fs is not installed (extra `remote`)")
     server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
@@ -115,5 +115,5 @@ def test_a_bucket_is_read_whatever_the_wire_does(tmp_path: Path, monkeypatch: py
         with pytest.raises(ShardError, match=r"s3://bucket/photos/shard-000001.tar cannot be read: it is not there"):
             opened(cache=tmp_path / "another")
         proxy.close()
-    with pytest.raises(StoreError, match=r"s3://bucket/photos/manifest.json could not be read in 1 s; .*onnect"):
-        opened(deadline=1.0)
+    with pytest.raises(StoreError, match=r"s3://bucket/photos/manifest.json could not be read in 3 s, with"):
+        opened(deadline=3.0)

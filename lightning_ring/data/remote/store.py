@@ -138,6 +138,7 @@ class ObjectStore:
         be slow: each further try has twice as long.
         """
         deadline, began, tries = self.options.deadline, monotonic(), 0
+        told: Exception | None = None  # what went wrong, where a try did not just take too long
         while True:
             one_try = 2.0 * 2**tries + num_bytes / _SLOWEST
             tries += 1
@@ -151,11 +152,13 @@ class ObjectStore:
                     raise
                 if (reason := _permanent(error)) is not None:
                     raise StoreError(f"{what} cannot be read: {reason} ({_short(error)}).") from error
+                if told is None or not isinstance(error, asyncio.TimeoutError):
+                    told = error
                 pause = min(5.0, 0.05 * 2**tries) * _jitter.uniform(0.5, 1.0)
                 if monotonic() - began + pause >= deadline:
                     self._failure = StoreError(
-                        f"{what} could not be read in {deadline:g} s; the last of {tries} tries: {_short(error)}. Look "
-                        "after the store and the network, then start the job again. Remote(deadline=...) waits longer."
+                        f"{what} could not be read in {deadline:g} s, with {tries} tries: {_short(told)}. Look after "
+                        "the store and the network, then start the job again. Remote(deadline=...) waits longer."
                     )
                     raise self._failure from error
             await asyncio.sleep(pause)
