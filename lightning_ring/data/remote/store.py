@@ -192,8 +192,8 @@ def _file_system(url: str, options: Remote) -> Any:
             fs.retries = 1
     except (ImportError, ValueError) as error:
         raise ConfigurationError(
-            f"{url} cannot be opened: {error}. `pip install 'lightning-ring[remote]'` installs what s3://, gs:// and "
-            "https:// need; another protocol needs its own package for fsspec."
+            f"{url} cannot be opened: {error}. `pip install 'lightning-ring[remote]'` installs what s3:// and https:// "
+            "need, and lightning-ring[gcs] what gs:// needs; another protocol needs its own package for fsspec."
         ) from error
     return fs if fs.async_impl else AsyncFileSystemWrapper(fs, asynchronous=False)
 
