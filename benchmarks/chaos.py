@@ -64,6 +64,7 @@ def run_job(plan: Plan, *, mounts: bool) -> Result:
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
     with contextlib.ExitStack() as surroundings:
         surroundings.callback(shutil.rmtree, folder, ignore_errors=True)
+        surroundings.callback(chaos_host.remove_groups)
         (folder / "disk").mkdir()
         if mounts:
             surroundings.enter_context(chaos_host.small_disk(folder / "disk", _DISK_MIB))

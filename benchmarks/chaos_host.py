@@ -85,10 +85,11 @@ def run_out_of_memory() -> None:
     raise AssertionError(f"{len(taken)} MiB were taken with a limit of {_LIMIT_BYTES // 2**20} MiB")
 
 
-def remove_group(pid: int) -> None:
-    """Remove what `limit_memory` of process ``pid``, which has ended, has made."""
-    with contextlib.suppress(OSError):
-        _memory_group(pid).rmdir()
+def remove_groups() -> None:
+    """Remove what `limit_memory` has made in processes that have ended. Groups with processes stay."""
+    for group in _memory_group(0).parent.glob("chaos-*"):
+        with contextlib.suppress(OSError):
+            group.rmdir()
 
 
 def _memory_group(pid: int) -> Path:
