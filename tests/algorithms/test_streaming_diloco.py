@@ -7,11 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector
 
 from lightning_ring.algorithms.local import DiLoCo
 from lightning_ring.gradients.compression.between_nodes import BetweenNodes
-from tests.algorithms.local_training import NUM_STEPS, loss, network, trained
+from tests.algorithms.local_training import NUM_STEPS, OPTIMIZERS, loss, network, one_step, trained
+from tests.thread_ranks import run_ranks
 
 
 def streaming_reference(
@@ -59,6 +61,36 @@ def streaming_reference(
         for rank, own in enumerate(w):
             found[rank].append(torch.from_numpy(np.concatenate([value.ravel() for value in own])))
     return found
+
+
+def test_a_checkpoint_of_other_ranks_begins_a_new_round_without_what_was_on_its_way() -> None:
+    def start(comm: Any) -> tuple[DiLoCo, nn.Module, Any]:
+        net, algorithm = network(), DiLoCo(4, fragments=2, overlap=3)
+        optimizer = OPTIMIZERS["adamw"](net)
+        algorithm.attach(net, [optimizer], comm)
+        return algorithm, net, optimizer
+
+    def save(comm: Any) -> dict[str, Any]:
+        algorithm, net, optimizer = start(comm)
+        for _ in range(6):
+            one_step(net, optimizer, algorithm, comm.rank)
+        return algorithm.state_dict()
+
+    state = run_ranks(3, save)[0]
+    assert state["under_way"].keys() == {0, 1}
+
+    def load(comm: Any) -> Tensor:
+        algorithm, net, optimizer = start(comm)
+        assert "in a new round" in algorithm.load_state_dict(comm.broadcast_object(state))
+        assert algorithm.num_steps == 4
+        for _ in range(9):
+            one_step(net, optimizer, algorithm, comm.rank)
+        algorithm.show_averages()
+        return parameters_to_vector(net.parameters()).detach()
+
+    first, other = run_ranks(2, load)
+    assert torch.equal(first, other)
+    assert first.isfinite().all()
 
 
 def two_legs(values: list[np.ndarray], bits: int) -> np.ndarray:

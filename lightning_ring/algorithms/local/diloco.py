@@ -152,10 +152,11 @@ class DiLoCo(LocalSGD):
                 continue
             if since % self.every == 0:
                 self._send(index)
-            if since % self.every == self.overlap // 2:
-                for work in self._under_way[index].works:
+            gradient = self._under_way.get(index)  # `None` after a checkpoint of another number of ranks
+            if gradient is not None and since % self.every == self.overlap // 2:
+                for work in gradient.works:
                     advance(work)  # the second leg of a compressed average travels in the other half of the overlap
-            if since >= self.overlap and (since - self.overlap) % self.every == 0:
+            if gradient is not None and (since - self.overlap) % self.every == 0:
                 self._receive(self._under_way.pop(index))
         if step % self.every == 0:
             self._end_round()
