@@ -17,7 +17,7 @@ from lightning_ring.data import CenterCrop, DeviceTransform, RandomResizedCrop
 from lightning_ring.data.decoding import decode_rgb
 from lightning_ring.data.loading import pixels
 from lightning_ring.data.loading.pixels import decode_into
-from lightning_ring.data.loading.transforms import Box
+from lightning_ring.data.loading.transforms import Box, height_and_width
 from lightning_ring.data.packing.image import prepare_image
 from lightning_ring.data.packing.settings import PackSettings
 from lightning_ring.data.sampling.counters import Stream, uniforms
@@ -51,8 +51,8 @@ class Fixed:
 
 
 def cropped(data: bytes, crop: Any, numbers: Any = ()) -> Tensor:
-    out = torch.empty(1, crop.size, crop.size, 3, dtype=torch.uint8).permute(0, 3, 1, 2)
-    decode_into(out, data, crop, numbers)
+    out = torch.empty(1, *height_and_width(crop.size), 3, dtype=torch.uint8).permute(0, 3, 1, 2)
+    decode_into([out], data, [crop], [numbers])
     return out[0]
 
 
