@@ -85,5 +85,7 @@ class Classifier(L.LightningModule):
 
 
 def accuracy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Share of the batch whose largest logit is the label's; 0-d, in [0, 1]."""
+    """Share of the batch whose largest logit is the label's; 0-d, in [0, 1]. Of mixed labels the larger part counts."""
+    if labels.is_floating_point():  # batch x classes
+        labels = labels.argmax(dim=1)
     return (logits.argmax(dim=1) == labels).float().mean()

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import lightning as L
 import numpy as np
 from torch import device as Device
+from torchvision.transforms import v2
 
 from lightning_ring.data import (
     BalancedSampler,
@@ -47,6 +48,8 @@ class Shards(L.LightningDataModule):
         scale: Smallest and largest share of an image's area that a training crop takes.
         flip: Probability that a training image is mirrored.
         jitter: How far brightness, contrast and saturation of training images are changed.
+        randaugment: Change training images by torchvision's `RandAugment` (Cubuk et al. 2020, arXiv:1909.13719).
+        mixup: Alpha of MixUp (Zhang et al. 2018, arXiv:1710.09412), for classifiers; 0 leaves it out.
         resize: For evaluation, the shorter side before the centre is cut out.
         seed: Of the order and of the crops.
         indices: Give the third part of a batch.
@@ -69,6 +72,8 @@ class Shards(L.LightningDataModule):
         scale: tuple[float, float] = (0.08, 1.0),
         flip: float = 0.5,
         jitter: tuple[float, float, float] = (0.0, 0.0, 0.0),
+        randaugment: bool = False,
+        mixup: float = 0.0,
         resize: int = 256,
         seed: int = 0,
         indices: bool = False,
@@ -80,6 +85,11 @@ class Shards(L.LightningDataModule):
         super().__init__()
         if sampler not in ("uniform", "balanced", "pxk"):
             raise ConfigurationError(f"data.sampler={sampler}, expected uniform, balanced or pxk.")
+        if mixup and (sampler == "pxk" or indices):
+            raise ConfigurationError(
+                f"data.mixup={mixup} mixes labels, which a recogniser (data.sampler=pxk, data.indices=true) cannot "
+                "train on. Set data.mixup=0, or train a classifier."
+            )
         self.folder = Path(folder)
         self.batch_size = batch_size
         self.num_classes = num_classes
@@ -88,6 +98,8 @@ class Shards(L.LightningDataModule):
         self.train_crop = RandomResizedCrop(image_size, scale=(scale[0], scale[1]), flip=flip)
         self.val_crop = CenterCrop(image_size, resize=resize)
         self.jitter = jitter
+        self.randaugment = v2.RandAugment() if randaugment else None
+        self.mixup = v2.MixUp(alpha=mixup, num_classes=num_classes) if mixup else None
         self.seed = seed
         self.indices = indices
         self.resume_at = resume_at
@@ -166,7 +178,16 @@ class Shards(L.LightningDataModule):
         sampler = self._train_sampler(self.rank_batch_size())
         transform = DeviceTransform(brightness=self.jitter[0], contrast=self.jitter[1], saturation=self.jitter[2])
         batch_size = None if isinstance(sampler, PKSampler) else self.rank_batch_size()
-        return self._loader("train", sampler, batch_size, self.train_crop, transform, drop_last=True)
+        return self._loader(
+            "train",
+            sampler,
+            batch_size,
+            crop=self.train_crop,
+            transform=transform,
+            sample_transform=self.randaugment,
+            batch_transform=self.mixup,
+            drop_last=True,
+        )
 
     def val_dataloader(self) -> Loader:
         return self._evaluation_loader("val")
@@ -193,7 +214,7 @@ class Shards(L.LightningDataModule):
             fingerprint=dataset.fingerprint,
         )
         batch_size = even_batch_size(len(dataset), self.world_size(), self.rank_batch_size())
-        return self._loader(split, sampler, batch_size, self.val_crop, DeviceTransform(), drop_last=False)
+        return self._loader(split, sampler, batch_size, crop=self.val_crop, transform=DeviceTransform())
 
     def _train_sampler(self, rank_batch_size: int) -> OrderedSampler:
         dataset = self.datasets["train"]
@@ -226,27 +247,17 @@ class Shards(L.LightningDataModule):
             fingerprint=fingerprint,
         )
 
-    def _loader(
-        self,
-        split: str,
-        sampler: OrderedSampler,
-        batch_size: int | None,
-        crop: RandomResizedCrop | CenterCrop,
-        transform: DeviceTransform,
-        drop_last: bool,
-    ) -> Loader:
+    def _loader(self, split: str, sampler: OrderedSampler, batch_size: int | None, **options: Any) -> Loader:
         return image_loader(
             self.datasets[split],
             sampler,
             batch_size,
-            crop=crop,
-            transform=transform,
             device=self.trainer.strategy.root_device if self.trainer else Device("cpu"),
             with_indices=self.indices,
-            drop_last=drop_last,
             resume_at=self.resume_at,
             num_threads=self.num_threads,
             ranks_per_node=self.trainer.num_devices if self.trainer else 1,
+            **options,
         )
 
     # -- ranks

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lightning_ring.data import CenterCrop, DeviceTransform
 from lightning_ring.data.loading.pixels import decode_into
+from lightning_ring.data.loading.transforms import height_and_width
 from lightning_ring.data.packing.listing import EXTENSIONS
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.host.cores import available_cores
@@ -62,13 +63,13 @@ class PhotoEmbedder:
 
         The row of a file that cannot be read means nothing.
         """
-        rows = torch.zeros(len(files), self.crop.size, self.crop.size, 3, dtype=torch.uint8)
+        rows = torch.zeros(len(files), *height_and_width(self.crop.size), 3, dtype=torch.uint8)
         images = rows.permute(0, 3, 1, 2)
 
         def decode(place: int) -> str | None:
             try:
                 with torch.inference_mode():  # of this thread
-                    decode_into(images[place : place + 1], files[place].read_bytes(), self.crop, [])
+                    decode_into([images[place : place + 1]], files[place].read_bytes(), [self.crop], [[]])
                 return None
             except (ValueError, OSError, MemoryError) as error:
                 return str(error)

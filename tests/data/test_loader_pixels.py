@@ -17,7 +17,7 @@ from lightning_ring.data import CenterCrop, DeviceTransform, RandomResizedCrop
 from lightning_ring.data.decoding import decode_rgb
 from lightning_ring.data.loading import pixels
 from lightning_ring.data.loading.pixels import decode_into
-from lightning_ring.data.loading.transforms import Box
+from lightning_ring.data.loading.transforms import Box, Size, height_and_width
 from lightning_ring.data.packing.image import prepare_image
 from lightning_ring.data.packing.settings import PackSettings
 from lightning_ring.data.sampling.counters import Stream, uniforms
@@ -42,7 +42,7 @@ class Fixed:
     num_uniforms = 0
     exact = False
 
-    def __init__(self, box: Box, size: int) -> None:
+    def __init__(self, box: Box, size: Size) -> None:
         self.fixed = box
         self.size = size
 
@@ -51,14 +51,14 @@ class Fixed:
 
 
 def cropped(data: bytes, crop: Any, numbers: Any = ()) -> Tensor:
-    out = torch.empty(1, crop.size, crop.size, 3, dtype=torch.uint8).permute(0, 3, 1, 2)
-    decode_into(out, data, crop, numbers)
+    out = torch.empty(1, *height_and_width(crop.size), 3, dtype=torch.uint8).permute(0, 3, 1, 2)
+    decode_into([out], data, [crop], [numbers])
     return out[0]
 
 
-def reference(data: bytes, box: Box, size: int) -> Tensor:
+def reference(data: bytes, box: Box, size: Size) -> Tensor:
     image = torch.from_numpy(decode_rgb(data)).permute(2, 0, 1)
-    part = functional.resized_crop(image, *box[:4], [size, size], antialias=True)
+    part = functional.resized_crop(image, *box[:4], list(height_and_width(size)), antialias=True)
     return functional.horizontal_flip(part) if box.flip else part
 
 
@@ -74,7 +74,8 @@ def reference(data: bytes, box: Box, size: int) -> Tensor:
 )
 def test_it_equals_torchvision_bit_for_bit(box: Box) -> None:
     data = jpeg(256, 341)
-    assert torch.equal(cropped(data, Fixed(box, 224)), reference(data, box, 224))
+    for size in (224, (96, 160), (300, 64)):
+        assert torch.equal(cropped(data, Fixed(box, size)), reference(data, box, size))
 
 
 @pytest.mark.parametrize(("box", "factor"), [(Box(12, 8, 400, 500, True), 4), (Box(0, 0, 704, 896, False), 8)])
@@ -89,7 +90,7 @@ def test_what_is_decoded_smaller_stays_close_to_torchvision(box: Box, factor: in
     assert torch.equal(cropped(data, whole), reference(data, box, size))
 
 
-@pytest.mark.parametrize("crop", [RandomResizedCrop(48), CenterCrop(48, 50)])
+@pytest.mark.parametrize("crop", [RandomResizedCrop(48), CenterCrop(48, 50), RandomResizedCrop((40, 56))])
 def test_parts_of_sharp_images_that_are_decoded_smaller_are_where_the_crop_says(crop: Any) -> None:
     reduced, means = 0, []
     for seed, numbers in enumerate(uniforms(0, Stream.CROP, 0, np.arange(24), 23).tolist()):
@@ -103,6 +104,19 @@ def test_parts_of_sharp_images_that_are_decoded_smaller_are_where_the_crop_says(
         assert torch.equal(cropped(data, exact, numbers), reference(data, box, crop.size))
     assert reduced > 8
     assert np.mean(means) < 1.2  # 4 and more where parts lie up to half a pixel of the smaller image aside
+
+
+def test_views_of_one_decoding_are_where_their_crops_say() -> None:
+    data, boxes = jpeg(704, 896), [Box(16, 8, 640, 800, True), Box(64, 16, 128, 96, False)]
+    outs = [torch.empty(1, size, size, 3, dtype=torch.uint8).permute(0, 3, 1, 2) for size in (40, 16)]
+    crops = [Fixed(box, out.shape[-1]) for box, out in zip(boxes, outs, strict=True)]
+    decode_into(outs, data, crops, [[], []])  # at 1/2 for the second one, alone the first would be decoded at 1/8
+    for out, box in zip(outs, boxes, strict=True):
+        expected = reference(data, box, out.shape[-1])
+        assert 0 < (out[0].float() - expected.float()).abs().mean() < 1.5
+    crops[1].exact = True
+    decode_into(outs, data, crops, [[], []])
+    assert all(torch.equal(o[0], reference(data, b, o.shape[-1])) for o, b in zip(outs, boxes, strict=True))
 
 
 def test_without_torchs_private_resize_pixels_are_the_same(monkeypatch: Any) -> None:

@@ -6,6 +6,7 @@ import shutil
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import lightning as L
 import numpy as np
@@ -18,6 +19,7 @@ from lightning_ring.data import ShardDataset
 from lightning_ring.data.packing.run import pack
 from lightning_ring.data.packing.settings import PackSettings
 from lightning_ring.errors import ConfigurationError
+from recipes.classifier import accuracy
 from recipes.data.shards import Shards, number_as
 
 
@@ -28,11 +30,13 @@ def photos(root: Path, classes: str) -> Path:
     return root
 
 
-def shards(folder: Path, classes: str, num_classes: int, stage: str = "fit") -> Shards:
+def shards(
+    folder: Path, classes: str, num_classes: int, stage: str = "fit", batch_size: int = 1, **options: Any
+) -> Shards:
     for split in ("train", "val"):
         source = photos(folder / f"images {split}", classes)
         pack(source, folder / split, PackSettings(), 1, lambda *numbers: None)
-    data = Shards(str(folder), 1, num_classes=num_classes)
+    data = Shards(str(folder), batch_size, num_classes=num_classes, **options)
     data.setup(stage)
     return data
 
@@ -59,6 +63,26 @@ def test_a_class_that_the_checkpoint_has_not_is_an_error(tmp_path, classes, stra
     other = shards(tmp_path / "other", classes, 3, "test")
     with pytest.raises(ConfigurationError, match=f"1 classes besides the 3 that the checkpoint .*{strange}"):
         other.load_state_dict(state)
+
+
+def test_randaugment_and_mixup_change_training_alone(tmp_path):
+    options = {"batch_size": 3, "image_size": 8, "resize": 8}
+    data = shards(tmp_path / "mixed", "bcd", 3, randaugment=True, mixup=0.4, **options)
+    plain = shards(tmp_path / "plain", "bcd", 3, **options)
+    [(images, labels)], [(others, numbers)] = data.train_dataloader(), plain.train_dataloader()
+    assert images.shape == others.shape
+    assert not torch.equal(images, others)
+    assert torch.allclose(labels.sum(1), torch.ones(3))
+    logits = torch.eye(3)[[0, 1, 1]]
+    assert accuracy(logits, torch.tensor([[0.6, 0.4, 0.0], [0.0, 0.7, 0.3], [0.9, 0.1, 0.0]])).item() == pytest.approx(
+        2 / 3
+    )
+    [(images, labels)], [(others, numbers)] = data.val_dataloader(), plain.val_dataloader()
+    assert torch.equal(images, others)
+    assert torch.equal(labels, numbers)
+    for recogniser in ({"sampler": "pxk"}, {"indices": True}):
+        with pytest.raises(ConfigurationError, match=r"data.mixup=0.2 mixes labels, which a recogniser"):
+            Shards("anywhere", 4, 3, mixup=0.2, **recogniser)
 
 
 def test_numbering_takes_time_in_proportion_to_the_classes(tmp_path):

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from itertools import accumulate, pairwise
 from time import perf_counter
 from typing import Any, Literal, Protocol, cast
 
@@ -14,21 +12,27 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from lightning_ring.data.augment.processes import InProcesses
+from lightning_ring.data.augment.sample import InThreads, SampleTransforms, Transform, TransformFailedError
 from lightning_ring.data.loading.batch_maker import LoaderTimes, Samples
+from lightning_ring.data.loading.buffers import Buffers, Memory
 from lightning_ring.data.loading.generations import Generations, ResumeAt
 from lightning_ring.data.loading.loader import Loader
+from lightning_ring.data.loading.on_device import OnDevice
 from lightning_ring.data.loading.pixels import decode_into
 from lightning_ring.data.loading.replacement import Skipped
-from lightning_ring.data.loading.transforms import Crop, DeviceTransform
-from lightning_ring.data.sampling.counters import Stream, uniforms
+from lightning_ring.data.loading.transforms import Crop, DeviceTransform, height_and_width
+from lightning_ring.data.sampling.counters import Stream, integers, uniforms
 from lightning_ring.data.sampling.sampler import Ints, OrderedSampler
 from lightning_ring.errors import ConfigurationError, SampleError, ShardError
-from lightning_ring.host.accelerator import gpu_module, is_gpu
+from lightning_ring.host.accelerator import is_gpu
+from lightning_ring.host.cores import available_cores
 
 OnError = Literal["raise", "skip"]
+Rows = list[list[float]]
+"""Random numbers of each crop of a sample."""
 
 _CHUNK = 8
-_SPARE = 8  # buffers: when many batches are let go at once, the others are freed
 
 
 class ImageSource(Protocol):
@@ -50,22 +54,12 @@ class RemoteSource(Protocol):
 
 
 @dataclass(slots=True)
-class _Memory:
-    batch: Tensor  # batch size x 3 x size x size, uint8, channels last
-    places: tuple[Tensor, ...]  # its images, each 1 x 3 x size x size
-    copied: Any = None  # an event: the device has read it
-
-
-@dataclass(slots=True)
 class _Room:
-    memory: _Memory
+    memory: Memory
     samples: Samples
     indices: Ints  # of the images in it: those of the samples, or their replacements
-    numbers: list[list[float]]  # of each sample, for its crop
-
-    @property
-    def images(self) -> Tensor:
-        return self.memory.batch[: len(self.samples)]
+    numbers: list[Rows]  # of each sample
+    seeds: list[list[int]]  # of each sample, for the transform of each crop
 
 
 class ImageBatches:
@@ -73,12 +67,15 @@ class ImageBatches:
 
     Args:
         source: The images.
-        crop: Which part of each image, at which size; its random numbers depend on seed, epoch and position alone.
+        crop: Which part of each image, at which size; its random numbers depend on seed, epoch and position alone. A
+            list of crops gives several views of each image: ``images`` is then a tuple, a batch for each crop.
         transform: Run on the device on the whole batch; `None` leaves uint8 images.
         device: Where batches go. On a GPU they are copied from pinned memory on a stream of their own.
         with_indices: Also give each sample's index in ``source``.
         on_error: What an image that cannot be read or decoded does: ``"raise"`` ends the iteration, ``"skip"`` puts
             another one into its place (see `Skipped`). An evaluation that counts each image once wants ``"raise"``.
+        sample_transforms: Run on each crop of each image.
+        batch_transform: ``(images, labels) -> (images, labels)``, run on the device after ``transform``.
 
     Attributes:
         skipped: The images that were skipped, by index, with the reasons: ``skipped.reasons``.
@@ -89,26 +86,32 @@ class ImageBatches:
     def __init__(
         self,
         source: ImageSource,
-        crop: Crop,
+        crop: Crop | Sequence[Crop],
         transform: DeviceTransform | None,
         device: torch.device | str = "cpu",
         with_indices: bool = False,
         on_error: OnError = "raise",
+        sample_transforms: SampleTransforms | None = None,
+        batch_transform: Transform | None = None,
     ) -> None:
         if on_error not in ("raise", "skip"):
             raise ConfigurationError(f"on_error={on_error!r} was given, expected 'raise' or 'skip'.")
         self.on_error = on_error
         self.skipped = Skipped()
         self.source = source
-        self.crop = crop
-        self.device = torch.device(device)
-        self.transform = transform.to(self.device) if transform is not None else None
+        self.with_views = isinstance(crop, Sequence)
+        self.crops = list(crop) if isinstance(crop, Sequence) else [crop]
+        if not self.crops:
+            raise ConfigurationError("crop=[] was given, expected a crop, or a list of one or more.")
         self.with_indices = with_indices
-        self.ahead = is_gpu(self.device)
+        self.sample_transforms = sample_transforms
+        self._sizes = [height_and_width(crop.size) for crop in self.crops]
+        self._ends = list(accumulate((crop.num_uniforms for crop in self.crops), initial=0))
+        device = torch.device(device)
+        self._buffers = Buffers(self._sizes, pinned=is_gpu(device))
+        self.on_device = OnDevice(device, transform, batch_transform, self._buffers)
+        self.ahead = self.on_device.on_gpu
         self.lookahead: int = getattr(source, "lookahead", 0)  # of a set that lies elsewhere
-        self._stream: Any = None
-        self._free: deque[_Memory] = deque(maxlen=_SPARE)
-        self._floats: deque[Tensor] = deque(maxlen=_SPARE)  # batch size x size x size x 3, on a CPU
 
     # -- in the thread that takes batches, before
 
@@ -117,17 +120,14 @@ class ImageBatches:
 
     def open(self, samples: Samples) -> _Room:
         # of all at once: the calls cost more than the numbers
-        numbers = uniforms(samples.seed, Stream.CROP, samples.epoch, samples.positions, self.crop.num_uniforms).tolist()
-        memory = self._free.popleft() if self._free else None
-        if memory is None or len(memory.places) < len(samples):  # of a smaller batch
-            shape = (len(samples), self.crop.size, self.crop.size, 3)
-            with torch.inference_mode(False):  # an evaluation's, in which the next training would not write
-                rows = torch.empty(shape, dtype=torch.uint8, pin_memory=self.ahead)
-                batch = rows.permute(0, 3, 1, 2)
-                memory = _Memory(batch, batch.split(1))
-        if memory.copied is not None:
-            memory.copied.synchronize()
-        return _Room(memory, samples, samples.indices.copy(), numbers)
+        at = samples.epoch, samples.positions
+        drawn = uniforms(samples.seed, Stream.CROP, *at, self._ends[-1]).tolist()
+        numbers = [[row[start:stop] for start, stop in pairwise(self._ends)] for row in drawn]
+        seeds: list[list[int]] = []
+        if self.sample_transforms is not None:
+            self.sample_transforms.begin(self._sizes)
+            seeds = integers(samples.seed, Stream.SAMPLE, *at, len(self.crops)).tolist()
+        return _Room(self._buffers.take(len(samples)), samples, samples.indices.copy(), numbers, seeds)
 
     # -- in the threads that decode
 
@@ -139,16 +139,27 @@ class ImageBatches:
         numbers = room.numbers[offset : offset + len(indices)]
         skipped = 0
         with torch.inference_mode():  # nothing here is differentiated
-            for place, (index, data, row) in enumerate(zip(indices, encoded, numbers, strict=True), start=offset):
+            for place, (index, data, rows) in enumerate(zip(indices, encoded, numbers, strict=True), start=offset):
                 try:
-                    self._decode(room.memory.places[place], index, data, row)
+                    self._decode(room.memory.places[place], index, data, rows)
                 except (SampleError, ShardError, OSError) as error:
                     if self.on_error == "raise":
                         raise
                     self.skipped.add(index, self.source.where(index), error)
-                    room.indices[place] = self._replace(room.memory.places[place], index, row, error)
+                    room.indices[place] = self._replace(room.memory.places[place], index, rows, error)
                     skipped += 1
+            if self.sample_transforms is not None:
+                self._transform(self.sample_transforms, room, offset, len(indices))
         return LoaderTimes(skipped=skipped, reading=read - began, transforming=perf_counter() - read)
+
+    def _transform(self, transforms: SampleTransforms, room: _Room, offset: int, num: int) -> None:
+        for view in range(len(self.crops)):
+            images = [places[view][0] for places in room.memory.places[offset : offset + num]]
+            try:
+                transforms.run(images, [seeds[view] for seeds in room.seeds[offset : offset + num]])
+            except TransformFailedError as error:
+                index = int(room.indices[offset + error.place])
+                raise SampleError(f"{self.source.where(index)}: {error.reason}") from error
 
     def _read(self, indices: list[int]) -> list[bytes | Exception]:
         """Encoded images; where they may be skipped, the error of each that cannot be read."""
@@ -159,24 +170,24 @@ class ImageBatches:
                 raise
             return [error] if len(indices) == 1 else [self._read([index])[0] for index in indices]
 
-    def _decode(self, place: Tensor, index: int, data: bytes | Exception, row: list[float]) -> None:
+    def _decode(self, places: Sequence[Tensor], index: int, data: bytes | Exception, rows: Rows) -> None:
         if isinstance(data, Exception):
             raise data
         try:
-            decode_into(place, data, self.crop, row)
+            decode_into(places, data, self.crops, rows)
         except (ValueError, OSError, MemoryError) as error:  # memory: a damaged header says any size
             raise SampleError(
                 f"{self.source.where(index)}: cannot be decoded: {error}. Repair or remove it, or pack the images with "
                 "`lightning-ring pack`, which leaves broken ones out and lists them."
             ) from error
 
-    def _replace(self, place: Tensor, index: int, row: list[float], error: Exception) -> int:
-        """Decode another image into ``place``; its index. Raises `SampleError`: none of those tried can be read."""
+    def _replace(self, places: Sequence[Tensor], index: int, rows: Rows, error: Exception) -> int:
+        """Decode another image into ``places``; its index. Raises `SampleError`: none of those tried can be read."""
         tried = 0
         for other in self.skipped.candidates(index, self.source.labels):
             tried += 1
             try:
-                self._decode(place, other, self._read([other])[0], row)
+                self._decode(places, other, self._read([other])[0], rows)
                 return other
             except (SampleError, ShardError, OSError) as failure:
                 self.skipped.add(other, self.source.where(other), failure)
@@ -187,69 +198,16 @@ class ImageBatches:
 
     # -- in the thread that takes batches, after
 
-    def start(self, room: _Room) -> tuple[Tensor, ...]:
-        samples = room.samples
-        labels = torch.from_numpy(self.source.labels[room.indices]).long()
-        extra = (torch.from_numpy(room.indices),) if self.with_indices else ()
-        if not self.ahead:
-            if self.transform is None and self.device.type == "cpu":
-                rows = lend(room.images.permute(0, 2, 3, 1), partial(self._free.append, room.memory))
-                return rows.permute(0, 3, 1, 2), labels, *extra
-            images = room.images.to(self.device)
-            if self.transform is not None:
-                images = self._transformed(images, samples)
-            self._free.append(room.memory)
-            return images, labels.to(self.device), *extra
-        gpu = gpu_module(self.device)
-        if self._stream is None:
-            self._stream = gpu.Stream(self.device)
-        with gpu.stream(self._stream):
-            images = room.images.to(self.device, non_blocking=True)
-            copied = room.memory.copied = gpu.Event()
-            copied.record()
-            if self.transform is not None:
-                images = self._transformed(images, samples)
-            sent = images, *(t.pin_memory().to(self.device, non_blocking=True) for t in (labels, *extra))
-        self._free.append(room.memory)
-        return sent
+    def start(self, room: _Room) -> tuple[list[Tensor], list[Tensor]]:
+        numbers = [torch.from_numpy(self.source.labels[room.indices]).long()]
+        if self.with_indices:
+            numbers.append(torch.from_numpy(room.indices))
+        return self.on_device.start(room.memory, room.samples, numbers)
 
-    def finish(self, started: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        if self._stream is not None:
-            current = gpu_module(self.device).current_stream(self.device)
-            current.wait_stream(self._stream)
-            for tensor in started:
-                tensor.record_stream(current)
-        return started
-
-    def _transformed(self, images: Tensor, samples: Samples) -> Tensor:
-        assert self.transform is not None
-        numbers = None
-        if self.transform.is_random:
-            num = self.transform.num_uniforms
-            drawn = uniforms(samples.seed, Stream.COLOR, samples.epoch, samples.positions, num)
-            numbers = torch.from_numpy(drawn).float()
-            if self.ahead:  # from pageable memory the host would wait for the copy
-                numbers = numbers.pin_memory().to(self.device, non_blocking=True)
-        if self.device.type != "cpu":
-            return self.transform(images, numbers)
-        memory = self._floats.popleft() if self._floats else None
-        if memory is None or len(memory) < len(images):
-            with torch.inference_mode(False):
-                memory = torch.empty(images.permute(0, 2, 3, 1).shape, dtype=self.transform.dtype)
-        out = lend(memory[: len(images)], partial(self._floats.append, memory))
-        return self.transform(images, numbers, out=out.permute(0, 3, 1, 2))
-
-
-def lend(memory: Tensor, release: Callable[[], object]) -> Tensor:
-    """A tensor over ``memory`` (contiguous, on the CPU), which is filled again: to the kernel, fresh pages cost more.
-
-    ``release`` is called when the tensor, its views and arrays made of them are gone, in the thread of the last one.
-    """
-    with torch.inference_mode(False):
-        array = memory.view(torch.uint8).numpy()  # numpy knows no bfloat16
-        lent = torch.from_numpy(array).view(memory.dtype)
-    weakref.finalize(array, release).atexit = False
-    return lent
+    def finish(self, started: tuple[list[Tensor], list[Tensor]]) -> tuple[Any, ...]:
+        views, numbers = started
+        self.on_device.finish([*views, *numbers])
+        return (tuple(views) if self.with_views else views[0], *numbers)
 
 
 def image_loader(
@@ -257,8 +215,11 @@ def image_loader(
     sampler: OrderedSampler | Callable[[Any], OrderedSampler],
     batch_size: int | None = None,
     *,
-    crop: Crop,
+    crop: Crop | Sequence[Crop],
     transform: DeviceTransform | None,
+    sample_transform: Transform | None = None,
+    in_processes: bool = False,
+    batch_transform: Transform | None = None,
     device: torch.device | str = "cpu",
     with_indices: bool = False,
     on_error: OnError = "raise",
@@ -272,6 +233,13 @@ def image_loader(
 
     Args:
         source, crop, transform, device, with_indices, on_error: See `ImageBatches`.
+        sample_transform: Run on each image before ``transform``: uint8, 3 x height x width, to the same. A transform of
+            torchvision's v2, of Albumentations, or any function of a tensor. What it draws depends on seed, epoch and
+            position alone.
+        in_processes: Run ``sample_transform`` in a process beside each thread, for transforms that hold the interpreter
+            (Python's lock) or draw from ``random`` and ``numpy.random``. It gives the same images as threads do.
+        batch_transform: ``(images, labels) -> (images, labels)``, run on the device after ``transform``, such as MixUp.
+            What it draws depends on seed, epoch and the position of the batch's first image.
         sampler: Of this rank; or a function that makes it for the source, so that a checkpoint can go on with the
             generation of the set that it was saved at: ``lambda photos: ShuffledSampler(len(photos))``.
         batch_size: Images of this rank and step; `PKSampler` knows its own.
@@ -282,8 +250,14 @@ def image_loader(
         resume_at: Where the set has changed since a checkpoint was saved: ``"saved"`` goes on with the images as they
             were, exactly; ``"newest"`` with the images of ``source``.
     """
-    maker = ImageBatches(source, crop, transform, device, with_indices, on_error)
+    num_threads = num_threads or available_cores(ranks_per_node)
+    sample_transforms: SampleTransforms | None = None
+    if sample_transform is not None:
+        sample_transforms = (
+            InProcesses(sample_transform, num_threads, _CHUNK) if in_processes else InThreads(sample_transform)
+        )
     make_sampler = None if isinstance(sampler, OrderedSampler) else sampler
+    maker = ImageBatches(source, crop, transform, device, with_indices, on_error, sample_transforms, batch_transform)
     return Loader(
         maker,
         sampler if isinstance(sampler, OrderedSampler) else sampler(source),

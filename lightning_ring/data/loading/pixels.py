@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from lightning_ring.data.decoding import decode_rgb
-from lightning_ring.data.loading.transforms import Box, Crop, reduction
+from lightning_ring.data.loading.transforms import Box, Crop, height_and_width, reduction
 
 _ALIGNMENT = 64  # bytes: no vector is longer
 
@@ -40,36 +40,46 @@ class _Scratch(threading.local):
 _scratch = _Scratch()
 
 
-def decode_into(out: Tensor, data: bytes, crop: Crop, uniforms: Sequence[float]) -> None:
-    """Decode the image ``data`` and resize the part that ``crop`` chooses into ``out``. The expensive work releases the
-    GIL.
+def decode_into(
+    outs: Sequence[Tensor], data: bytes, crops: Sequence[Crop], uniforms: Sequence[Sequence[float]]
+) -> None:
+    """Decode the image ``data`` once, and resize the part that each of ``crops`` chooses into its place in ``outs``.
 
-    Equal to torchvision's antialiased bilinear `resized_crop` of the decoded image, bit for bit. Where the part of a
-    JPEG is at least twice as large as ``out`` on both sides, and the crop is not ``exact``, 1/2, 1/4 or 1/8 of the
-    image's size is decoded (by the DCT, which blurs as it should). Pixels then differ by about one level of 255.
+    The expensive work releases the GIL. Equal to torchvision's antialiased bilinear `resized_crop` of the decoded
+    image, bit for bit. Where the part of a JPEG is at least twice as large as the result on both sides, for every crop,
+    and no crop is ``exact``, 1/2, 1/4 or 1/8 of the image's size is decoded (by the DCT, which blurs as it should).
+    Pixels then differ by about one level of 255.
 
     Args:
-        out: 1 x 3 x size x size, uint8, channels last, RGB.
+        outs: 1 x 3 x height x width each, uint8, channels last, RGB.
+        uniforms: Of each crop.
 
     Raises:
         ValueError, OSError: The image cannot be decoded.
     """
-    image, (top, left, height, width, flip) = _decode(data, crop, uniforms)
-    pixels = torch.from_numpy(image[None, top : top + height, left : left + width].transpose(0, 3, 1, 2))
-    if flip:
-        pixels = pixels.flip(-1)
-    if _resize is None:
-        out.copy_(interpolate(pixels, [crop.size] * 2, mode="bilinear", antialias=True))
-    else:
-        _resize(pixels, [crop.size] * 2, False, None, None, out=out)
+    image, boxes = _decode(data, crops, uniforms)
+    for out, crop, (top, left, height, width, flip) in zip(outs, crops, boxes, strict=True):
+        pixels = torch.from_numpy(image[None, top : top + height, left : left + width].transpose(0, 3, 1, 2))
+        if flip:
+            pixels = pixels.flip(-1)
+        size = height_and_width(crop.size)
+        if _resize is None:
+            out.copy_(interpolate(pixels, size, mode="bilinear", antialias=True))
+        else:
+            _resize(pixels, size, False, None, None, out=out)
 
 
-def _decode(data: bytes, crop: Crop, uniforms: Sequence[float]) -> tuple[npt.NDArray[np.uint8], Box]:
+def _decode(
+    data: bytes, crops: Sequence[Crop], uniforms: Sequence[Sequence[float]]
+) -> tuple[npt.NDArray[np.uint8], list[Box]]:
     if data[:2] == b"\xff\xd8":
         try:
             height, width, _, _ = simplejpeg.decode_jpeg_header(data)
-            box = crop.box(height, width, uniforms)
-            factor = 1 if crop.exact else _whole_pixels(box, reduction(box, crop.size))
+            boxes = _boxes(height, width, crops, uniforms)
+            factor = min(
+                1 if crop.exact else _whole_pixels(box, reduction(box, crop.size))
+                for crop, box in zip(crops, boxes, strict=True)
+            )
             image = simplejpeg.decode_jpeg(
                 data,
                 min_height=-(-height // factor) if factor > 1 else 0,
@@ -77,12 +87,20 @@ def _decode(data: bytes, crop: Crop, uniforms: Sequence[float]) -> tuple[npt.NDA
                 min_factor=factor,
                 buffer=_scratch.room(height * width * 3),
             )
-            top, left, height, width = (value // factor for value in box[:4])
-            return image, Box(top, left, height, width, box.flip)
+            return image, [_smaller(box, factor) for box in boxes]
         except ValueError:
             pass  # CMYK, or damage: Pillow reads the one and describes the other
     image = decode_rgb(data)
-    return image, crop.box(image.shape[0], image.shape[1], uniforms)
+    return image, _boxes(image.shape[0], image.shape[1], crops, uniforms)
+
+
+def _boxes(height: int, width: int, crops: Sequence[Crop], uniforms: Sequence[Sequence[float]]) -> list[Box]:
+    return [crop.box(height, width, numbers) for crop, numbers in zip(crops, uniforms, strict=True)]
+
+
+def _smaller(box: Box, factor: int) -> Box:
+    top, left, height, width = (value // factor for value in box[:4])
+    return Box(top, left, height, width, box.flip)
 
 
 def _whole_pixels(box: Box, factor: int) -> int:

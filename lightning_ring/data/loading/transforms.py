@@ -25,15 +25,23 @@ class Box(NamedTuple):
     flip: bool
 
 
+Size = int | tuple[int, int]
+"""Pixels of both sides, or height and width."""
+
+
+def height_and_width(size: Size) -> tuple[int, int]:
+    return (size, size) if isinstance(size, int) else (size[0], size[1])
+
+
 class Crop(Protocol):
-    """Chooses the part of an image that becomes ``size`` x ``size`` pixels, from ``num_uniforms`` numbers in [0, 1).
+    """Chooses the part of an image that becomes ``size`` pixels, from ``num_uniforms`` numbers in [0, 1).
 
     Unless it is ``exact``, a JPEG may be decoded at 1/2, 1/4 or 1/8 of its size: at the fraction that still has twice
-    ``size`` pixels a side, and of which the part covers whole pixels. `aligned` makes it so.
+    the pixels of ``size`` on both sides, and of which the part covers whole pixels. `aligned` makes it so.
     """
 
     @property
-    def size(self) -> int: ...
+    def size(self) -> Size: ...
     @property
     def exact(self) -> bool: ...
     @property
@@ -41,15 +49,15 @@ class Crop(Protocol):
     def box(self, height: int, width: int, uniforms: Sequence[float]) -> Box: ...
 
 
-def reduction(box: Box, size: int) -> int:
+def reduction(box: Box, size: Size) -> int:
     """The power of two, at most 8, by which an image may be decoded smaller where ``box`` becomes ``size`` pixels."""
-    factor = 1
-    while factor < _MAX_REDUCTION and min(box.height, box.width) >= 2 * factor * size:
+    factor, (height, width) = 1, height_and_width(size)
+    while factor < _MAX_REDUCTION and box.height >= 2 * factor * height and box.width >= 2 * factor * width:
         factor *= 2
     return factor
 
 
-def aligned(box: Box, size: int) -> Box:
+def aligned(box: Box, size: Size) -> Box:
     """``box`` without the few pixels at its sides that are no whole ones of the image that is decoded smaller."""
     factor = reduction(box, size)
     top, left, height, width = (value // factor * factor for value in box[:4])
@@ -61,15 +69,15 @@ class RandomResizedCrop:
     """A part of random area and aspect ratio, mirrored half of the time: torchvision's `RandomResizedCrop` and flip.
 
     Args:
-        size: Pixels of the result's side.
+        size: Pixels of the result's sides; ``(height, width)`` where they differ.
         scale: Lowest and highest share of the image's area.
-        ratio: Lowest and highest width / height.
+        ratio: Lowest and highest width / height of the part.
         flip: Probability of mirroring.
         exact: torchvision's pixels bit for bit, also of parts that are twice ``size`` or larger. Otherwise a JPEG is
             decoded at a fraction of its size there, which is far faster, and the part is up to 7 pixels smaller.
     """
 
-    size: int = 224
+    size: Size = 224
     scale: tuple[float, float] = (0.08, 1.0)
     ratio: tuple[float, float] = (3 / 4, 4 / 3)
     flip: float = 0.5
@@ -100,30 +108,32 @@ class RandomResizedCrop:
 
 @dataclass(frozen=True, slots=True)
 class CenterCrop:
-    """The centre, as if the shorter side were resized to ``resize`` pixels and ``size`` x ``size`` cut out.
+    """The centre, as if the shorter side were resized to ``resize`` pixels and ``size`` cut out.
 
     Args:
-        exact: As in `RandomResizedCrop`.
+        size, exact: As in `RandomResizedCrop`.
 
     Raises:
         ConfigurationError: ``size`` is more than ``resize``: the part would reach beyond the image.
     """
 
-    size: int = 224
+    size: Size = 224
     resize: int = 256
     num_uniforms: int = 0
     exact: bool = False
 
     def __post_init__(self) -> None:
-        if not 1 <= self.size <= self.resize:
+        sides = height_and_width(self.size)
+        if not 1 <= min(sides) <= max(sides) <= self.resize:
             raise ConfigurationError(
                 f"CenterCrop cannot cut {self.size} pixels out of a shorter side resized to {self.resize}. "
                 "Give size >= 1 and resize >= size."
             )
 
     def box(self, height: int, width: int, uniforms: Sequence[float]) -> Box:
-        side = max(1, round(min(height, width) * self.size / self.resize))
-        box = Box((height - side) // 2, (width - side) // 2, side, side, False)
+        shorter = min(height, width)
+        h, w = (max(1, round(shorter * side / self.resize)) for side in height_and_width(self.size))
+        box = Box((height - h) // 2, (width - w) // 2, h, w, False)
         return box if self.exact else aligned(box, self.size)
 
 

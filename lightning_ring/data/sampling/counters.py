@@ -22,6 +22,8 @@ class Stream(IntEnum):
     MEMBERS = 3  # the order of the images of a class
     CROP = 4
     COLOR = 5
+    SAMPLE = 6  # a seed for the transform of each image
+    BATCH = 7  # and of each batch
 
 
 def philox(counter: tuple[Words, Words, Words, Words], key: tuple[Words, Words], rounds: int = 10) -> list[Words]:
@@ -50,12 +52,17 @@ def subkey(seed: int, stream: Stream, a: npt.ArrayLike = 0, b: npt.ArrayLike = 0
     return mixed[0], mixed[1]
 
 
-def uniforms(seed: int, stream: Stream, epoch: int, positions: npt.ArrayLike, num: int) -> npt.NDArray[np.float64]:
-    """``num`` numbers in [0, 1) for each of ``positions`` in ``epoch``: ``len(positions) x num``."""
+def integers(seed: int, stream: Stream, epoch: int, positions: npt.ArrayLike, num: int) -> Words:
+    """``num`` numbers in [0, 2^32) for each of ``positions`` in ``epoch``: ``len(positions) x num``."""
     low, high = words(np.reshape(positions, (-1, 1)))
     block = np.arange((num + 3) // 4, dtype=np.uint64)[None]
     drawn = philox((low, high, block, np.zeros_like(block)), subkey(seed, stream, epoch))
-    return np.stack(drawn, axis=-1).reshape(len(low), -1)[:, :num] / 2.0**32
+    return np.stack(drawn, axis=-1).reshape(len(low), -1)[:, :num]
+
+
+def uniforms(seed: int, stream: Stream, epoch: int, positions: npt.ArrayLike, num: int) -> npt.NDArray[np.float64]:
+    """``num`` numbers in [0, 1) for each of ``positions`` in ``epoch``: ``len(positions) x num``."""
+    return integers(seed, stream, epoch, positions, num) / 2.0**32
 
 
 Ints = npt.NDArray[np.int64]

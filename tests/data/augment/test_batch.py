@@ -1,0 +1,124 @@
+"""Transforms of batches, several views of each image, and pictures that are not square."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_ring.data import CenterCrop, DeviceTransform, ImageFolder, RandomResizedCrop
+from lightning_ring.data.sampling.counters import Stream, integers
+from lightning_ring.errors import ConfigurationError
+from tests.data.augment.loading import generators_untouched, images, make
+
+v2 = pytest.importorskip("torchvision.transforms.v2")
+
+
+@pytest.mark.parametrize("mixing", [v2.MixUp(num_classes=3, alpha=0.4), v2.CutMix(num_classes=3)])
+def test_torchvisions_mixing_by_the_seed_of_the_batch(folder: ImageFolder, mixing: Any) -> None:
+    floats: Any = {"transform": DeviceTransform()}
+    with generators_untouched():
+        got = list(make(folder, batch_transform=mixing, **floats))
+    mixed = 0
+    for step, (plain, (pictures, labels)) in enumerate(
+        zip(make(folder, transform=DeviceTransform()), got, strict=True)
+    ):
+        [[seed]] = integers(3, Stream.BATCH, 0, [4 * step], 1).tolist()
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            expected, soft = mixing(*plain)
+        assert torch.equal(pictures, expected)
+        assert torch.equal(labels, soft)
+        assert not pictures.is_inference()
+        mixed += not torch.equal(pictures, plain[0])
+    assert mixed >= 4
+
+
+def test_mixing_goes_on_after_a_resume_and_differs_between_ranks_and_epochs(folder: ImageFolder) -> None:
+    seen: list[float] = []
+
+    def note(pictures: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        seen.append(float(torch.rand(())))
+        return pictures, labels
+
+    def drawn(rank: int, world_size: int, epoch: int, state: Any = None) -> list[float]:
+        loader = make(folder, rank, world_size, batch_size=2, batch_transform=note)
+        loader.sampler.set_epoch(epoch)
+        if state is not None:
+            loader.load_state_dict(state)
+        seen.clear()
+        list(loader)
+        return seen.copy()
+
+    begun = make(folder, 0, 3, batch_size=2)
+    iterator = iter(begun)
+    next(iterator)
+    for rank in range(3):
+        assert drawn(rank, 3, 0, begun.state_dict()) == drawn(rank, 3, 0)[1:]
+    everything = [number for rank in range(3) for epoch in range(2) for number in drawn(rank, 3, epoch)]
+    assert len(set(everything)) == len(everything)
+    del iterator
+
+
+@pytest.mark.parametrize(
+    ("transform", "found"),
+    [
+        (lambda pictures, labels: pictures, "a Tensor"),
+        (lambda pictures, labels: (pictures[:1], labels), "1 images and 4 labels"),
+        (lambda pictures, labels: None, "a NoneType"),
+    ],
+)
+def test_a_batch_that_is_none_is_an_error(folder: ImageFolder, transform: Any, found: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"made {found} of 4 images and labels, expected"):
+        list(make(folder, batch_transform=transform))
+
+
+def test_kornia_on_the_batch(folder: ImageFolder) -> None:
+    kornia = pytest.importorskip("kornia.augmentation")
+    mixing = kornia.RandomMixUpV2(data_keys=["input", "class"])
+    changed = kornia.AugmentationSequential(kornia.RandomResizedCrop((16, 16)), data_keys=["input"])
+    for transform in (mixing, lambda pictures, labels: (changed(pictures), labels)):
+        first, again = (list(make(folder, transform=DeviceTransform(), batch_transform=transform)) for _ in range(2))
+        for (pictures, labels), (others, other_labels) in zip(first, again, strict=True):
+            assert torch.equal(pictures, others)
+            assert torch.equal(labels, other_labels)
+
+
+@pytest.mark.parametrize("transform", [None, DeviceTransform(brightness=0.5)])
+def test_several_crops_make_views_of_each_image(folder: ImageFolder, transform: Any) -> None:
+    crops = [RandomResizedCrop(32), RandomResizedCrop(32), RandomResizedCrop((12, 20), scale=(0.05, 0.3))]
+    loader = make(folder, crop=crops, transform=transform, sample_transform=v2.RandomInvert(), with_indices=True)
+    held = list(loader)
+    alone = list(make(folder, transform=transform, sample_transform=v2.RandomInvert(), with_indices=True))
+    for (views, labels, indices), (pictures, *numbers) in zip(held, alone, strict=True):
+        assert [tuple(view.shape[1:]) for view in views] == [(3, 32, 32), (3, 32, 32), (3, 12, 20)]
+        assert torch.equal(views[0], pictures)  # further views change nothing for the first one
+        assert not torch.equal(views[1], pictures)
+        assert torch.equal(labels, numbers[0])
+        assert torch.equal(indices, numbers[1])
+    assert len(next(iter(make(folder, crop=crops[:1])))[0]) == 1  # a tuple of one
+    pieces = [batch[0][2] for batch in loader]  # a view holds the memory of the others
+    list(loader)
+    assert all(torch.equal(piece, views[2]) for piece, (views, *_) in zip(pieces, held, strict=True))
+
+
+def test_views_that_would_have_labels_of_their_own_are_an_error(folder: ImageFolder) -> None:
+    crops = [RandomResizedCrop(32)] * 2
+    loader = make(folder, crop=crops, transform=DeviceTransform(), batch_transform=v2.MixUp(num_classes=3))
+    with pytest.raises(ConfigurationError, match="MixUp changed the labels of a batch with 2 views"):
+        list(loader)
+    flipped = list(make(folder, crop=crops, batch_transform=v2.RandomHorizontalFlip(1.0)))
+    for (views, _), (plain, _) in zip(flipped, make(folder, crop=crops), strict=True):
+        assert all(torch.equal(a, b.flip(-1)) for a, b in zip(views, plain, strict=True))
+    with pytest.raises(ConfigurationError, match="expected a crop, or a list of one or more"):
+        make(folder, crop=[])
+
+
+def test_height_and_width_may_differ(folder: ImageFolder) -> None:
+    for crop in (RandomResizedCrop((24, 40)), CenterCrop((24, 40), 48)):
+        loader = make(folder, crop=crop, transform=DeviceTransform(contrast=0.2), sample_transform=v2.RandAugment())
+        assert images(loader).shape == (21, 3, 24, 40)
+    with pytest.raises(ConfigurationError, match=r"cannot cut \(24, 50\) pixels"):
+        CenterCrop((24, 50), 48)

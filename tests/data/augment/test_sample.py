@@ -1,0 +1,220 @@
+"""Transforms of samples: the same pictures in any threads, processes and ranks; random states stay as they are."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from lightning_ring.data import CenterCrop, ImageFolder
+from lightning_ring.data.augment.generators import _DRAWING, OwnGenerator
+from lightning_ring.errors import ConfigurationError, SampleError
+from tests.data.augment.loading import generators_untouched, images, make
+
+v2 = pytest.importorskip("torchvision.transforms.v2")
+
+TRANSFORMS = {
+    "RandAugment": v2.RandAugment(),
+    "any of them": v2.RandomChoice([v2.AutoAugment(), v2.AugMix(), v2.TrivialAugmentWide()]),
+    "many": v2.Compose(
+        [
+            v2.RandomOrder([v2.RandomPhotometricDistort(), v2.RandomInvert()]),
+            v2.RandomApply([v2.ElasticTransform()]),
+            v2.RandomRotation(20),
+            v2.GaussianBlur(3),
+            v2.RandomErasing(0.5),
+        ]
+    ),
+    "a function": lambda image: (image + torch.randn_like(image.float()) * 9).clamp(0, 255).to(torch.uint8),
+}
+
+
+def of_albumentations() -> Any:
+    albumentations = pytest.importorskip("albumentations")
+    return albumentations.Compose(
+        [
+            albumentations.HorizontalFlip(),
+            albumentations.RandomBrightnessContrast(),
+            albumentations.OneOf([albumentations.GaussNoise(p=1), albumentations.CoarseDropout(p=1)]),
+            albumentations.ToTensorV2(),
+        ]
+    )
+
+
+def of_kornia() -> Any:
+    kornia = pytest.importorskip("kornia.augmentation")
+    sequence = kornia.ImageSequential(kornia.ColorJiggle(0.4, 0.4, 0.4, 0.1), kornia.RandomAffine(20.0))
+    return lambda image: (sequence(image[None].float() / 255)[0] * 255).round().to(torch.uint8)
+
+
+@pytest.fixture(params=[*TRANSFORMS, "Albumentations", "kornia"])
+def transform(request: pytest.FixtureRequest) -> Any:
+    if request.param in TRANSFORMS:
+        return TRANSFORMS[request.param]
+    return of_albumentations() if request.param == "Albumentations" else of_kornia()
+
+
+def test_pictures_depend_on_the_position_alone(folder: ImageFolder, transform: Any) -> None:
+    with generators_untouched():
+        whole = images(make(folder, sample_transform=transform, num_threads=1))
+        assert (whole != images(make(folder))).flatten(1).any(1).float().mean() > 0.5
+        assert torch.equal(images(make(folder, sample_transform=transform, num_threads=3, batch_size=20)), whole)
+        parts = [images(make(folder, rank, 3, 2, sample_transform=transform)) for rank in range(3)]
+        assert torch.equal(torch.stack(parts, 1).flatten(0, 1), whole)
+        begun = make(folder, sample_transform=transform)
+        iterator = iter(begun)
+        next(iterator), next(iterator)
+        resumed = make(folder, sample_transform=transform, batch_size=3)
+        resumed.load_state_dict(begun.state_dict())
+        assert torch.equal(images(resumed), whole[8:])
+        del iterator
+        begun.sampler.set_epoch(1)
+        assert not torch.equal(images(begun), whole)
+
+
+def test_training_draws_from_torchs_generator_as_if_no_thread_did(folder: ImageFolder) -> None:
+    torch.manual_seed(0)
+    expected = [torch.rand(3) for _ in range(6)]
+    torch.manual_seed(0)
+    drawn = [torch.rand(3) for _ in make(folder, sample_transform=TRANSFORMS["many"])]
+    assert all(torch.equal(a, b) for a, b in zip(drawn, expected, strict=True))
+
+
+def test_every_function_of_torch_that_takes_a_generator_is_given_one() -> None:
+    takers = {
+        schema.name.removeprefix("aten::")
+        for schema in torch._C._jit_get_all_schemas()
+        if schema.name.startswith("aten::") and any(argument.name == "generator" for argument in schema.arguments)
+    }
+    takers -= {"_fused_dropout", "rrelu", "rrelu_", "random"}  # Python can give these none
+    known = {function.__name__ for function in _DRAWING}
+    assert {name for name in takers if hasattr(torch, name) or hasattr(Tensor, name)} <= known
+    own, seen = OwnGenerator(), []
+    with generators_untouched():
+        for _ in range(2):
+            own.generator.manual_seed(5)
+            with own:
+                beta = torch.distributions.Beta(torch.tensor(0.3), torch.tensor(0.4)).sample()
+                like = torch.rand_like(torch.empty(2))
+                seen.append(torch.stack([beta, *like, torch.empty(()).normal_(), torch.multinomial(like, 1)[0]]))
+    assert torch.equal(seen[0], seen[1])
+
+
+def uses_random(image: Tensor) -> Tensor:
+    return image.flip(-1) if random.random() < 0.5 else image
+
+
+def uses_numpy(image: Tensor) -> Tensor:
+    return image.roll(int(np.random.randint(8)), -1)
+
+
+def drops_out(image: Tensor) -> Tensor:
+    return functional.dropout(image.float()).to(torch.uint8)
+
+
+def turns_in_place(image: Tensor) -> Tensor:
+    return image.transpose(1, 2)
+
+
+def fails(image: Tensor) -> Tensor:
+    raise KeyError("no such colour")
+
+
+def test_a_view_of_the_image_itself_is_no_trouble(folder: ImageFolder) -> None:
+    turned = images(make(folder, sample_transform=turns_in_place))
+    assert torch.equal(turned, images(make(folder)).transpose(2, 3))
+
+
+@pytest.mark.parametrize(
+    ("transform", "shared"),
+    [(uses_random, "Python's random"), (uses_numpy, "numpy.random"), (drops_out, "torch's own generator")],
+)
+def test_generators_that_threads_share_are_an_error(folder: ImageFolder, transform: Any, shared: str) -> None:
+    with (
+        generators_untouched(),
+        pytest.raises(ConfigurationError, match=f"draws from {shared}, which all threads share.*in_processes=True"),
+    ):
+        images(make(folder, sample_transform=transform))
+
+
+@pytest.mark.parametrize(
+    ("transform", "error"),
+    [
+        (fails, r"\.jpg: sample_transform fails raised KeyError\('no such colour'\)"),
+        (
+            v2.Resize(8),
+            r"Resize made 3 x 8 x 8 of uint8, expected 3 x 32 x 32 of uint8 as it got. `crop` sets the size",
+        ),
+        (v2.ToDtype(torch.float32), "ToDtype made 3 x 32 x 32 of float32, expected .* `transform`, which runs after"),
+        (lambda image: None, r"it gave a NoneType, expected a tensor"),
+    ],
+)
+def test_what_makes_no_image_is_named(folder: ImageFolder, transform: Any, error: str) -> None:
+    for on_error in ("raise", "skip"):  # a transform's error is no broken image
+        with pytest.raises(SampleError, match=error):
+            images(make(folder, sample_transform=transform, on_error=on_error))
+
+
+def test_what_cannot_be_copied_is_an_error(folder: ImageFolder) -> None:
+    class Locked:
+        def __init__(self) -> None:
+            self.lock = threading.Lock()
+
+        def __call__(self, image: Tensor) -> Tensor:
+            return image
+
+    with pytest.raises(ConfigurationError, match="Locked cannot be copied for each thread"):
+        images(make(folder, sample_transform=Locked()))
+
+
+@pytest.mark.ranks
+def test_processes_give_the_pictures_of_threads_and_end_with_the_loader(folder: ImageFolder, tmp_path: Path) -> None:
+    before = set(os.listdir("/dev/shm"))
+    for transform in TRANSFORMS.values():
+        with generators_untouched():
+            loader = make(folder, sample_transform=transform, in_processes=True)
+            got = images(loader)
+            assert torch.equal(got, images(loader))  # by the same processes
+        pids = [process.process.pid for process in loader.maker.sample_transforms.processes]  # type: ignore[attr-defined]
+        assert len(pids) == 2
+        del loader
+        assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+        assert torch.equal(got, images(make(folder, sample_transform=transform)))
+    assert not {name for name in set(os.listdir("/dev/shm")) - before if "torch" in name}
+
+
+@pytest.mark.ranks
+def test_processes_have_generators_of_their_own_and_their_errors_arrive(folder: ImageFolder) -> None:
+    crops = [CenterCrop((16, 24), 32), CenterCrop(32, 32)]  # the larger one last
+    for transform in (uses_random, uses_numpy, drops_out):
+        first, again = (
+            [
+                torch.cat([batch[0][view].clone() for batch in loader])
+                for loader in [make(folder, crop=crops, sample_transform=transform, in_processes=True, num_threads=num)]
+                for view in (0, 1)
+            ]
+            for num in (1, 3)
+        )
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    with pytest.raises(SampleError, match=r"(?s)fails raised KeyError.*Traceback.*in fails"):
+        images(make(folder, sample_transform=fails, in_processes=True))
+    loader = make(folder, sample_transform=uses_random, in_processes=True, batch_size=1, prefetch=1)
+    iterator = iter(loader)
+    next(iterator)
+    processes = [process.process for process in loader.maker.sample_transforms.processes]  # type: ignore[attr-defined]
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):  # Slurm sends them to every process of a job
+        os.kill(processes[0].pid, signum)
+    next(iterator)
+    for process in processes:
+        os.kill(process.pid, signal.SIGKILL)
+    with pytest.raises(SampleError, match="uses_random ended with exit code -9"):
+        list(iterator)
