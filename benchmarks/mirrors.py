@@ -1,12 +1,10 @@
-"""What the state of an elastic fit costs: mirrors of shards, and the pause in which a newcomer gets it.
+"""What mirrors of sharded optimizers cost in an elastic fit without a death.
 
-    python benchmarks/elastic_state.py --ranks 4 --mib 64
-    python benchmarks/elastic_state.py --ranks 3 --mib 341 --join --backend gloo
+    python benchmarks/mirrors.py --ranks 4 --mib 16 --steps 25
 
-The first compares optimizers that are whole on each rank, sharded, and sharded with mirrors: medians of a step, bytes
-that a rank sends a step, the optimizer's state that a rank holds, and its largest memory. The second kills a rank,
-whose replacement joins; the others stand still for that long. ``--mib`` is the size of the parameters: AdamW's state is
-twice as much. All on this host.
+Optimizers that are whole on each rank, sharded, and sharded with mirrors, on this host: medians of a step, bytes that a
+rank sends a step, the optimizer's state that a rank holds, and its largest memory. ``--mib`` is the size of the
+parameters; AdamW's state is twice as much.
 """
 
 from __future__ import annotations
@@ -32,7 +30,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ring import RingStrategy
 from lightning_ring.comm.recording import CollectiveRecord
-from lightning_ring.elastic.recovery import Recovery
 
 WIDTH = 1024  # of layers of 4 MiB
 WARM_UP = 5  # steps
@@ -44,27 +41,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 class Module(pl.LightningModule):
-    """Records steps; with ``join`` process 1 dies in step 3, and the fit ends 5 steps after another has joined."""
-
     def __init__(self, options: argparse.Namespace) -> None:
         super().__init__()
-        self.options = options
         self.net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(max(1, round(options.mib / 4)))))
         self.ends: list[float] = []
-        self.pauses: list[float] = []
-        self.joined_at: int | None = None
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        if self.options.join and self.global_step == 3 and os.environ.get("RING_MEMBER") == "1":
-            os.kill(os.getpid(), 9)
         return self.net(batch[0]).square().mean()
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.ends.append(time.perf_counter())
-        if self.options.join and self.joined_at is None and self.trainer.strategy.rank_changes.joins:
-            self.joined_at = self.global_step
-        if self.joined_at is not None and self.global_step >= self.joined_at + 5:
-            self.trainer.should_stop = True
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=1e-6)
@@ -81,14 +67,6 @@ def train(options: argparse.Namespace) -> None:
     module, records, state = Module(options), list[CollectiveRecord](), 0
     strategy = RingStrategy(backend=options.backend, monitor=False, **VARIANTS[options.rank])
     strategy.listeners.append(records.append)
-    pause = Recovery.pause
-
-    def paused(recovery: Recovery) -> None:
-        began = time.perf_counter()
-        pause(recovery)
-        module.pauses.append(time.perf_counter() - began)
-
-    Recovery.pause = paused  # type: ignore[method-assign]
 
     class Look(pl.Callback):
         def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -111,20 +89,19 @@ def train(options: argparse.Namespace) -> None:
     trainer.fit(module, DataLoader(data, batch_size=4))
     steps = [after - before for before, after in zip(module.ends[WARM_UP:], module.ends[WARM_UP + 1 :], strict=False)]
     result = {
-        "step": statistics.median(steps) if steps else None,  # of one that has joined at the end
+        "step": statistics.median(steps),
         "sent": sum(sent(record, options.ranks) for record in records) / max(1, len(module.ends)),
         "state": state,
         "memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        "pauses": module.pauses,
     }
     (Path(options.folder) / f"{os.getpid()}.json").write_text(json.dumps(result))
 
 
 def run(variant: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     """What the ranks of one job have measured."""
-    launch = ["--min-ranks", "1", *(["--respawn"] if options.join else [])] if VARIANTS[variant].get("elastic") else []
+    launch = ["--min-ranks", "1"] if VARIANTS[variant].get("elastic") else []
     with tempfile.TemporaryDirectory() as folder:
-        rank = ["--rank", variant, "--folder", folder, *(["--join"] if options.join else [])]
+        rank = ["--rank", variant, "--folder", folder]
         numbers = ["--ranks", str(options.ranks), "--mib", str(options.mib), "--steps", str(options.steps)]
         job = [sys.executable, "-m", "lightning_ring.cli.ringrun", "-n", str(options.ranks), *launch, "--"]
         command = [*job, sys.executable, __file__, *numbers, "--backend", options.backend, *rank]
@@ -142,7 +119,6 @@ def main() -> None:
     parser.add_argument("--mib", type=float, default=64.0, help="of parameters")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--backend", default="auto")
-    parser.add_argument("--join", action="store_true", help="measure the pause for a newcomer")
     parser.add_argument("--rank", help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -150,16 +126,11 @@ def main() -> None:
         train(options)
         return
     for variant in VARIANTS:
-        if options.join and not VARIANTS[variant].get("elastic"):
-            continue
         results = run(variant, options)
-        found = [one for one in results if one["step"] is not None]
-        median = {name: statistics.median(one[name] for one in found) for name in ("step", "sent", "state", "memory")}
-        pauses = [1e3 * pause for one in results for pause in one["pauses"]]
+        median = {name: statistics.median(one[name] for one in results) for name in ("step", "sent", "state", "memory")}
         print(
             f"{variant}: step {1e3 * median['step']:.0f} ms, sent {median['sent'] / 2**20:.1f} MiB a step, "
             f"state {median['state'] / 2**20:.1f} MiB, memory {median['memory'] / 2**20:.0f} MiB"
-            + (f", pauses {', '.join(f'{pause:.0f}' for pause in pauses)} ms" if options.join else "")
         )
 
 
