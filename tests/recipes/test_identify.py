@@ -52,9 +52,12 @@ def test_embeddings_are_those_of_the_runs_evaluation(indexed, composed):
     photos = ImageFolder("photos")
     data.datasets = {"val": photos}
     loader = data._loader(
-        "val", ShuffledSampler(21, shuffle=False, rank=0, world_size=1), 8, data.val_crop,
-        recipes.data.shards.DeviceTransform(), drop_last=False,
-    )  # fmt: skip
+        "val",
+        ShuffledSampler(21, shuffle=False, rank=0, world_size=1),
+        8,
+        crop=data.val_crop,
+        transform=recipes.data.shards.DeviceTransform(),
+    )
     with torch.no_grad():
         expected = torch.cat([model.eval()(batch[0]) for batch in loader])
     assert index.files == [photos.name(i) for i in range(21)]
