@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.util import Finalize
+from pickle import PicklingError
 from queue import SimpleQueue
 from typing import Any
 
@@ -77,7 +78,7 @@ class _Process:
         )
         try:
             self.process.start()
-        except (AttributeError, TypeError, ValueError) as error:  # of pickle, where processes are not forked
+        except (AttributeError, PicklingError, TypeError) as error:  # where processes are not forked
             raise ConfigurationError(
                 f"sample_transform {name_of(transform)} cannot be sent to a process: {error}. Define it at the top "
                 "level of a module, or give in_processes=False."

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.multiprocessing as multiprocessing
 from torch import Tensor
 from torch.nn import functional
 
@@ -190,6 +191,16 @@ def test_processes_give_the_pictures_of_threads_and_end_with_the_loader(folder: 
         assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
         assert torch.equal(got, images(make(folder, sample_transform=transform)))
     assert not {name for name in set(os.listdir("/dev/shm")) - before if "torch" in name}
+
+
+def test_what_cannot_be_sent_to_a_process_is_an_error(folder: ImageFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    spawn = multiprocessing.get_context("spawn")
+    monkeypatch.setattr(multiprocessing, "get_context", lambda: spawn)
+    loader = make(folder, sample_transform=lambda image: image, in_processes=True, num_threads=1)
+    with pytest.raises(
+        ConfigurationError, match=r"cannot be sent to a process: .*Define it at the top level of a module"
+    ):
+        images(loader)
 
 
 @pytest.mark.ranks
