@@ -28,6 +28,10 @@ _LOOK_EVERY = 20  # batches between two looks at the switch
 _PAUSES = {"validation_step": "validation batch", "test_step": "test batch", "save_checkpoint": "checkpoint"}
 
 
+def _call(run: Callable[[], list[Any]]) -> list[Any]:  # no lambda: ``start_method="spawn"`` pickles the strategy
+    return run()
+
+
 class StepTimeline:
     """Records a fit in a trace, from its start, while a switch is on, or from `start` to `stop`.
 
@@ -50,7 +54,7 @@ class StepTimeline:
         self._refused = False  # by `start`, since the switch is on
         self.number: int | None = None
         self.waits = False
-        self.call_together: Callable[[Callable[[], list[Any]]], list[Any]] = lambda run: run()
+        self.call_together: Callable[[Callable[[], list[Any]]], list[Any]] = _call
         self._max_bytes = 0
         self._ranks_since = 0.0  # when the ranks were connected that there are
         self._num_ranks = 1

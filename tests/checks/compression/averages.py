@@ -31,17 +31,23 @@ from tests.checks.world import communicator
 
 
 def check_mean_over_steps_is_the_true_average_on_all_ranks() -> None:
-    """Unbiased, or what is lost in one step comes with a later one: `steps` times the same gradient."""
+    """Unbiased, or what is lost in one step comes with a later one: `steps` times the same gradient.
+
+    For the coarse ones that takes many steps, which are taken on two ranks; elsewhere a few have to give the same bits.
+    """
     for way in WAYS:
         reducer, params, _ = make(way)
         mine = gradients(communicator().rank)
-        steps = 60 if way in COARSE else 2
+        many = communicator().world_size == 2
+        steps = (60 if many else 3) if way in COARSE else 2
         total = [torch.zeros(p.shape, dtype=torch.float64) for p in params]
         for _ in range(steps):
             got = send(reducer, params, mine)
             assert_same_bits(*got)
             for sum_, grad in zip(total, got, strict=True):
                 sum_ += grad
+        if way in COARSE and not many:
+            continue
         wanted = torch.cat([g.reshape(-1) for g in average()])
         mean = torch.cat([g.reshape(-1) for g in total]) / steps
         error = float((mean - wanted).norm() / wanted.norm())
