@@ -143,7 +143,9 @@ def test_a_request_to_stop_is_met_by_all_ranks() -> None:
         algorithm.detach()
         return stops
 
-    assert run_ranks(3, rank) == 3 * [[(2, True)]]
+    found = run_ranks(3, rank)
+    assert found == 3 * [found[0]]
+    assert found[0] in ([(1, True)], [(2, True)])  # the next epoch's, where rank 0 had ended this one
 
 
 def test_what_cannot_work_is_refused() -> None:

@@ -282,7 +282,7 @@ def test_processes_that_share_a_cache_and_are_killed_leave_no_wrong_bytes(server
 
 
 def test_forked_workers_read_with_connections_of_their_own(server, remote, everything):
-    dataset = opened(server, remote, cache_gb=SMALL)
+    dataset = opened(server, remote, cache_gb=SMALL, deadline=25)
     server.plant(delay=0.15)
     dataset.will_need(range(40))  # the parent has threads, connections, a lock and requests that are under way
     loader: Any = DataLoader(
