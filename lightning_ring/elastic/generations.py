@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import os
+import threading
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -14,7 +15,7 @@ from torch.distributed.distributed_c10d import _abort_process_group
 
 from lightning_ring.comm.backends.shared_memory.kept import KeptMemory
 from lightning_ring.comm.communicator import Communicator
-from lightning_ring.elastic.gloo_sockets import shut_down_sockets
+from lightning_ring.elastic.gloo_sockets import give_up_opening, shut_down_sockets
 from lightning_ring.elastic.store import StewardStore
 from lightning_ring.errors import PeerFailedError, RingError
 from lightning_ring.host.accelerator import is_gpu
@@ -53,6 +54,7 @@ class Generations:
         self._topology = topology
         self._memory = KeptMemory()
         self._store: StewardStore | None = None  # of the generation
+        self._opening = False
         member.on_stop = self._end_waits
 
     @property
@@ -69,6 +71,13 @@ class Generations:
         """
         assert self.job is None, "close() comes first"
         leave_garbage_to_parent()
+        self._opening = True
+        try:
+            return self._open(view)
+        finally:
+            self._opening = False
+
+    def _open(self, view: View) -> Communicator:
         rank, world_size = view.members.index(self._member.number), len(view.members)
         node = int(os.environ.get("RING_NODE_RANK", "0"))  # by the launcher's count
         info = RankInfo(rank, world_size, 0, 1, node, node + 1, "ringrun", view.generation)
@@ -127,10 +136,19 @@ class Generations:
 
     def _end_waits(self, error: PeerFailedError) -> None:
         """In the member's thread, while this rank computes, waits for a collective or opens connections."""
-        job = self.job
+        job, store = self.job, self._store
         if job is not None and job.policy is not None:
             job.policy.fail(error)
         self._shut_down()
+        if self._opening and job is not None and store is not None:  # else it asks the store first, which refuses
+            self._give_up_opening(store, job.info.world_size)
+
+    def _give_up_opening(self, store: StewardStore, num_ranks: int) -> None:
+        def is_opening() -> bool:
+            return self._opening and self._store is store
+
+        arguments = store.values, num_ranks, is_opening
+        threading.Thread(target=give_up_opening, args=arguments, name="ring-opening", daemon=True).start()
 
     def _shut_down(self) -> None:
         if (store := self._store) is not None:

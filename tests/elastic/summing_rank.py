@@ -1,7 +1,8 @@
 """A rank that sums buckets again and again, through `Generations`: ``summing_rank.py FOLDER BACKEND STEPS DEATHS``.
 
-DEATHS are ``NUMBER:STEP:BUCKET``: process NUMBER kills itself in STEP, after it has called for BUCKET buckets. Each
-survivor writes NUMBER.json: its communicators, how long reserving took in each generation, sums of the default group.
+DEATHS are ``NUMBER:STEP:BUCKET``: process NUMBER kills itself in STEP, after it has called for BUCKET buckets; or
+``NUMBER:GENERATION:open``: while the others wait for its first connection. Each survivor writes NUMBER.json: its
+communicators, how long opening and reserving took in each generation, sums of the default group.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch.distributed as dist
 
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.elastic.generations import Generations
+from lightning_ring.elastic.store import StewardStore
 from lightning_ring.errors import PeerFailedError, RingError
 from lightning_ring.membership.agreement import Report
 from lightning_ring.membership.member import Member
@@ -32,16 +34,22 @@ class Summing:
         self.member = Member()
         self.member.open()
         self.generations = Generations(self.member, backend, CPU, LIMIT, LIMIT)
-        self.deaths = [tuple(map(int, death.split(":"))) for death in deaths]
+        self.deaths = deaths
         self.step: int | None = None
         self.complete = False
         self.buckets: list[torch.Tensor] = []
-        self.result: dict[str, list] = {"communicators": [], "reserving": [], "default": [], "recovery": []}
+        self.result: dict[str, list] = {"communicators": [], "reserving": [], "default": [], "opening": []}
 
     def enter(self) -> Communicator:
         self.member.report(Report(self.step, self.complete))
         view = self.member.next_view(60)
-        comm = self.generations.open(view)
+        if f"{self.member.number}:{view.generation}:open" in self.deaths:
+            StewardStore.get = die_when_awaited
+        began = time.perf_counter()
+        try:
+            comm = self.generations.open(view)
+        finally:
+            self.result["opening"].append(time.perf_counter() - began)
         self.buckets.clear()
         began = time.perf_counter()
         self.buckets = [comm.empty(NUMEL, torch.float32, CPU) for _ in range(BUCKETS)]
@@ -57,7 +65,7 @@ class Summing:
     def sum_buckets(self, comm: Communicator) -> None:
         works = []
         for index, bucket in enumerate(self.buckets):
-            if (self.member.number, self.step, index) in self.deaths:
+            if f"{self.member.number}:{self.step}:{index}" in self.deaths:
                 os.kill(os.getpid(), signal.SIGKILL)
             bucket.fill_(self.step + comm.rank + index)
             works.append(comm.all_reduce_(bucket))
@@ -71,19 +79,29 @@ class Summing:
 
     def run(self, steps: int) -> None:
         broken: RingError | None = None
-        began = 0.0
         while self.step is None or self.step < steps:
             try:
                 if self.step is None or broken is not None:
                     self.generations.close(broken)
                     comm, broken = self.enter(), None
-                    self.result["recovery"].append(time.perf_counter() - began)
                 self.sum_buckets(comm)
-            except PeerFailedError as error:
-                broken, began = error, time.perf_counter()
+            except RuntimeError as error:  # Gloo's own, of a group that did not come up, are no others
+                if not self.member.is_over(3.0):
+                    raise
+                broken = error if isinstance(error, RingError) else PeerFailedError(str(error))
         comm.barrier()
         self.member.finish()
         self.generations.close()
+
+
+plain_get = StewardStore.get
+
+
+def die_when_awaited(store: StewardStore, key: str) -> bytes:
+    if "members" not in key:  # this rank has told where it listens, and the others connect
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return plain_get(store, key)
 
 
 if __name__ == "__main__":
