@@ -30,6 +30,7 @@ from lightning_ring.gradients.compression import Compressor
 from lightning_ring.integrations.fabric.checkpoints import ALGORITHM_KEY, LoadedState
 from lightning_ring.integrations.fabric.module import BackwardSyncControl, RingModule
 from lightning_ring.integrations.lightning.uneven import warn_of_padding
+from lightning_ring.integrations.ranks.checkpoint_io import WholeCheckpointIO
 from lightning_ring.integrations.ranks.devices import check_request, choose_launcher, devices_for, requested_devices
 from lightning_ring.integrations.ranks.environment import RingEnvironment
 from lightning_ring.integrations.ranks.loss_scaling import refuse_scaler
@@ -115,6 +116,16 @@ class RingFabricStrategy(DDPStrategy):
         self._job: Job | None = None
         self._modules: WeakValueDictionary[int, RingModule] = WeakValueDictionary()  # in the order of their set-up
         self._num_modules = 0
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        if self._checkpoint_io is None:
+            self._checkpoint_io = WholeCheckpointIO()
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
 
     # -- ranks and devices
 

@@ -9,8 +9,10 @@ from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
@@ -20,6 +22,7 @@ from torch import Tensor
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.recording import Listener, RecordedCommunicator
 from lightning_ring.integrations.lightning.join import ActiveRanks
+from lightning_ring.integrations.ranks.checkpoint_io import WholeCheckpointIO
 from lightning_ring.integrations.ranks.devices import check_request, choose_launcher, devices_for, requested_devices
 from lightning_ring.integrations.ranks.environment import RingEnvironment
 from lightning_ring.integrations.ranks.messages import ignore_deprecations_between_libraries
@@ -67,6 +70,18 @@ class RankedStrategy(DDPStrategy):
         self.timeline = StepTimeline(timeline_settings(options.timeline, os.environ), self.listeners)
         self._job: Job | None = None
         self._active_ranks = ActiveRanks()
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        if self._checkpoint_io is None:
+            self._checkpoint_io = WholeCheckpointIO()
+        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO):
+            self._checkpoint_io.checkpoint_io = WholeCheckpointIO()  # has no effect if it wraps one
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
 
     # -- ranks and devices
 
