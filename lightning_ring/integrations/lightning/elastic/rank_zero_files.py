@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import io
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -44,14 +44,16 @@ def go_on_with_csv(logger: CSVLogger) -> None:
     """Open the files of ``logger``, which keep what they hold."""
     folder = Path(logger.log_dir)
     path, hyperparameters = folder / "metrics.csv", folder / "hparams.yaml"
-    kept = path.read_bytes() if path.exists() else b""
-    kept = kept[: kept.rfind(b"\n") + 1]  # a rank that dies may leave half a line
+    aside = folder / ".metrics.csv"  # the logger deletes what is there; a rank that dies now leaves it for the next one
+    if path.exists():
+        path.replace(aside)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that it deletes what is there: it is put back
+        warnings.simplefilter("ignore", UserWarning)  # that it deletes it
         writer = logger.experiment
-    if kept:
-        path.write_bytes(kept)
-        with contextlib.suppress(StopIteration):
-            writer.metrics_keys = next(csv.reader(io.StringIO(kept.decode())))
+    kept = aside.read_bytes() if aside.exists() else b""
+    if end := kept.rfind(b"\n") + 1:  # a rank that dies may leave half a line
+        os.truncate(aside, end)
+        aside.replace(path)
+        writer.metrics_keys = next(csv.reader(io.StringIO(kept[:end].decode())))
     if hyperparameters.exists():
         writer.hparams = load_hparams_from_yaml(str(hyperparameters))  # else it writes its own, which are none

@@ -8,9 +8,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy
+import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, csv_logs
+from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from torch import nn
 from torchmetrics import CatMetric, MeanMetric
 
@@ -19,11 +21,19 @@ from lightning_ring.integrations.lightning.elastic.rank_zero_files import go_on_
 from lightning_ring.integrations.lightning.elastic.step_undo import remember_callbacks, remember_metrics
 
 
-def test_the_next_rank_0_goes_on_with_its_metrics_file(tmp_path: Path) -> None:
-    first, successor = (CSVLogger(tmp_path, name="csv") for _ in range(2))
+@pytest.mark.parametrize("dies", [False, True])
+def test_the_next_rank_0_goes_on_with_its_metrics_file(dies: bool, tmp_path: Path) -> None:
+    """Also where another one ``dies`` while it takes the file over."""
+    first, between, successor = (CSVLogger(tmp_path, name="csv") for _ in range(3))
     first.log_metrics({"loss": 3.0}, step=0)
     first.save()
-    take_names([successor], names_of([first]))
+    (tmp_path / "csv" / "version_0" / "metrics.csv").open("a").write("2.5")  # half a line
+    take_names([between, successor], names_of([first]) * 2)
+    if dies:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(csv_logs, "ExperimentWriter", write_and_die)
+            with pytest.raises(KeyboardInterrupt):
+                go_on_with_csv(between)
     go_on_with_csv(successor)
     successor.log_metrics({"loss": 2.0, "other": 1.0}, step=1)
     successor.save()
@@ -31,6 +41,11 @@ def test_the_next_rank_0_goes_on_with_its_metrics_file(tmp_path: Path) -> None:
         rows = list(csv.DictReader(file))
     assert [(row["step"], row["loss"], row["other"]) for row in rows] == [("0", "3.0", ""), ("1", "2.0", "1.0")]
     assert len(list((tmp_path / "csv").iterdir())) == 1
+
+
+def write_and_die(log_dir: str) -> None:
+    ExperimentWriter(log_dir)
+    raise KeyboardInterrupt
 
 
 def test_a_next_rank_0_that_finds_no_file_begins_one(tmp_path: Path) -> None:
