@@ -92,11 +92,16 @@ def mpirun(world_size: int, *command: str, timeout: float = 120, **env: str) -> 
     return run(mpirun_command(world_size, *forked.python(), *command), timeout=timeout, **env)
 
 
-def elastic_command(ranks: int, *command: str, respawn: bool = False) -> list[str]:
-    """``python command...`` as an elastic job of ``ranks``, whose dead are replaced with ``respawn``."""
+def elastic_command(ranks: int, *command: str, respawn: bool = False, agent: bool = False) -> list[str]:
+    """``python command...`` as an elastic job of ``ranks``, whose dead are replaced with ``respawn``.
+
+    With ``agent`` the second half of the ranks are started by one, as if they were on another host.
+    """
     limits = "int(sys.argv[1]), respawn=RespawnLimits(20, 0.02, 0.0)" if respawn else "int(sys.argv[1])"
+    half = f"{ranks // 2})"
+    hosts = f", hosts=[Host('localhost', {half}, Host('elsewhere', {half}], line=lambda host, line: ['sh', '-c', line]"
     start = (
-        "import sys; from lightning_ring.launch.elastic import *; "
-        f"sys.exit(ElasticJob(sys.argv[2:], ElasticLimits({limits})).run())"
+        "import sys; from lightning_ring.launch.elastic import *; from lightning_ring.launch.hosts import Host; "
+        f"sys.exit(ElasticJob(sys.argv[2:], ElasticLimits({limits}){hosts * agent}).run())"
     )
     return [sys.executable, "-c", start, str(ranks), *forked.python(), *command]

@@ -160,7 +160,7 @@ class Agent:
     def _look_at(self, number: int, child: Child) -> None:
         if self._told.get(number) is None and child.is_dead():
             self._told[number] = "dead"
-            self._send({"kind": "dead", "number": number})
+            self._send({"kind": "dead", "number": number, "failure": child.failure()})
         if (code := child.poll()) is not None and self._told.get(number) != "ended":
             self._told[number] = "ended"
             self._send({"kind": "ended", "number": number, "code": code})

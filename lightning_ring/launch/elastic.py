@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import sys
@@ -181,13 +182,13 @@ class ElasticJob:
 
     def _begin_again(self, now: float) -> None:
         """From a checkpoint, with new processes, once those that have lost their state have ended."""
-        slots = self._new_starts.look(self._steward, self._unended, now)
+        slots = self._new_starts.look(self._steward, self._unended, self._deaths.pending, now)
         if slots is None:
             return
-        if not slots:
+        if self._steward.ended is not None:
             self._supervisor.fail(PEERS_SECONDS)
         self._ended_since, self._below_since, self._shown = None, None, -1
-        for slot in slots:
+        for slot in slots or self._deaths.take_due(math.inf):  # nobody lived: there is nothing to wait for
             self._supervisor.start(self._next_child(slot))
 
     def _grow(self, discovery: Discovery, now: float) -> None:
@@ -241,6 +242,8 @@ class ElasticJob:
             return
         process.ended = True
         steward, number = self._steward, process.number
+        if process.died is None:
+            steward.step(0)  # its last words may have arrived
         steward.gone(number, "its process has ended")
         finished = number in steward.membership.finishers
         if not finished:
@@ -249,7 +252,8 @@ class ElasticJob:
             self._guard.forget(process.child.pid)
         if self._begins_again:
             process.outlived = True
-            self._new_starts.note_end(process, code)
+            if not self._new_starts.note_end(process, code):
+                self._note_death(process, code)
             return
         is_new = self._is_new(process)
         if self._is_over or (finished and code == 0):
@@ -280,7 +284,7 @@ class ElasticJob:
 
     def _note_death(self, process: JobProcess, code: int) -> None:
         death = process.death(code, process.removed or self._steward.last_words.get(process.number, ""))
-        trains = not self._is_over and not self._steward.membership.finishers
+        trains = (self._begins_again or not self._is_over) and not self._steward.membership.finishers
         replaced = trains and self._slots.is_open(process.slot)
         rest = self._deaths.add(death, process.slot, time.monotonic() - process.started, replaced=replaced)
         say(f"{death}; {len(self.pids())} ranks are left{rest}")

@@ -27,32 +27,38 @@ class NewStarts:
     _tried: tuple[str, int] | None = field(default=None, init=False)
     _in_a_row: int = field(default=0, init=False)
 
-    def note_end(self, process: JobProcess, code: int) -> None:
-        """A process has ended, after the loss: of its own accord, unless a signal did it."""
+    def note_end(self, process: JobProcess, code: int) -> bool:
+        """A process has ended, after the loss. Returns whether its slot gets another one at the new start.
+
+        Else a signal has ended it: a death as any other.
+        """
         if not by_signal(code):
             self._slots.add(process.slot)
+        return process.slot in self._slots
 
-    def look(self, steward: Steward, running: Sequence[JobProcess], now: float) -> list[int] | None:
-        """The slots in which processes are to start now, `None` as long as some run. No slots: the job fails."""
+    def look(self, steward: Steward, running: Sequence[JobProcess], pending: int, now: float) -> list[int] | None:
+        """The slots in which processes are to start now, `None` as long as some run.
+
+        The steward serves them then; if it does not, the job fails. ``pending`` processes start later, as replacements.
+        """
         assert steward.resume_from is not None
         if self._since is None:
             if not self._allows(steward.resume_from):
                 checkpoint, _ = steward.resume_from
                 say(f"the job began {_LIMIT} times from {checkpoint}, and lost its state before the next checkpoint")
-                steward.resume_from = None
                 return []
             self._since = now
-        alive = [process for process in running if process.died is None]
         if now - self._since > PEERS_SECONDS:
-            for process in alive:
-                self._slots.add(process.slot)
-                process.child.kill_session()
+            for process in running:
+                if process.died is None and process.kill_at is None:
+                    self._slots.add(process.slot)
+                    process.kill_at = now
         if running:
             return None
-        self.checkpoint, _ = steward.resume_from
-        say(f"{steward.ended} {len(self._slots)} processes begin again from {self.checkpoint}")
         slots, self._slots, self._since = sorted(self._slots), set(), None
-        if slots:
+        if slots or pending:
+            self.checkpoint, _ = steward.resume_from
+            say(f"{steward.ended} {len(slots) + pending} processes begin again from {self.checkpoint}")
             steward.begin_anew()
         return slots
 

@@ -55,6 +55,7 @@ class RemoteChild:
     pid: int = 0
     program: int | None = None
     dead: bool = False
+    early_failure: int | None = None  # its exit code, as long as the kernel has not told its parent
     code: int | None = None
     is_lost: bool = False  # with its host
     idle_seconds: float = 0.0
@@ -83,7 +84,7 @@ class RemoteChild:
         return self.dead
 
     def failure(self) -> int | None:
-        return self.code or None
+        return self.code or self.early_failure
 
     def idle(self, now: float) -> float:
         return self.idle_seconds + now - self.idle_since if self.pid else 0.0
@@ -200,7 +201,7 @@ class RemoteHost:
         if message["kind"] == "pid":
             child.pid, child.idle_since = message["pid"], now
         elif message["kind"] == "dead":
-            child.dead = True
+            child.dead, child.early_failure = True, message["failure"]
         elif message["kind"] == "ended":
             child.dead, child.code = True, message["code"]
 

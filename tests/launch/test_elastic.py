@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from lightning_ring.errors import ConfigurationError
+from lightning_ring.job.rendezvous.interfaces import reachable_candidates
 from lightning_ring.launch.elastic import ElasticJob, ElasticLimits
 from lightning_ring.launch.processes import failure_of, is_dead
 from lightning_ring.launch.respawn import RespawnLimits, Respawns
@@ -23,8 +24,10 @@ from tests.processes import ROOT, clean_env, run
 RANK = str(ROOT / "tests" / "membership" / "counting_rank.py")
 START = (
     "import sys; from lightning_ring.launch.elastic import *; from lightning_ring.membership.silence import *; "
-    "sys.exit(ElasticJob([sys.executable, *sys.argv[2:]], eval(sys.argv[1])).run())"
+    "from lightning_ring.launch.hosts import Host; "
+    "sys.exit(ElasticJob([sys.executable, *sys.argv[2:]], **eval(f'dict(limits={sys.argv[1]})')).run())"
 )
+AGENT = ", hosts=[Host('localhost', 1), Host('elsewhere', 2)], line=lambda host, line: ['sh', '-c', line]"
 
 
 def counting(folder: Path, text: str, steps: int = 100000) -> str:
@@ -139,14 +142,18 @@ def test_an_exit_ends_the_job_at_once_also_beside_deaths(
 
 
 @pytest.mark.ranks
-def test_the_rank_that_failed_is_named_also_where_others_end_before_its_memory_is_free(tmp_path: Path) -> None:
+@pytest.mark.parametrize("hosts", ["", AGENT])
+def test_a_rank_that_failed_ends_the_job_and_is_named_before_its_memory_is_free(hosts: str, tmp_path: Path) -> None:
+    if hosts and not reachable_candidates({}):
+        pytest.skip("this host has no address but its own loopback")
     script = counting(
         tmp_path,
         "if number == '1':\n    memory = b'1' * 2**30\n    when_counting(lambda: os._exit(9))\ncount()\n",
     )
-    done = start("ElasticLimits(3)", script)
+    done = start(f"ElasticLimits(3){hosts}", script)
     assert done.returncode == 9, done.stdout
     assert re.search(r"process 1 \(pid \d+\) ended with exit code 9; the job ends", done.stdout), done.stdout
+    assert "generation 1: " not in done.stdout  # the others do not connect anew
 
 
 @pytest.mark.ranks
@@ -184,6 +191,25 @@ def test_too_few_ranks_end_the_job_with_the_names_of_the_dead(limits: str, waite
         rf"1 of its ranks are left{waited}, and it goes on with 2 or more \(--min-ranks\)\. Dead: ..:..:.. process 0 "
     )
     assert re.search(told + r"\(pid \d+\) was killed by signal 9", last), done.stdout
+
+
+@pytest.mark.ranks
+def test_a_process_that_is_killed_while_the_job_begins_again_is_replaced(tmp_path: Path) -> None:
+    script = counting(
+        tmp_path,
+        "from lightning_ring.membership.member import Member, Report\n"
+        "if not os.environ['RING_RESUME_FROM']:\n"
+        "    member = Member(); member.open(); member.report(Report()); member.next_view(60); time.sleep(0.5)\n"
+        "    if number == '2': time.sleep(0.5); os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    member.lose_state('A shard is lost.', 'last.ckpt', 1); os._exit(1)\n"
+        "count()\n",
+        steps=150,
+    )
+    done = start("ElasticLimits(3, respawn=RespawnLimits(delay=0.1))", script)
+    assert done.returncode == 0, done.stdout
+    assert "A shard is lost. 3 processes begin again from last.ckpt" in done.stdout
+    assert re.search(r"process 2 \(pid \d+\) was killed by signal 9 .* a new process replaces it", done.stdout)
+    assert {path.stem for path in tmp_path.glob("*.json")} == {"3", "4", "5"}, done.stdout
 
 
 @pytest.mark.ranks
