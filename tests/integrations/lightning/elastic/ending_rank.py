@@ -1,7 +1,7 @@
 """Fits of a plain script, which ``python ending_rank.py FOLDER FITS [EVENT]`` starts as 3 ranks.
 
-EVENT is NUMBER:STEP:SIGNAL or NUMBER:STEP:SIGNAL:hook: process NUMBER sends itself the signal when STEP steps are
-finished, in its training step or in ``on_before_optimizer_step``, where ranks communicate.
+EVENT is NUMBER:STEP:SIGNAL[:PLACE[:FIT]]: process NUMBER sends itself the signal when STEP steps of fit FIT (0) are
+finished; PLACE is ``step``, the training step, or ``hook``, ``on_before_optimizer_step``, where ranks communicate.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ SAMPLES = torch.randn(48, 4, generator=torch.Generator().manual_seed(0))
 
 
 class Module(pl.LightningModule):
-    def __init__(self) -> None:
+    def __init__(self, fit: int) -> None:
         super().__init__()
         torch.manual_seed(1)
+        self.fit = fit
         self.net = nn.Linear(4, 1)
 
     def happen(self, place: str) -> None:
-        for number, step, signum, *at in (event.split(":") for event in EVENT):
+        for number, step, signum, *where in (event.split(":") for event in EVENT):
             here = os.environ["RING_MEMBER"] == number and self.global_step == int(step)
-            if here and (at or ["step"]) == [place]:
+            if here and [*where, *["step", "0"][len(where) :]] == [place, str(self.fit)]:
                 os.kill(os.getpid(), int(signum))
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
@@ -66,5 +67,6 @@ for fit in range(FITS):
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Module(), DataLoader(TensorDataset(SAMPLES), batch_size=4))
-    print(f"fit {fit}: {trainer.world_size} ranks, {trainer.global_step} steps\n", end="", flush=True)
+    trainer.fit(Module(fit), DataLoader(TensorDataset(SAMPLES), batch_size=4))
+    told = f"{trainer.world_size} ranks, {trainer.global_step} steps, {strategy.rank_changes.deaths} deaths"
+    print(f"fit {fit}: {told}\n", end="", flush=True)

@@ -20,10 +20,12 @@ def job(folder: Path, *arguments: str, **env: str) -> tuple[int, str]:
 
 
 def test_a_second_fit_of_a_script_goes_on_with_the_same_ranks(tmp_path: Path) -> None:
-    code, output = job(tmp_path, "2")
+    """And a death in it is counted."""
+    code, output = job(tmp_path, "2", "1:5:9:step:1")
     assert code == 0, output
-    for fit in (0, 1):
-        assert output.count(f"fit {fit}: 3 ranks, 8 steps") == 3
+    assert output.count("fit 0: 3 ranks, 8 steps, 0 deaths") == 3
+    assert output.count("fit 1: 2 ranks, ") == 2
+    assert output.count(" steps, 1 deaths") == 2
 
 
 def test_a_step_that_is_finished_after_a_death_runs_its_hooks_no_second_time(tmp_path: Path) -> None:
