@@ -13,9 +13,10 @@ about everything: what fails at which step, where in it, whether others replace 
 - The disk of checkpoints and logs is full, or /dev/shm.
 
 A job ends with its training finished, or says why not: the steward died, a disk is full, or, with sharded optimizers,
-both ranks that held a shard have died. Hosts, full disks and memory limits take Linux and root; elsewhere such jobs are
-left out. The exit code is 1 if any job went wrong; its seed is printed, its files are kept, and ``--seed SEED --faults
-1`` runs it again.
+both ranks that held a shard have died and there was no checkpoint yet. Hosts, full disks and memory limits take Linux
+and root; elsewhere such jobs are left out. The exit code is 1 if any job went wrong; its seed is printed, its files are
+kept, and ``--seed SEED --faults 1`` runs it again. Files of a job that stood still for ten seconds are kept too, and
+``NUMBER.stacks`` shows where its ranks were.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import chaos_host
 from benchmarks.chaos_checks import Outcome
-from benchmarks.chaos_job import Job
+from benchmarks.chaos_job import SLOW_SECONDS, Job
 from benchmarks.chaos_plan import Plan, draw
 from benchmarks.chaos_rank import fit
 from benchmarks.hosts import open_hosts, why_not
@@ -55,7 +56,9 @@ class Result:
     joined: int = 0
     finished: bool = False
     lost: bool = False
+    new_starts: int = 0
     seconds: float = 0.0
+    standstill: float = 0.0
 
 
 def run_job(plan: Plan, *, mounts: bool) -> Result:
@@ -75,13 +78,14 @@ def run_job(plan: Plan, *, mounts: bool) -> Result:
         job.run()
         outcome = Outcome(job)
         result = Result(plan, outcome.faults, outcome.wrong, outcome.joined, outcome.finished, outcome.lost)
+        result.new_starts, result.standstill = outcome.new_starts, job.standstill
         new = set(os.listdir("/dev/shm")) - {*before, chaos_host.FILLER}
         if "shm" in (kind for *_, kind in outcome.faults):
             new = {name for name in new if not name.startswith("torch_")}  # torch's, of a loader that found it full
         if new := {name for name in new if mounts or name.startswith("lightning")}:
             result.wrong.append(f"left in /dev/shm: {sorted(new)}")
-        if result.wrong:
-            kept = Path(tempfile.gettempdir()) / f"chaos-failed-{plan.seed}"
+        if result.wrong or result.standstill > SLOW_SECONDS:
+            kept = Path(tempfile.gettempdir()) / f"chaos-{'failed' if result.wrong else 'slow'}-{plan.seed}"
             shutil.rmtree(kept, ignore_errors=True)
             shutil.copytree(folder, kept, ignore=shutil.ignore_patterns("ssh", "tmp", chaos_host.FILLER))
     result.seconds = time.monotonic() - began
@@ -111,7 +115,8 @@ def main() -> int:
         results.append(result)
         if not options.json or result.wrong:
             faults = ", ".join(" ".join(fault) for fault in result.faults)
-            print(f"seed {result.plan.seed}: {faults or 'no fault'}, {result.seconds:.1f} s", file=sys.stderr)
+            times = f"{result.seconds:.1f} s, the longest standstill {result.standstill:.1f} s"
+            print(f"seed {result.plan.seed}: {faults or 'no fault'}, {times}", file=sys.stderr)
             for line in result.wrong:
                 print(f"  WRONG: {line}", file=sys.stderr)
     kinds = Counter(" ".join(fault[2:]) for result in results for fault in result.faults)
@@ -122,6 +127,8 @@ def main() -> int:
         "finished": sum(result.finished for result in results),
         "joined": sum(result.joined for result in results),
         "lost_shards": sum(result.lost for result in results),
+        "new_starts": sum(result.new_starts for result in results),
+        "longest_standstill": max((round(result.standstill, 1), result.plan.seed) for result in results),
         "wrong": {result.plan.seed: result.wrong for result in results if result.wrong},
         "by_kind": dict(Counter(fault[3] for result in results for fault in result.faults)),
         "by_place_and_kind": dict(sorted(kinds.items())),

@@ -8,7 +8,6 @@ which has imported torch and Lightning, and start no Python. So a job takes seco
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import signal
@@ -23,6 +22,7 @@ from typing import Any
 
 from benchmarks import chaos_host
 from benchmarks.chaos_plan import Plan
+from benchmarks.chaos_processes import Forked, children, die_with_parent, field_of
 from benchmarks.chaos_rank import live
 from benchmarks.hosts import Hosts
 from lightning_ring.launch import agent
@@ -32,8 +32,10 @@ from lightning_ring.launch.hosts import Host
 from lightning_ring.launch.limits import ElasticLimits
 from lightning_ring.launch.respawn import RespawnLimits
 from lightning_ring.membership.silence import SilenceLimits
+from lightning_ring.membership.steward import Steward
 
 HANG_SECONDS = 180.0  # in which no process of the job has written anything
+SLOW_SECONDS = 10.0  # after which ranks write where they are
 LEFT_SECONDS = 20.0  # for what is left when the launcher has ended
 SILENT_SECONDS = 3.0  # after which a stopped process is removed
 _LOOK_SECONDS = 0.005
@@ -53,6 +55,7 @@ class Job:
         wrong: What went wrong, in words.
         lost_hosts: That a fault has cut off or ended.
         steward_died: Whether a fault has ended the launcher.
+        standstill: The longest time in which no process has written anything, in seconds.
     """
 
     def __init__(self, plan: Plan, folder: Path, train: Callable[[int], None], hosts: Hosts | None = None) -> None:
@@ -61,6 +64,7 @@ class Job:
         self.wrong: list[str] = []
         self.lost_hosts: set[str] = set()
         self.steward_died = False
+        self.standstill = 0.0
         self._hosts = hosts
         self._agents: dict[int, tuple[str, socket.socket]] = {}  # by pid
         self._launcher = 0
@@ -93,6 +97,9 @@ class Job:
                 self._later.remove(due)
                 due[1]()
             written = sum(log.stat().st_size for log in self.folder.iterdir() if log.suffix in _LOGS)
+            if (standstill := now - came_further) > SLOW_SECONDS > self.standstill:
+                self._ask_where_ranks_are()
+            self.standstill = max(self.standstill, standstill)
             came_further, seen = (now, written) if written != seen else (came_further, seen)
             ended = ended or (now if self.code is not None else None)
             if ended is not None and now - ended > LEFT_SECONDS:
@@ -110,7 +117,7 @@ class Job:
         code = 1
         try:
             os.setsid()
-            _die_with_parent()
+            die_with_parent()
             code = run() or 0
         except BaseException as error:
             sys.excepthook(type(error), error, error.__traceback__)
@@ -134,7 +141,16 @@ class Job:
             chaos_host.enter(hosts.names[0])
             listed = [Host(name, plan.ranks // plan.hosts) for name in hosts.names]
         ssh = [sys.executable, "-I", "-S", "-c", _SSH, str(self.folder / "ssh")]
-        return ElasticJob(["a rank"], limits, dict(os.environ), listed, lambda host, _: [*ssh, host.name]).run()
+        job = ElasticJob(["a rank"], limits, dict(os.environ), listed, lambda host, _: [*ssh, host.name])
+        begin_anew = Steward.begin_anew
+
+        def noted(steward: Steward) -> None:
+            with (self.folder / "lives").open("a") as log:
+                log.write(f"{len(job._processes)}\n")  # the number of the next one
+            begin_anew(steward)
+
+        Steward.begin_anew = noted  # type: ignore[method-assign]
+        return job.run()
 
     def _start_child(self, child: Child, variables: dict[str, str]) -> None:
         """`Child.start`, which forks in the place of starting a program."""
@@ -149,7 +165,7 @@ class Job:
             os.environ.clear()
             os.environ.update(environ)
             live(self.folder, number, self.train)
-        child.process = _Forked(pid, self.folder / f"{number}.code")  # type: ignore[assignment]
+        child.process = Forked(pid, self.folder / f"{number}.code")  # type: ignore[assignment]
 
     def _start_agents(self) -> None:
         while True:
@@ -192,16 +208,23 @@ class Job:
                 client.close()
 
     def _give_up(self, why: str) -> None:
-        left = _children()
-        self.wrong.append(f"{why}: {', '.join(f'{pid} ({_state(pid)})' for pid in left)}")
-        for pid in left:
-            os.kill(pid, signal.SIGUSR1)  # ranks and launcher write where they are
+        left = children()
+        self.wrong.append(f"{why}: {', '.join(f'{pid} ({field_of(pid, 0)})' for pid in left)}")
+        self._ask_where_ranks_are()
         time.sleep(1.0)
         self._kill_all()
 
+    def _ask_where_ranks_are(self) -> None:
+        """They answer in ``FOLDER/NUMBER.stacks``."""
+        parents = {os.getpid(), self._launcher, *self._agents}
+        for log in self.folder.glob("*.pid"):
+            pid = int(log.read_text() or -1)
+            if field_of(pid, 1) in map(str, parents):
+                os.kill(pid, signal.SIGUSR1)
+
     def _kill_all(self) -> None:
         while self._reap():
-            for pid in _children():
+            for pid in children():
                 os.kill(pid, signal.SIGKILL)
             time.sleep(_LOOK_SECONDS)
 
@@ -247,42 +270,3 @@ class Job:
         os.kill(pid, signal.SIGSTOP if seconds else signal.SIGKILL)
         if seconds:
             self._later.append((time.monotonic() + seconds, go_on))
-
-
-class _Forked:
-    """What `Child` asks of its `subprocess.Popen`. The exit code also goes into a file."""
-
-    def __init__(self, pid: int, log: Path) -> None:
-        self.pid = pid
-        self._log = log
-        self.returncode: int | None = None
-
-    def poll(self) -> int | None:
-        if self.returncode is None:
-            done, status = os.waitpid(self.pid, os.WNOHANG)
-            if done:
-                self.returncode = os.waitstatus_to_exitcode(status)
-                self._log.write_text(str(self.returncode))
-        return self.returncode
-
-
-def _die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))  # PR_SET_PDEATHSIG
-
-
-def _children() -> list[int]:
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        found += [int(stat.parent.name)] if int(fields[1]) == os.getpid() else []
-    return found
-
-
-def _state(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return "gone"

@@ -12,7 +12,8 @@ PLACES = (
     *(f"bucket {number}" for number in range(BUCKETS)),  # that this rank is about to wait for
     *("averages", "commit", "step", "batch_end", "validation", "save", "epoch_end"),
 )
-AFTER_A_DEATH = ("recovery", "connect", "open", "hand_over")  # also where others join
+# also where others join. "address": this rank has told the others where Gloo listens
+AFTER_A_DEATH = ("recovery", "open", "address", "connect", "hand_over")
 SHARDED_PLACES = ("mirror", "gather")  # in addition, with sharded optimizers; and "move" after a death
 
 # How often each is drawn. The rank does these to itself. "exit" is an exit code that is no signal's, which ends the job

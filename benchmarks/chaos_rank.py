@@ -33,6 +33,7 @@ from lightning_ring.comm.communicator import Work
 from lightning_ring.data import ShuffledSampler
 from lightning_ring.elastic import generations
 from lightning_ring.elastic.recovery import Recovery
+from lightning_ring.elastic.store import StewardStore
 from lightning_ring.gradients.reducer import Reducer
 from lightning_ring.integrations.lightning.elastic import fit as elastic_fit
 from lightning_ring.integrations.lightning.elastic.position import TrainingPosition
@@ -167,7 +168,8 @@ def live(folder: Path, number: int, train: Callable[[int], None]) -> NoReturn:
     out = os.open(folder / f"{number}.out", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(out, 1)
     os.dup2(out, 2)
-    faulthandler.register(signal.SIGUSR1)  # where it hangs
+    faulthandler.register(signal.SIGUSR1, (folder / f"{number}.stacks").open("w"))  # where it hangs
+    (folder / f"{number}.pid").write_text(str(os.getpid()))
     code = 1
     try:
         train(number)
@@ -200,6 +202,14 @@ def fit(folder: Path, number: int, plan: Plan) -> None:
     faults.plant(Sharded, "after_commit", "gather")
     faults.plant(Sharded, "move", "move")
     faults.plant(generations, "prefer_interface", "open")
+    get = StewardStore.get
+
+    def get_address(store: StewardStore, key: str) -> bytes:
+        if "members" not in key:
+            faults.reach("address")
+        return get(store, key)
+
+    StewardStore.get = get_address  # type: ignore[method-assign]
     send = Reducer._send
     Reducer._send = (  # type: ignore[method-assign]
         lambda self, bucket, name: _Planted(send(self, bucket, name), faults, f"bucket {len(self._works)}")

@@ -55,8 +55,29 @@ def test_steps_that_differ_or_are_missing_are_found(second: list[object], wrong:
 )
 def test_samples_that_are_read_twice_or_left_out_are_found(change, wrong: list[str], tmp_path: Path) -> None:
     """The first attempt of a step that was done again does not count."""
-    write(tmp_path, "0.samples", [0, 0, 0, [1, 1]], [0, 0, 1, change(list(range(SAMPLES)))])
+    every = list(range(SAMPLES))
+    write(tmp_path, "0.samples", [0, 0, 0, [1, 1]], [0, 0, 1, change(every)], [1, 1, 0, every])
     assert check_samples(tmp_path, Plan(0, ranks=1)) == wrong
+
+
+def test_an_epoch_that_was_not_trained_is_found(tmp_path: Path) -> None:
+    write(tmp_path, "0.samples", [0, 0, 0, list(range(SAMPLES))])
+    assert check_samples(tmp_path, Plan(0, ranks=1)) == [f"epoch 1 left out {SAMPLES} samples"]
+
+
+@pytest.mark.parametrize(("resumes", "wrong"), [(1, []), (3, ["steps are missing: [4]"])])
+def test_a_job_that_began_again_has_another_history_from_its_checkpoint_on(
+    resumes: int, wrong: list[str], tmp_path: Path
+) -> None:
+    """Processes 0 and 1 have lost steps 2 and 3, which process 2 does again, behind a checkpoint of step 1."""
+    every = list(range(SAMPLES))
+    write(tmp_path, "lives", 2)
+    write(tmp_path, "0.steps", [1, "a"], [2, "b"])
+    write(tmp_path, "2.steps", *([step, f"other {step}"] for step in range(resumes + 1, 5)))
+    assert check_steps(tmp_path) == wrong
+    write(tmp_path, "0.samples", [0, 0, 0, every], [1, 1, 0, every[:9]], [1, 1, 1, every], [1, 2, 0, every])
+    write(tmp_path, "2.samples", [1, 1, 0, every])
+    assert check_samples(tmp_path, Plan(0, ranks=1)) == []
 
 
 def test_a_seed_is_a_plan_and_one_rank_beside_the_steward_lives() -> None:

@@ -1,0 +1,50 @@
+"""Processes that are forked for a job of `chaos.py`, and what the kernel tells of them."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+from pathlib import Path
+
+
+class Forked:
+    """What `Child` asks of its `subprocess.Popen`. The exit code also goes into a file."""
+
+    def __init__(self, pid: int, log: Path) -> None:
+        self.pid = pid
+        self._log = log
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            done, status = os.waitpid(self.pid, os.WNOHANG)
+            if done:
+                self.returncode = os.waitstatus_to_exitcode(status)
+                self._log.write_text(str(self.returncode))
+        return self.returncode
+
+
+def die_with_parent() -> None:
+    """Let the kernel kill this process when its parent dies."""
+    ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))  # PR_SET_PDEATHSIG
+
+
+def children() -> list[int]:
+    """Of this process, also those that it has adopted."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        found += [int(stat.parent.name)] if int(fields[1]) == os.getpid() else []
+    return found
+
+
+def field_of(pid: int, number: int) -> str:
+    """Of what the kernel tells of a process: 0 is its state, 1 its parent."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[number]
+    except OSError:
+        return "gone"
