@@ -19,6 +19,7 @@ from lightning_ring.membership.view import View
 CONNECT_SECONDS = 30.0
 FINISH_SECONDS = 10.0
 RESUME_FROM = "RING_RESUME_FROM"  # a checkpoint: an earlier start of the job has lost its state
+FIRST_WORLD_SIZE = "RING_FIRST_WORLD_SIZE"  # ranks with which the job began
 _LOST_SECONDS = 2.0
 
 

@@ -115,6 +115,11 @@ class RingMonitor(Callback):
         if self._fit is not None:
             self._fit.log_every_n_steps = every
 
+    @property
+    def skipped(self) -> SkippedSteps | None:
+        """The counts of the current fit."""
+        return self._fit.skipped if self._fit is not None else None
+
     def on_ranks_changed(self, trainer: Trainer, scalars: dict[str, float], text: str) -> None:
         """Ranks have died or come, as ``text`` says; ``scalars`` are logged. Calls no collective."""
         fit = self._fit

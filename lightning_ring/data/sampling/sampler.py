@@ -36,6 +36,7 @@ class OrderedSampler(DistributedSampler[int]):
     Attributes:
         epoch: Set by `set_epoch`, which Lightning calls.
         position: Where in the global order, counted in samples, the next iteration starts: 0 unless a state was loaded.
+        presumed: Rank and world size as long as this process is not connected to the others, which it joins later.
     """
 
     kind: str
@@ -48,6 +49,7 @@ class OrderedSampler(DistributedSampler[int]):
         if not 0 <= seed < 2**63:
             raise ConfigurationError(f"seed={seed} was given, expected 0 to 2^63 - 1.")
         self._given = None if rank is None or world_size is None else (rank, world_size)
+        self.presumed: tuple[int, int] | None = None
         self.seed = seed
         self.epoch = 0
         self.fingerprint = fingerprint
@@ -72,11 +74,15 @@ class OrderedSampler(DistributedSampler[int]):
 
     @property
     def rank(self) -> int:  # type: ignore[override]
-        return self._given[0] if self._given else dist.get_rank() if _distributed() else 0
+        return self._place[0]
 
     @property
     def num_replicas(self) -> int:  # type: ignore[override]
-        return self._given[1] if self._given else dist.get_world_size() if _distributed() else 1
+        return self._place[1]
+
+    @property
+    def _place(self) -> tuple[int, int]:
+        return self._given or self.presumed or ((dist.get_rank(), dist.get_world_size()) if _distributed() else (0, 1))
 
     # -- iteration
 

@@ -26,12 +26,20 @@ def check_fit(trainer: pl.Trainer) -> None:
         )
 
 
+def _has_scaler(trainer: Any) -> bool:
+    return getattr(trainer.precision_plugin, "scaler", None) is not None
+
+
 _REASONS: dict[str, Callable[[Any], bool]] = {
-    "manual optimization": lambda trainer: not trainer.lightning_module.automatic_optimization,
-    "several optimizers": lambda trainer: len(trainer.optimizers) != 1,
+    "manual optimization and shard_optimizer=True together": lambda trainer: (
+        not trainer.lightning_module.automatic_optimization and trainer.strategy.algorithm.sharded
+    ),
+    "manual optimization and a gradient scaler (precision='16-mixed') together": lambda trainer: (
+        not trainer.lightning_module.automatic_optimization and _has_scaler(trainer)
+    ),
     "torch.optim.LBFGS": lambda trainer: any(isinstance(optimizer, LBFGS) for optimizer in trainer.optimizers),
-    "a gradient scaler (precision='16-mixed')": lambda trainer: (
-        getattr(trainer.precision_plugin, "scaler", None) is not None
+    "a gradient scaler (precision='16-mixed') and shard_optimizer=True together": lambda trainer: (
+        _has_scaler(trainer) and trainer.strategy.algorithm.sharded
     ),
     "reload_dataloaders_every_n_epochs": lambda trainer: bool(trainer.reload_dataloaders_every_n_epochs),
     "overfit_batches": lambda trainer: trainer.overfit_batches > 0,

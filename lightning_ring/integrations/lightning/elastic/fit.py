@@ -5,33 +5,29 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.elastic.step_under_way import StepUnderWay
-from lightning_ring.errors import ConfigurationError, StateLostError
+from lightning_ring.errors import ConfigurationError
 from lightning_ring.integrations.lightning.elastic.handover import hand_over_fit
 from lightning_ring.integrations.lightning.elastic.host_calls import HostCalls
-from lightning_ring.integrations.lightning.elastic.last_checkpoint import (
-    newest_checkpoint,
-    save_last_checkpoint,
-    where_to_go_on,
-)
+from lightning_ring.integrations.lightning.elastic.last_checkpoint import save_at_the_end
+from lightning_ring.integrations.lightning.elastic.loss_scaler import already_unscaled, forget_unscaling
+from lightning_ring.integrations.lightning.elastic.manual import OwnGradients, remember_weights
 from lightning_ring.integrations.lightning.elastic.position import TrainingPosition
 from lightning_ring.integrations.lightning.elastic.process import Connecting, elastic_process
 from lightning_ring.integrations.lightning.elastic.rank_zero_files import take_over
 from lightning_ring.integrations.lightning.elastic.resize import Resize
 from lightning_ring.integrations.lightning.elastic.step_undo import remember_progress, remember_step
 from lightning_ring.integrations.lightning.elastic.watchers import tell_monitors
-from lightning_ring.job.exit import say
 from lightning_ring.job.job import Job, adopt
 from lightning_ring.job.members import own_member
 from lightning_ring.job.ranks import RankInfo
-from lightning_ring.membership.member import JobEnded
+from lightning_ring.membership.member import FIRST_WORLD_SIZE, JobEnded
 from lightning_ring.membership.view import View
 
 if TYPE_CHECKING:
@@ -47,6 +43,8 @@ class ElasticFit:
         substitute: The batch that a step reads which is done again; `None` for the batch that Lightning has fetched.
         changed: Whether ranks have changed since the loader was told.
         waits_to_join: Whether this process is a newcomer that is not connected yet.
+        committing: Whether a step is being finished whose averages were complete when its ranks changed.
+        own_gradients: Of manual optimization.
     """
 
     def __init__(self, strategy: ElasticStrategy) -> None:
@@ -62,6 +60,7 @@ class ElasticFit:
         self.resize = Resize(options.resize_lr)
         self.substitute: Any = None
         self.changed = False
+        self.own_gradients = OwnGradients()
         self.waits_to_join = False
         self.committing = False
         self._stepping = False
@@ -101,6 +100,17 @@ class ElasticFit:
                 self._begin()
         return self.substitute
 
+    def take_batch(self, train: Callable[[Any], Any], batch: Any) -> Any:
+        """``train(batch)``, a training_step that steps optimizers itself, as one step: done again as a whole."""
+
+        def step(compute: Callable[[], Any]) -> Any:
+            output = compute()
+            if not self.committing:
+                self.averages_are_complete()
+            return output
+
+        return self.take_step(step, lambda: train(batch if self.substitute is None else self.substitute))
+
     def take_step(self, step: Callable[[Callable[[], Any]], Any], closure: Callable[[], Any]) -> Any:
         """``step(closure)``, which computes averages in ``closure`` and then steps the optimizer, once."""
         recovery, trainer = self.recovery, self._strategy.fit_trainer
@@ -120,7 +130,7 @@ class ElasticFit:
                 self.take_back()
             while True:
                 if again:
-                    self._under_way.begin(remember_step(trainer, self._strategy.fit_model))
+                    self._under_way.begin(self._remember())
                 try:
                     with self.calls.inside():
                         if again:
@@ -154,8 +164,23 @@ class ElasticFit:
         if self.changed:
             self.changed, self.substitute = False, self.position.read_again()
         self.position.begin_step()
-        self._under_way.begin(remember_step(self._strategy.fit_trainer, self._strategy.fit_model))
+        self._under_way.begin(self._remember())
         self._begun = True
+
+    def _remember(self) -> Callable[[], None]:
+        """What undoes the step that begins."""
+        trainer, strategy = self._strategy.fit_trainer, self._strategy
+        restore = remember_step(trainer, strategy.fit_model)
+        if trainer.lightning_module.automatic_optimization:
+            return restore
+        self.own_gradients.begin_step(strategy.optimizers)
+        restore_weights = remember_weights(strategy)
+
+        def restore_all() -> None:
+            restore_weights()
+            restore()
+
+        return restore_all
 
     def _accumulate_again(self, closure: Callable[[], Any]) -> None:
         """The batches of this step, from its first one, with the ranks that there are now; all but the last batch's
@@ -186,35 +211,7 @@ class ElasticFit:
 
     def save_at_the_end(self, error: JobEnded) -> None:
         """Save what this rank has finished, where the job ends because it had too few ranks for too long."""
-        if "of its ranks are left" not in str(error):
-            return
-        number = self.process.member.number
-        sharded, view = self._strategy.algorithm.sharded, self.recovery.view
-        if sharded and (view is None or not view.last):
-            hint = where_to_go_on(self._strategy.fit_trainer)
-            say(f"process {number} saves no checkpoint: it has a part of the optimizer's state. {hint}")
-            return
-        self._under_way.take_back()
-        with self._strategy.whole_optimizer_states() if sharded else nullcontext():
-            path = save_last_checkpoint(self._strategy, number)
-        say(f"process {number} saved a checkpoint: go on from it with ckpt_path={str(path)!r}")
-
-    def lose_state(self, error: StateLostError) -> NoReturn:
-        """End this rank, which cannot go on. The job begins again from the newest checkpoint, where there is one.
-
-        Raises:
-            JobEnded: With the reason, and what follows.
-            StateLostError: There is no checkpoint, or it cannot be used.
-        """
-        trainer, view = self._strategy.fit_trainer, self.recovery.view
-        hint = where_to_go_on(trainer)
-        if view is not None and view.last:
-            raise JobEnded(f"The job ends: {view.last}. No checkpoint could be saved: {error} {hint}") from error
-        checkpoint = newest_checkpoint(trainer)
-        if checkpoint is None or self.process.num_fits > 1:  # the fits before would get the checkpoint of this one
-            raise StateLostError(f"{error} {hint}") from None
-        self.process.member.lose_state(str(error), os.path.abspath(checkpoint), os.stat(checkpoint).st_mtime_ns)
-        raise JobEnded(f"The job begins again from {checkpoint}: {error}") from error
+        save_at_the_end(self._strategy, self.process, error, take_back=self._under_way.take_back)
 
     # -- newcomers
 
@@ -224,13 +221,17 @@ class ElasticFit:
 
     def join(self) -> None:
         """Take part, with the state of the others, before the batch that they train on next."""
+        assert self.position is not None
+        self.position.join()
         dist.destroy_process_group()
         self.recovery.start()
         self.waits_to_join = False
 
     def _stand_alone(self) -> None:
         number = self.process.member.number
-        info = RankInfo(number, number + 1, number, number + 1, 0, 1, "ringrun")  # not rank 0: it writes no files
+        # as many ranks as the others had in their set-up, from which scripts compute the batch of a rank
+        size = max(2, int(os.environ.get(FIRST_WORLD_SIZE, "1")))
+        info = RankInfo(size - 1, size, size - 1, size, 0, 1, "ringrun")  # not rank 0: it writes no files
         store = dist.HashStore()
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
         device = self.process.connecting.device
@@ -258,7 +259,7 @@ class ElasticFit:
     def commit(self) -> None:
         self.committing = True  # the hooks have run, and gradients are clipped
         try:
-            with self.calls.inside():
+            with self.calls.inside(), already_unscaled(self._strategy.precision_plugin):
                 self._output = self._step(lambda: self._loss)
         finally:
             self.committing = False
@@ -268,6 +269,7 @@ class ElasticFit:
         if self._stepping:  # else the step finds out that ranks have changed, and does its batches again
             self._under_way.take_back()
             self._restore_progress()
+            forget_unscaling(self._strategy.precision_plugin)
 
     def enter(self, view: View, comm: Communicator) -> None:
         strategy = self._strategy

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -31,14 +32,18 @@ def hand_over_fit(strategy: ElasticStrategy, fit: ElasticFit, comm: Communicator
 
     Raises:
         ModelMismatchError: The ranks' models or optimizers differ.
+        ConfigurationError: The fit is not the script's first one, or batches differ.
     """
     trainer, model = strategy.fit_trainer, strategy.fit_model
-    num_fits = max(comm.all_gather_object(fit.process.num_fits))
+    batch_size = fit.position.batch_size if fit.position is not None else 0
+    processes = comm.all_gather_object((fit.process.num_fits, fit.process.member.number, batch_size))
+    num_fits = max(fits for fits, _, _ in processes)
     if num_fits != 1:
         raise ConfigurationError(
             f"A process came to a job that is in fit number {num_fits} of its script, and cannot do the earlier ones "
             "again. Use one fit in an elastic script."
         )
+    check_batches({number: size for _, number, size in processes})
     check_same_model(model, comm)
     sent = None if receives else _state(trainer, strategy, fit)
     state = comm.broadcast_object(sent if comm.rank == 0 else None)
@@ -58,6 +63,18 @@ def hand_over_fit(strategy: ElasticStrategy, fit: ElasticFit, comm: Communicator
     if receives:
         _restore(trainer, strategy, fit, state)
     strategy.timeline.let_in(comm, joins=receives)
+
+
+def check_batches(sizes: Mapping[int, int]) -> None:
+    """Raise a ConfigurationError unless all processes, by number, have batches of one size: a step counts on it."""
+    if len(set(sizes.values())) > 1:
+        shown = ", ".join(f"process {number} has {size}" for number, size in sorted(sizes.items()))
+        raise ConfigurationError(
+            f"A process joins whose training batches have another size than those of the others ({shown}). Each rank "
+            "keeps its batch size, however many there are. Give DataLoader a number, or compute it from "
+            "trainer.world_size, which in the set-up of every process is the number with which the job began "
+            "(2 where that is 1)."
+        )
 
 
 def _state(trainer: pl.Trainer, strategy: ElasticStrategy, fit: ElasticFit) -> dict[str, Any]:

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lightning_ring.errors import StateLostError
 from lightning_ring.integrations.lightning.checkpoints import count_trained_batches
+from lightning_ring.job.exit import say
+from lightning_ring.membership.member import JobEnded
 
 if TYPE_CHECKING:
+    from lightning_ring.integrations.lightning.elastic.process import ElasticProcess
     from lightning_ring.integrations.lightning.elastic.strategy import ElasticStrategy
 
 
@@ -28,6 +33,44 @@ def save_last_checkpoint(strategy: ElasticStrategy, number: int) -> Path:
     strategy.checkpoint_io.save_checkpoint(checkpoint, own)
     os.replace(own, path)
     return path
+
+
+def save_at_the_end(
+    strategy: ElasticStrategy, process: ElasticProcess, error: JobEnded, take_back: Callable[[], None]
+) -> None:
+    """Save what this rank has finished, where the job ends because it had too few ranks for too long.
+
+    ``take_back`` undoes the step under way.
+    """
+    if "of its ranks are left" not in str(error):
+        return
+    number = process.member.number
+    sharded, view = strategy.algorithm.sharded, process.recovery.view
+    if sharded and (view is None or not view.last):
+        hint = where_to_go_on(strategy.fit_trainer)
+        say(f"process {number} saves no checkpoint: it has a part of the optimizer's state. {hint}")
+        return
+    take_back()
+    with strategy.whole_optimizer_states() if sharded else nullcontext():
+        path = save_last_checkpoint(strategy, number)
+    say(f"process {number} saved a checkpoint: go on from it with ckpt_path={str(path)!r}")
+
+
+def lose_state(trainer: pl.Trainer, process: ElasticProcess, error: StateLostError) -> NoReturn:
+    """End this rank, which cannot go on. The job begins again from the newest checkpoint, where there is one.
+
+    Raises:
+        JobEnded: With the reason, and what follows.
+        StateLostError: There is no checkpoint, or it cannot be used.
+    """
+    view, hint = process.recovery.view, where_to_go_on(trainer)
+    if view is not None and view.last:
+        raise JobEnded(f"The job ends: {view.last}. No checkpoint could be saved: {error} {hint}") from error
+    checkpoint = newest_checkpoint(trainer)
+    if checkpoint is None or process.num_fits > 1:  # the fits before would get the checkpoint of this one
+        raise StateLostError(f"{error} {hint}") from None
+    process.member.lose_state(str(error), os.path.abspath(checkpoint), os.stat(checkpoint).st_mtime_ns)
+    raise JobEnded(f"The job begins again from {checkpoint}: {error}") from error
 
 
 def newest_checkpoint(trainer: pl.Trainer) -> str | None:

@@ -110,6 +110,10 @@ class TrainingPosition:
     def state_dict(self) -> dict[str, Any]:
         return {"epoch": self._epoch, "after": self._after}
 
+    def join(self) -> None:
+        """From now on torch.distributed knows the ranks."""
+        self._sampler.presumed = None
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Stand where another rank stood after a step; `go_on` has to follow."""
         self._epoch, self._after = state["epoch"], state["after"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_ring.elastic.undo import remember
+from lightning_ring.integrations.lightning.elastic.watchers import remember_announced_steps
 
 _LOGGED = ("value", "cumulated_batch_size", "_forward_cache", "_computed", "_update_count", "has_reset")
 
@@ -21,6 +23,7 @@ def remember_step(trainer: pl.Trainer, module: nn.Module) -> Callable[[], None]:
     """Keep buffers, random generators, metrics and logged results; the returned function restores them."""
     restore_module = remember(module)
     restore_metrics = remember_metrics(module)
+    restore_announced = remember_announced_steps(trainer)
     loop = trainer.fit_loop.epoch_loop
     results = {key: (result, _attributes(result)) for key, result in loop._results.items()}
 
@@ -28,6 +31,7 @@ def remember_step(trainer: pl.Trainer, module: nn.Module) -> Callable[[], None]:
     def restore() -> None:
         restore_module()
         restore_metrics()
+        restore_announced()
         for key in list(loop._results):
             if key not in results:
                 del loop._results[key]
@@ -40,9 +44,21 @@ def remember_step(trainer: pl.Trainer, module: nn.Module) -> Callable[[], None]:
 
 def remember_progress(trainer: pl.Trainer) -> Callable[[], None]:
     """Keep the counts of the step that has begun; the returned function restores them."""
-    progress = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress
+    loop = trainer.fit_loop.epoch_loop
+    automatic = trainer.lightning_module.automatic_optimization
+    progress: Any = (
+        loop.automatic_optimization.optim_progress if automatic else loop.manual_optimization.optim_step_progress
+    )
     kept = copy.deepcopy(progress.state_dict())
-    return lambda: progress.load_state_dict(copy.deepcopy(kept))
+
+    def restore() -> None:
+        progress.load_state_dict(copy.deepcopy(kept))
+        if not automatic:
+            with suppress(ValueError):  # it was not started
+                # a step that raises leaves it started
+                trainer.profiler.stop("optimizer_step")  # type: ignore[attr-defined]
+
+    return restore
 
 
 def remember_metrics(module: nn.Module) -> Callable[[], None]:

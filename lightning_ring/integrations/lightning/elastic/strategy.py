@@ -17,11 +17,12 @@ from torch.optim import Optimizer
 
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.recording import RecordedCommunicator
+from lightning_ring.data.sampling.sampler import OrderedSampler
 from lightning_ring.elastic.rank_changes import RankChanges
 from lightning_ring.errors import ConfigurationError, StateLostError
 from lightning_ring.integrations.lightning.elastic.checks import check_fit
 from lightning_ring.integrations.lightning.elastic.fit import ElasticFit
-from lightning_ring.integrations.lightning.elastic.last_checkpoint import go_on_from
+from lightning_ring.integrations.lightning.elastic.last_checkpoint import go_on_from, lose_state
 from lightning_ring.integrations.lightning.elastic.metric_sync import gathering_through
 from lightning_ring.integrations.lightning.elastic.position import TrainingPosition
 from lightning_ring.integrations.lightning.elastic.rank_zero_files import names_of, take_names
@@ -102,6 +103,9 @@ class ElasticStrategy(RingStrategy):
         trainer = self._trainer
         if trainer is not None and trainer.state.stage == RunningStage.TRAINING:
             dataloader = with_ordered_sampler(dataloader)
+            sampler = getattr(dataloader, "sampler", None)
+            if isinstance(sampler, OrderedSampler) and self._fit is not None and self._fit.waits_to_join:
+                sampler.presumed = self.global_rank, self.world_size  # an epoch has as many steps as for the others
         return super().process_dataloader(dataloader)
 
     @property
@@ -148,7 +152,7 @@ class ElasticStrategy(RingStrategy):
         try:
             self.algorithm.move(comm, has_state=self._fit.recovery.step is not None)
         except StateLostError as error:
-            self._fit.lose_state(error)
+            lose_state(self.fit_trainer, self._fit.process, error)
         self._place_mirrors()
 
     def _place_mirrors(self) -> None:
@@ -249,7 +253,10 @@ class ElasticStrategy(RingStrategy):
             )
         loop.advance = advance_with_all_ranks  # type: ignore[method-assign]
         loop.val_loop.run = lambda: self._validate(validate)  # type: ignore[method-assign]
-        plugin._after_closure = agree_after_closure  # type: ignore[method-assign, assignment]
+        if self._is_automatic:
+            plugin._after_closure = agree_after_closure  # type: ignore[method-assign, assignment]
+        else:
+            self._in_fit.enter_context(fit.own_gradients.followed(self._lightning_optimizers))
 
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
@@ -290,13 +297,18 @@ class ElasticStrategy(RingStrategy):
         self._call(lambda: self._and_barrier(start) if together else start())
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self._is_survivable and self._fit is not None and (batch := self._fit.batch_of_step()) is not None:
+        plain, fit = super().training_step, self._fit
+        if fit is None or not self._is_survivable:
+            return plain(*args, **kwargs)
+        if not self._is_automatic:
+            return fit.take_batch(lambda batch: plain(batch, *args[1:], **kwargs), args[0])
+        if (batch := fit.batch_of_step()) is not None:
             args = (batch, *args[1:])
-        return super().training_step(*args, **kwargs)
+        return plain(*args, **kwargs)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         plain = super().optimizer_step
-        if self._fit is None or not self.in_fit:
+        if self._fit is None or not self.in_fit or not self._is_automatic:  # `take_batch` is around a manual step
             return plain(optimizer, closure, model, **kwargs)
         return self._fit.take_step(lambda compute: plain(optimizer, compute, model, **kwargs), closure)
 
@@ -330,6 +342,11 @@ class ElasticStrategy(RingStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         save = super().save_checkpoint
         self._call(lambda: self._and_barrier(lambda: save(dict(checkpoint), filepath, storage_options)))
+
+    @property
+    def _is_automatic(self) -> bool:
+        assert self.lightning_module is not None
+        return self.lightning_module.automatic_optimization
 
     @property
     def _is_survivable(self) -> bool:

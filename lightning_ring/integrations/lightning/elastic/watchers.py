@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import lightning.pytorch as pl
 
 from lightning_ring.elastic.rank_changes import RankChanges
@@ -24,6 +26,17 @@ def log_as_the_others(trainer: pl.Trainer, every: int | None) -> None:
     for monitor in _monitors(trainer):
         if every is not None:
             monitor.log_every_n_steps = every
+
+
+def remember_announced_steps(trainer: pl.Trainer) -> Callable[[], None]:
+    """Keep how many steps hooks have announced; the returned function restores it: a step is announced again."""
+    counts = [(counted, counted.announced) for monitor in _monitors(trainer) if (counted := monitor.skipped)]
+
+    def restore() -> None:
+        for counted, announced in counts:
+            counted.announced = announced
+
+    return restore
 
 
 def _monitors(trainer: pl.Trainer) -> list[RingMonitor]:

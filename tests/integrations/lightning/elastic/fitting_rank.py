@@ -2,14 +2,16 @@
 
 A DEATH is NUMBER:STEP:PLACE, with STEP the number of finished optimizer steps. PLACE is ``forward``, ``backward``,
 ``step``, ``batch_end``, ``validation``, ``save``, ``epoch_end``; ``forward2`` and ``backward2`` are those of the second
-batch of a step; ``start`` is before the process connects, and the others then wait for its replacement.
+batch of a step; ``start`` is before the process connects, and the others then wait for its replacement. ``between`` is
+between the steps of the two optimizers of FIT_MANUAL.
 
 Each process appends epoch, step, samples and the number of earlier attempts at this step, of each batch that it reads,
 to ``FOLDER/NUMBER.log``; step and digest of weights and optimizer state after each batch to
 ``FOLDER/NUMBER.steps``; and writes its end to ``FOLDER/NUMBER.json``.
 
 Environment: FIT_NODES: so many nodes, which processes take by turns. FIT_TRAINER and FIT_STRATEGY are JSON of
-arguments. FIT_DROPOUT. FIT_RESUME: a checkpoint. FIT_WAIT: in the step of that number all wait until a newcomer is
+arguments. FIT_DROPOUT. FIT_MANUAL: manual optimization, two optimizers. FIT_SCALER: the first scale of a loss scaler.
+FIT_RESUME: a checkpoint. FIT_WAIT: in the step of that number all wait until a newcomer is
 ready to join, which is process FIT_NEWCOMER.
 """
 
@@ -29,6 +31,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
@@ -86,6 +89,9 @@ class Module(pl.LightningModule):
         number = self.trainer.fit_loop.epoch_loop.batch_idx % accumulate + 1 if batch else 1
         die(self.global_step, place + (str(number) if number > 1 else ""))
 
+    def setup(self, stage: str) -> None:
+        (FOLDER / f"{NUMBER}.world_size").write_text(str(self.trainer.world_size))
+
     def on_train_epoch_start(self) -> None:
         if int(os.environ.get("FIT_NEWCOMER", "-1")) == NUMBER:
             READY.touch()
@@ -98,12 +104,19 @@ class Module(pl.LightningModule):
             time.sleep(0.5)  # it reports now
 
     def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
-        x, y, samples = batch
+        self.begin(batch)
+        return self.loss(batch)
+
+    def begin(self, batch: tuple[Tensor, Tensor, Tensor]) -> None:
+        samples = batch[2]
         with (FOLDER / f"{NUMBER}.log").open("a") as log:
             attempt = ATTEMPTS[self.global_step]
             log.write(json.dumps([self.current_epoch, self.global_step, samples.tolist(), attempt]) + "\n")
         self.wait_for_newcomer()
         self.die("forward", batch=True)
+
+    def loss(self, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        x, y, _ = batch
         loss = nn.functional.mse_loss(self.net(x), y)
         self.seen(loss)
         self.log("seen", self.seen, on_epoch=True, on_step=False)
@@ -115,7 +128,7 @@ class Module(pl.LightningModule):
 
     def on_train_batch_end(self, *_: Any) -> None:
         with (FOLDER / f"{NUMBER}.steps").open("a") as log:
-            log.write(json.dumps([self.global_step, digest(self, self.trainer.optimizers[0])]) + "\n")
+            log.write(json.dumps([self.global_step, digest(self)]) + "\n")
         self.die("batch_end")
 
     def validation_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> None:
@@ -131,18 +144,44 @@ class Module(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.9), "interval": "step"},
-        }
+        scheduler: Any = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.9)
+        if "FIT_NEWCOMER" in os.environ:  # a function, which is in no state that a newcomer gets
+            total = int(self.trainer.estimated_stepping_batches)
+            scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / (2 * total))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
-def digest(module: Module, optimizer: torch.optim.Optimizer) -> str:
+class ManualModule(Module):
+    """Steps two optimizers, the second one on what the first one has changed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> None:
+        self.begin(batch)
+        for number, optimizer in enumerate(self.optimizers()):
+            with optimizer.toggle_model():
+                optimizer.zero_grad()
+                self.manual_backward(self.loss(batch) if number else self.net(batch[0]).square().mean())
+                optimizer.step()
+            self.die("between")
+        self.lr_schedulers().step()
+
+    def configure_optimizers(self) -> Any:
+        first = torch.optim.AdamW(self.net[:2].parameters(), lr=0.01)
+        second = torch.optim.SGD(self.net[2:].parameters(), lr=0.01, momentum=0.9)
+        return [first, second], [torch.optim.lr_scheduler.StepLR(first, 5, 0.9)]
+
+
+def digest(module: Module) -> str:
     found = hashlib.blake2b(digest_size=8)
     for param in module.parameters():
         found.update(param.detach().numpy().tobytes())
-        for value in optimizer.state[param].values() if not SHARDED else ():
-            found.update(value.numpy().tobytes())
+    for optimizer in module.trainer.optimizers if not SHARDED else ():
+        for param in (param for group in optimizer.param_groups for param in group["params"]):
+            for value in optimizer.state[param].values():
+                found.update(value.numpy().tobytes())
     return found.hexdigest()
 
 
@@ -154,7 +193,10 @@ def main() -> None:
     torch.manual_seed(1)
     x = torch.randn(SAMPLES, 8, generator=torch.Generator().manual_seed(0))
     data = TensorDataset(x, x.sum(1, keepdim=True), torch.arange(SAMPLES))
-    module = Module()
+    manual = "FIT_MANUAL" in os.environ
+    module = ManualModule() if manual else Module()
+    scale = float(os.environ.get("FIT_SCALER", "0"))
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale, enabled=scale > 0)
     count_attempts(module)
     trainer = pl.Trainer(
         strategy=RingStrategy(elastic=True, backend=BACKEND, **json.loads(os.environ.get("FIT_STRATEGY", "{}"))),
@@ -165,6 +207,7 @@ def main() -> None:
         callbacks=[ModelCheckpoint(FOLDER / "checkpoints", monitor="val_loss", save_top_k=2, save_last=True)],
         enable_progress_bar=False,
         enable_model_summary=False,
+        plugins=[MixedPrecision("16-mixed", "cpu", scaler)] if scale else [],
         **json.loads(os.environ.get("FIT_TRAINER", "{}")),
     )
     order = ShuffledSampler(SAMPLES, remainder="drop", seed=3)
@@ -175,12 +218,13 @@ def main() -> None:
         "number": NUMBER,
         "rank": trainer.global_rank,
         "world_size": trainer.world_size,
-        "digest": digest(module, trainer.optimizers[0]),
-        "step": trainer.global_step,
+        "digest": digest(module),
+        "step": trainer.fit_loop.epoch_loop._batches_that_stepped,
         "epoch": trainer.current_epoch,
         "lr": trainer.optimizers[0].param_groups[0]["lr"],
         "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
-        "batches": int(module.net[1].num_batches_tracked),
+        "batches": int(module.net[1].num_batches_tracked) / (2 if manual else 1),
+        "scale": scaler.get_scale(),
     }
     (FOLDER / f"{NUMBER}.json").write_text(json.dumps(result))
 

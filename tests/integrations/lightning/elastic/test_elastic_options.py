@@ -16,6 +16,7 @@ from lightning_ring import RingStrategy
 from lightning_ring.data import ShuffledSampler
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.integrations.lightning.elastic.checks import check_fit
+from lightning_ring.integrations.lightning.elastic.handover import check_batches
 from lightning_ring.integrations.lightning.elastic.resize import Resize, scale_learning_rates
 from lightning_ring.integrations.lightning.elastic.samplers import with_ordered_sampler
 from lightning_ring.integrations.lightning.elastic.strategy import ElasticStrategy
@@ -70,13 +71,21 @@ def test_a_fit_that_cannot_be_elastic_is_refused_with_all_reasons() -> None:
         precision_plugin=SimpleNamespace(scaler=None),
         reload_dataloaders_every_n_epochs=1,
         overfit_batches=0.0,
+        strategy=SimpleNamespace(algorithm=SimpleNamespace(sharded=True)),
     )
     with pytest.raises(ConfigurationError) as caught:
         check_fit(trainer)  # type: ignore[arg-type]
-    for name in ("RingProfile", "manual optimization", "LBFGS", "reload_dataloaders_every_n_epochs"):
+    together = "manual optimization and shard_optimizer=True together"
+    for name in ("RingProfile", together, "LBFGS", "reload_dataloaders_every_n_epochs"):
         assert name in str(caught.value)
-    for name in ("several optimizers", "RingMonitor"):
+    for name in ("scaler", "RingMonitor"):
         assert name not in str(caught.value)
+
+
+def test_batches_of_a_newcomer_that_differ_are_an_error_of_every_rank() -> None:
+    check_batches({0: 16, 2: 16, 4: 16})
+    with pytest.raises(ConfigurationError, match="process 0 has 16, process 2 has 16, process 4 has 12"):
+        check_batches({4: 12, 0: 16, 2: 16})
 
 
 def test_lightnings_sampler_is_replaced_with_the_same_settings() -> None:

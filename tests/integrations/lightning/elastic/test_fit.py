@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import os
 import sys
 from pathlib import Path
@@ -75,7 +76,9 @@ def check(folder: Path, ends: list[dict[str, Any]], world_size: int) -> None:
     died, joined = (max(float(row.get(f"ring/{name}") or 0) for row in rows) for name in ("deaths", "joins"))
     assert sizes[-1] == world_size == sizes[0] - died + joined
     assert died > 0 or len(set(sizes)) == 1
-    assert all(row["ring/step_ms"] for row in rows if row["ring/gradient_norm"])  # RingMonitor goes on
+    norms = [name for name in rows[0] if name.startswith("ring/gradient_norm")]  # one for each optimizer
+    assert norms
+    assert all(row["ring/step_ms"] for row in rows if any(row[name] for name in norms))  # RingMonitor goes on
     steps = [int(row["step"]) for row in rows if row["loss_step"]]
     assert steps == sorted(set(steps)), steps
     assert len(set(range(ends[0]["step"])) - set(steps)) <= 1  # the line that a rank 0 had yet to write when it died
@@ -106,6 +109,17 @@ def test_a_step_of_several_batches_is_done_again_from_its_first_one(tmp_path: Pa
     check(tmp_path, ends, 2)
 
 
+def test_a_loss_scaler_outlives_ranks(tmp_path: Path) -> None:
+    first = 2.0**20  # float16 overflows: the first steps are skipped, and the scale is halved each time
+    ends = fit(tmp_path, "gloo", "1:2:step", "2:9:backward", FIT_SCALER=str(first))
+    check(tmp_path, ends, 2)
+    (scale,) = {end["scale"] for end in ends}
+    skipped = math.log2(first / scale)
+    assert 1 < skipped < 9
+    with (tmp_path / "csv" / "version_0" / "metrics.csv").open() as file:
+        assert max(float(row["ring/skipped_steps"] or 0) for row in csv.DictReader(file)) == skipped
+
+
 def test_a_newcomer_trains_on_as_the_others_do(tmp_path: Path) -> None:
     deaths = ("2:0:start", "1:3:backward", "0:8:forward")  # the first one is replaced before the training begins
     strategy = json.dumps({"timeline": str(tmp_path / "trace" / "trace.json")})
@@ -113,6 +127,7 @@ def test_a_newcomer_trains_on_as_the_others_do(tmp_path: Path) -> None:
     ends = fit(tmp_path, "auto", *deaths, respawn=True, ranks=3, **env)
     check(tmp_path, [end for end in ends if end], len(ends))
     assert len(ends) >= 2
+    assert {path.read_text() for path in tmp_path.glob("*.world_size")} == {"3"}  # also where they set up alone
     assert json.loads((tmp_path / "3.log").read_text().splitlines()[0])[:2] == [0, 0]
     assert (tmp_path / "4.json").exists()  # it took the place of process 1
     events = read_trace(tmp_path / "trace" / "trace.json")
@@ -126,32 +141,39 @@ def test_a_newcomer_trains_on_as_the_others_do(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("backend", "nodes", "ranks", "options", "deaths"),
+    ("backend", "variables", "ranks", "options", "deaths"),
     [
-        ("gloo", "0", 4, {}, ["1:9:forward"]),
+        ("gloo", {}, 4, {}, ["1:9:forward"]),
         # one rank less on each node
-        ("auto", "2", 6, {"topology": "hierarchical"}, ["1:6:forward", "0:6:backward"]),
-        ("auto", "0", 4, {"shard_optimizer": True}, ["1:9:step"]),
+        ("auto", {"FIT_NODES": "2"}, 6, {"topology": "hierarchical"}, ["1:6:forward", "0:6:backward"]),
+        ("auto", {}, 4, {"shard_optimizer": True}, ["1:9:step"]),
+        # one of two optimizers has stepped
+        ("gloo", {"FIT_MANUAL": "1"}, 4, {}, ["1:19:between"]),
     ],
 )
 def test_survivors_compute_what_fewer_ranks_compute_from_that_state(
-    backend: str, nodes: str, ranks: int, options: dict[str, Any], deaths: list[str], tmp_path: Path
+    backend: str,
+    variables: dict[str, str],
+    ranks: int,
+    options: dict[str, Any],
+    deaths: list[str],
+    tmp_path: Path,
 ) -> None:
     (first, fresh) = (tmp_path / "first", tmp_path / "fresh")
     first.mkdir()
     fresh.mkdir()
     strategy = json.dumps({"resize_lr": "linear"} | options)
-    env = {"FIT_DROPOUT": "0", "FIT_NODES": nodes, "FIT_STRATEGY": strategy}
+    env = {"FIT_DROPOUT": "0", "FIT_STRATEGY": strategy} | variables
     ends = fit(first, backend, *deaths, ranks=ranks, **env)
     check(first, ends, left := ranks - len(deaths))
     (checkpoint,) = (first / "checkpoints").glob("epoch=0-*.ckpt")
     saved = torch.load(checkpoint, weights_only=False)
-    for groups in (saved["optimizer_states"][0]["param_groups"], [saved["lr_schedulers"][0]]):
-        for group in groups:
-            for name in {"lr", "initial_lr"} & set(group):
-                group[name] *= left / ranks
-            for name in {"base_lrs", "_last_lr"} & set(group):
-                group[name] = [rate * left / ranks for rate in group[name]]
+    groups = [group for optimizer in saved["optimizer_states"] for group in optimizer["param_groups"]]
+    for group in (*groups, *saved["lr_schedulers"]):
+        for name in {"lr", "initial_lr"} & set(group):
+            group[name] *= left / ranks
+        for name in {"base_lrs", "_last_lr"} & set(group):
+            group[name] = [rate * left / ranks for rate in group[name]]
     torch.save(saved, checkpoint)
     again = fit(fresh, backend, ranks=left, FIT_RESUME=str(checkpoint), **env)
     assert {end["digest"] for end in ends} == {end["digest"] for end in again}
