@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.elastic.step_under_way import StepUnderWay
 from lightning_ring.errors import ConfigurationError, StateLostError
+from lightning_ring.integrations.lightning.elastic.catching_up import CatchingUp
 from lightning_ring.integrations.lightning.elastic.handover import hand_over_fit
 from lightning_ring.integrations.lightning.elastic.host_calls import HostCalls
 from lightning_ring.integrations.lightning.elastic.last_checkpoint import (
@@ -57,6 +58,8 @@ class ElasticFit:
         self.process = elastic_process(connecting, self)
         self.recovery = self.process.recovery
         self.recovery.parted = options.new_algorithm().sharded
+        several = "the script has several fits" if self.process.num_fits else ""
+        self.catching_up = CatchingUp(strategy, "the optimizer is sharded" if self.recovery.parted else several)
         self.calls = HostCalls(self.recovery.after)
         self.position: TrainingPosition | None = None
         self.resize = Resize(options.resize_lr)
@@ -77,6 +80,7 @@ class ElasticFit:
         """Take part in the job, or, in a newcomer, set up alone: the others go on meanwhile."""
         self.process.num_fits += 1
         self.process.fitting = True
+        self.catching_up.serve(self.process.member)
         if self.recovery.step is not None:
             assert self.recovery.view is not None
             self._adopt(self._job)
@@ -149,6 +153,12 @@ class ElasticFit:
         self.recovery.complete = True
         self.recovery.agree()
 
+    def before_update(self) -> None:
+        """Gradients are final, and the optimizer takes its step with them, whatever becomes of other ranks."""
+        assert self.recovery.step is not None
+        members = self.recovery.view.members if self.recovery.view is not None else ()
+        self.catching_up.source.update(self.recovery.step + 1, members)
+
     def _begin(self) -> None:
         assert self.position is not None
         if self.changed:
@@ -156,6 +166,8 @@ class ElasticFit:
         self.position.begin_step()
         self._under_way.begin(remember_step(self._strategy.fit_trainer, self._strategy.fit_model))
         self._begun = True
+        assert self.recovery.step is not None
+        self.catching_up.source.hold_still(self.recovery.step)
 
     def _accumulate_again(self, closure: Callable[[], Any]) -> None:
         """The batches of this step, from its first one, with the ranks that there are now; all but the last batch's
@@ -186,7 +198,7 @@ class ElasticFit:
 
     def save_at_the_end(self, error: JobEnded) -> None:
         """Save what this rank has finished, where the job ends because it had too few ranks for too long."""
-        if "of its ranks are left" not in str(error):
+        if "of its ranks are left" not in str(error) or self.recovery.step is None:
             return
         number = self.process.member.number
         sharded, view = self._strategy.algorithm.sharded, self.recovery.view
@@ -224,6 +236,7 @@ class ElasticFit:
 
     def join(self) -> None:
         """Take part, with the state of the others, before the batch that they train on next."""
+        self.catching_up.run(self.process.member)
         dist.destroy_process_group()
         self.recovery.start()
         self.waits_to_join = False
@@ -277,6 +290,8 @@ class ElasticFit:
                 f"Process {self.process.member.number} took the place of one that died before the training began, and "
                 "cannot join it now. Start the job again."
             )
+        if joins:
+            self.catching_up.finish(view.step or 0, self.process.member)
         was_rank_zero = self.recovery.step is None or strategy.is_global_zero
         self._adopt(self._job)
         strategy.timeline.follow(comm)

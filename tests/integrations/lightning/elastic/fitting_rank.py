@@ -34,6 +34,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
 from lightning_ring.data import ShuffledSampler
+from lightning_ring.elastic.recovery import Recovery
 from lightning_ring.integrations.lightning.elastic.position import TrainingPosition
 from lightning_ring.integrations.lightning.strategy import RingStrategy
 
@@ -55,6 +56,18 @@ def count_attempts(module: pl.LightningModule) -> None:
         return go_back(position)
 
     TrainingPosition.go_back = counted  # type: ignore[method-assign]
+
+
+def announce_newcomer() -> None:
+    """When it has caught up, and is about to say so."""
+    start = Recovery.start
+
+    def announced(recovery: Recovery) -> None:
+        if int(os.environ.get("FIT_NEWCOMER", "-1")) == NUMBER:
+            READY.touch()
+        start(recovery)
+
+    Recovery.start = announced  # type: ignore[method-assign]
 
 
 def die(step: int, place: str) -> None:
@@ -85,10 +98,6 @@ class Module(pl.LightningModule):
         accumulate = self.trainer.accumulate_grad_batches
         number = self.trainer.fit_loop.epoch_loop.batch_idx % accumulate + 1 if batch else 1
         die(self.global_step, place + (str(number) if number > 1 else ""))
-
-    def on_train_epoch_start(self) -> None:
-        if int(os.environ.get("FIT_NEWCOMER", "-1")) == NUMBER:
-            READY.touch()
 
     def wait_for_newcomer(self) -> None:
         until = time.monotonic() + 100
@@ -156,6 +165,7 @@ def main() -> None:
     data = TensorDataset(x, x.sum(1, keepdim=True), torch.arange(SAMPLES))
     module = Module()
     count_attempts(module)
+    announce_newcomer()
     trainer = pl.Trainer(
         strategy=RingStrategy(elastic=True, backend=BACKEND, **json.loads(os.environ.get("FIT_STRATEGY", "{}"))),
         accelerator="cpu",
