@@ -21,12 +21,10 @@ def broadcast_differing(
     The other ranks hold rank 0's values, but for those at the indices ``new``, which are empty. All ranks have the same
     shapes and dtypes. Collective.
     """
-    digests = comm.broadcast_object(digests_of(tensors) if comm.rank == 0 else None)
+    own = digests_of(tensors) if compares or comm.rank == 0 else []
+    digests = comm.broadcast_object(own if comm.rank == 0 else None)
     assert digests is not None
-    differing = set(new)
-    if compares and comm.rank:
-        own = digests_of(tensors)
-        differing |= {index for index, digest in enumerate(digests) if digest != own[index]}
+    differing = {*new, *(index for index, digest in enumerate(own) if digest != digests[index])}
     on_any = sorted(set().union(*comm.all_gather_object(differing)))
     broadcast_tensors([tensors[index] for index in on_any], comm)
     return sum(tensors[index].nbytes for index in on_any)
