@@ -13,7 +13,8 @@ PLACES = (
     *("averages", "commit", "step", "batch_end", "validation", "save", "epoch_end"),
 )
 # also where others join. "address": this rank has told the others where Gloo listens
-AFTER_A_DEATH = ("recovery", "open", "address", "connect", "hand_over")
+AFTER_A_DEATH = ("recovery", "open", "address", "connect", "hand_over", "feed")
+OF_NEWCOMERS = ("catch_up", "catch_up", "forward", "commit")  # in addition
 SHARDED_PLACES = ("mirror", "gather")  # in addition, with sharded optimizers; and "move" after a death
 
 # How often each is drawn. The rank does these to itself. "exit" is an exit code that is no signal's, which ends the job
@@ -111,5 +112,5 @@ def with_faults(plan: Plan, draws: random.Random) -> Plan:
         faults.append(Fault(number, step, place, kind, seconds))
     for number in range(plan.ranks, plan.ranks + (plan.respawns and draws.randint(0, 1))):  # of one that joins
         kind = draws.choices(list(OF_RANKS), list(OF_RANKS.values()))[0]
-        faults.append(Fault(number, 0, draws.choice((*after_a_death, "forward", "commit")), kind))
+        faults.append(Fault(number, 0, draws.choice((*after_a_death, *OF_NEWCOMERS)), kind))
     return replace(plan, faults=tuple(faults))

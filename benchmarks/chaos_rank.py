@@ -32,6 +32,8 @@ from lightning_ring.algorithms.sharded.state import ShardedState
 from lightning_ring.comm.communicator import Work
 from lightning_ring.data import ShuffledSampler
 from lightning_ring.elastic import generations
+from lightning_ring.elastic.catch_up.source import _Feed
+from lightning_ring.elastic.catch_up.stream import Stream
 from lightning_ring.elastic.recovery import Recovery
 from lightning_ring.elastic.store import StewardStore
 from lightning_ring.gradients.reducer import Reducer
@@ -198,6 +200,8 @@ def fit(folder: Path, number: int, plan: Plan) -> None:
     faults.plant(Recovery, "after", "recovery")
     faults.plant(elastic_fit.ElasticFit, "enter", "connect")
     faults.plant(elastic_fit, "hand_over_fit", "hand_over")
+    faults.plant(_Feed, "_state", "feed")
+    faults.plant(Stream, "_take", "catch_up")
     faults.plant(Mirrors, "receive", "mirror")
     faults.plant(Sharded, "after_commit", "gather")
     faults.plant(Sharded, "move", "move")

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from lightning_ring.comm.calls import by_rank
 from lightning_ring.comm.communicator import Communicator
+from lightning_ring.comm.outline import filled, outline, tensors_for
 from lightning_ring.errors import ConfigurationError, ModelMismatchError
 
 MESSAGE_BYTES = 250 * 1024 * 1024
@@ -99,26 +97,17 @@ def _require_values(named: dict[str, Tensor]) -> None:
 # --- optimizer state
 
 
-@dataclass(frozen=True, slots=True)
-class _TensorSpec:
-    """Stands for a tensor in what is pickled."""
-
-    index: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    on_accelerator: bool
-
-    def empty(self, device: torch.device) -> Tensor:
-        """In rank ``src``'s order of memory: sums over it (LAMB's norms) then have the same bits on all ranks."""
-        on = device if self.on_accelerator else "cpu"
-        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=on)
-
-
-def broadcast_optimizer_state(optimizer: Optimizer, comm: Communicator, src: int = 0) -> None:
+def broadcast_optimizer_state(
+    optimizer: Optimizer,
+    comm: Communicator,
+    src: int = 0,
+    send: Callable[[list[Tensor], Sequence[int]], object] | None = None,
+) -> None:
     """Replace the optimizer's state and its groups' values by rank ``src``'s; ranks that have none yet get it.
 
-    Tensors keep their dtype (`Optimizer.load_state_dict` would cast them to the parameter's).
+    Tensors keep their dtype (`Optimizer.load_state_dict` would cast them to the parameter's). With ``send``
+    ranks keep the tensors that have rank ``src``'s form, and it is called in the place of `broadcast_tensors`, with all
+    tensors and the indices of those that are new, and empty.
 
     Raises:
         ModelMismatchError: The ranks' optimizers differ in kind or in the parameters of their groups.
@@ -131,44 +120,26 @@ def broadcast_optimizer_state(optimizer: Optimizer, comm: Communicator, src: int
         raise ModelMismatchError(f"the ranks have different optimizers: {by_rank(kinds)}. Build the same on all.")
     params = [param for group in optimizer.param_groups for param in group["params"]]
     tensors: list[Tensor] = []
+    new: list[int] = []
     state = {index: optimizer.state[param] for index, param in enumerate(params) if param in optimizer.state}
     groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    outline = comm.broadcast_object(_outline((state, groups), tensors) if comm.rank == src else None, src=src)
+    outlined = comm.broadcast_object(outline((state, groups), tensors) if comm.rank == src else None, src=src)
     if comm.rank != src:
         device = params[0].device if params else torch.device("cpu")
-        tensors = [spec.empty(device) for spec in tree_leaves(outline) if isinstance(spec, _TensorSpec)]
-    broadcast_tensors(tensors, comm, src)
+        own = (state, groups) if send is not None else None
+        tensors, new = tensors_for(outlined, own, device)
+    if send is not None:
+        send(tensors, new)
+    else:
+        broadcast_tensors(tensors, comm, src)
     if comm.rank != src:
-        state, groups = _filled(outline, tensors)
+        state, groups = filled(outlined, tensors)
         for index, param in enumerate(params):
             optimizer.state.pop(param, None)
             if index in state:
                 optimizer.state[param] = state[index]
         for group, values in zip(optimizer.param_groups, groups, strict=True):
             group.update(values)
-
-
-def _outline(value: Any, tensors: list[Tensor]) -> Any:
-    """``value`` with a `_TensorSpec` for each tensor, which is appended to ``tensors``."""
-    if isinstance(value, Tensor):
-        tensors.append(value)
-        strides = torch.empty_like(value, device="meta").stride()  # dense, also of a tensor that repeats elements
-        return _TensorSpec(len(tensors) - 1, value.dtype, tuple(value.shape), strides, value.device.type != "cpu")
-    if isinstance(value, dict):
-        return {key: _outline(item, tensors) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_outline(item, tensors) for item in value)
-    return value
-
-
-def _filled(outline: Any, tensors: list[Tensor]) -> Any:
-    if isinstance(outline, _TensorSpec):
-        return tensors[outline.index]
-    if isinstance(outline, dict):
-        return {key: _filled(item, tensors) for key, item in outline.items()}
-    if type(outline) in (list, tuple):
-        return type(outline)(_filled(item, tensors) for item in outline)
-    return outline
 
 
 # --- are the models the same?
@@ -181,11 +152,14 @@ def check_same_model(module: nn.Module, comm: Communicator) -> None:
         ModelMismatchError: They differ; the message is the same on every rank.
         ConfigurationError: They agree, but hold no values yet (see `broadcast_module`).
     """
-    mine = _description(module)
-    digest = hashlib.blake2b(repr(mine).encode()).hexdigest()
-    if comm.world_size > 1 and len(set(comm.all_gather_object(digest))) > 1:
-        raise ModelMismatchError(_difference(comm.all_gather_object(mine)))
+    if comm.world_size > 1 and len(set(comm.all_gather_object(digest_of_model(module)))) > 1:
+        raise ModelMismatchError(_difference(comm.all_gather_object(_description(module))))
     _require_values(dict(chain(module.named_parameters(), module.named_buffers())))
+
+
+def digest_of_model(module: nn.Module) -> str:
+    """Of all that `check_same_model` compares."""
+    return hashlib.blake2b(repr(_description(module)).encode()).hexdigest()
 
 
 def _description(module: nn.Module) -> dict[str, str]:

@@ -41,7 +41,8 @@ class Member:
     ``on_stop`` is called in the member's thread when the current generation is over, with the error that ends its
     collectives. It must be quick. ``on_lost`` is called when the steward has gone, and ends this process: nobody can
     tell any more who takes part, and two halves of a job must not go on apart. ``over_error`` is the class of the error
-    that says that a generation is over.
+    that says that a generation is over. ``on_wanted`` is called in the member's thread with the message of a process
+    that is to get this one's state (`ask_for_state`).
     """
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
@@ -55,6 +56,8 @@ class Member:
         self.begun: bool | None = None
         self.on_stop: Callable[[PeerFailedError], None] = lambda error: None
         self.on_lost: Callable[[], None] = self._end_process
+        self.on_wanted: Callable[[Message], None] = lambda message: None
+        self.is_needed = False
         self.over_error: type[GenerationOver] = GenerationOver
         self._stopped_generation = -1
         self._connection: MessageConnection | None = None
@@ -147,6 +150,13 @@ class Member:
             self._over = self._over if stopped else None
             self.newcomers_wait = False
         return self.view
+
+    def ask_for_state(self, port: int, token: str, attempt: int) -> None:
+        """Have another member send its state to ``port`` of this host; in another ``attempt``, another one.
+
+        `is_needed` is set as soon as the others cannot train without this process.
+        """
+        self._send({"kind": "catches_up", "address": self.address, "port": port, "token": token, "attempt": attempt})
 
     # -- the store of the current view
 
@@ -257,12 +267,17 @@ class Member:
         if kind == "ping":
             self._send({"kind": "pong"})
             return
+        if kind == "send_state":
+            self.on_wanted(message)
+            return
         stop: PeerFailedError | None = None
         with self._news:
             if kind == "standing":
                 self.begun = message["begun"]
             elif kind == "view":
                 self._next = View.from_message(message)
+            elif kind == "needed":
+                self.is_needed = True
             elif kind == "newcomers":
                 self.newcomers_wait = True
             elif kind == "finisher":

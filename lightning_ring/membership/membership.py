@@ -21,6 +21,7 @@ class Membership:
         self._min_ranks = min_ranks
         self._max_ranks = max_ranks
         self.expected: set[int] = set()  # started, and not ready yet
+        self.catching_up: set[int] = set()  # of those: that get the state of a member, and report then
         self._reports: dict[int, Report] = {}
         self._unfenced: set[int] = set()  # removed, and not yet seen to be dead
         self._gone: set[int] = set()  # removed, or finished
@@ -61,6 +62,11 @@ class Membership:
         """Whether nothing but too few ranks is in the way of the next view."""
         return self._is_settled() and len(self._reports) < self._min_ranks and not self._last
 
+    @property
+    def lacks_ranks(self) -> bool:
+        """Whether the next view waits for other processes than the members that are left."""
+        return self.stopping and self.view is not None and not self.unreported and len(self._reports) < self._min_ranks
+
     def end_with_last_view(self, why: str) -> bool:
         """Below ``min_ranks``: let the ranks that are left meet once more, if each has a part of the state.
 
@@ -99,7 +105,7 @@ class Membership:
             if self.view is None or generation != self.view.generation:
                 return
             self.stopping = True
-        self.expected.discard(member)
+        self._starts_no_more(member)
         self._has_state |= report.step is not None
         self._reports[member] = report
 
@@ -157,5 +163,9 @@ class Membership:
 
     def _drop(self, member: int) -> None:
         self._gone.add(member)
-        self.expected.discard(member)
+        self._starts_no_more(member)
         self._reports.pop(member, None)
+
+    def _starts_no_more(self, member: int) -> None:
+        self.expected.discard(member)
+        self.catching_up.discard(member)

@@ -79,7 +79,8 @@ class Silence:
 
 def _starting(membership: Membership) -> list[int]:
     """Processes that are not ready, while others are."""
-    return list(membership.expected) if membership.view is not None or membership.newcomers else []
+    starting = list(membership.expected - membership.catching_up)
+    return starting if membership.view is not None or membership.newcomers else []
 
 
 def _awaited(membership: Membership) -> list[int]:

@@ -91,8 +91,9 @@ class Steward:
         if self.ended is None:
             self.ended = why
             self._store.close(why)
-            for member in [*self.membership.members, *self.membership.newcomers]:
-                self._tell(member, {"kind": "end", "why": why, "finished": self.membership.finished})
+            membership = self.membership
+            for member in [*membership.members, *membership.newcomers, *membership.catching_up]:
+                self._tell_end(member, why)
 
     def end_with_too_few(self, why: str) -> None:
         """As `end`; but ranks that each have a part of the state get a last view first, to save it."""
@@ -125,7 +126,9 @@ class Steward:
                 "newcomers wait" if self.membership.newcomers else f"process {member} connects anew"
             )
             if self.ended is not None:
-                self._tell(member, {"kind": "end", "why": self.ended, "finished": self.membership.finished})
+                self._tell_end(member, self.ended)
+        elif kind == "catches_up":
+            self._find_source(member, message)
         elif kind == "store":
             self._serve(member, message)
         elif kind == "finished":
@@ -171,6 +174,18 @@ class Steward:
         else:
             self._store.request(message, answer)
 
+    def _find_source(self, member: int, message: Message) -> None:
+        """``member``, which is to join, listens for the state of another one."""
+        members = self.membership.members
+        if self.ended is not None:
+            self._tell_end(member, self.ended)
+        elif members:
+            self.membership.catching_up.add(member)
+            source = members[(member + message["attempt"]) % len(members)]
+            self._tell(source, {**message, "kind": "send_state", "member": member})
+        else:
+            self._tell(member, {"kind": "needed"})
+
     def _remove(self, member: int, why: str, seconds: float = _LEAVING_SECONDS) -> None:
         if self.membership.remove(member):
             self._why = f"process {member} has died: {why}"
@@ -202,10 +217,17 @@ class Steward:
             self._told_of_newcomers = True
             for member in self.membership.members:
                 self._tell(member, {"kind": "newcomers"})
+        if self.membership.lacks_ranks:
+            for member in self.membership.catching_up:
+                self._tell(member, {"kind": "needed"})
+            self.membership.catching_up.clear()
         if self.membership.finished:
             self.end("the training has finished")
         elif self.membership.last_word:
             self.end(self.membership.last_word)
+
+    def _tell_end(self, member: int, why: str) -> None:
+        self._tell(member, {"kind": "end", "why": why, "finished": self.membership.finished})
 
     def _tell(self, member: int, message: Message) -> None:
         self._connections.tell(member, message)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import queue
 import socket
 import threading
+import time
+from typing import Any
 
 import pytest
 
@@ -83,6 +86,47 @@ def test_a_newcomer_is_announced_and_let_in_when_the_members_stop() -> None:
             view = member.next_view(WAIT)
             assert (view.members, view.step, view.newcomers) == ((0, 1), 8, (1,))
         assert not one.newcomers_wait
+
+
+def test_a_newcomer_gets_another_source_each_time_and_is_called_when_it_is_needed() -> None:
+    with serving(min_ranks=2) as server:
+        one, two = first_view(server, 2)
+        asked: queue.Queue[tuple[int, dict[str, Any]]] = queue.Queue()
+        one.on_wanted, two.on_wanted = (lambda m, n=n: asked.put((n, m)) for n in (0, 1))
+        three = server.join(5)
+        for attempt in range(2):
+            three.ask_for_state(1234, "secret", attempt)
+            source, message = asked.get(timeout=WAIT)
+            assert source == (5 + attempt) % 2
+            wanted = {name: message[name] for name in ("member", "address", "port", "token")}
+            assert wanted == {"member": 5, "address": "127.0.0.1", "port": 1234, "token": "secret"}
+        assert not three.is_needed
+        two.close()
+        one.report(Report(3))
+        until = time.monotonic() + WAIT
+        while not three.is_needed and time.monotonic() < until:
+            time.sleep(0.01)
+        assert three.is_needed
+        three.report(Report())
+        view = one.next_view(WAIT)
+        assert (view.members, view.newcomers) == ((0, 5), (5,))
+
+
+def test_a_process_that_catches_up_when_the_training_ends_or_nobody_is_left_is_told_so() -> None:
+    with serving() as server:
+        (one,) = first_view(server, 1)
+        two, three = server.join(1), server.join(2)
+        two.ask_for_state(1234, "secret", 0)
+        until = time.monotonic() + WAIT
+        while not server.steward.membership.catching_up and time.monotonic() < until:
+            time.sleep(0.01)
+        one.finish()
+        assert two.is_over(WAIT)
+        three.ask_for_state(1234, "secret", 0)
+        assert three.is_over(WAIT)
+        for member in (two, three):
+            with pytest.raises(JobEnded, match="the training has finished"):
+                member.check()
 
 
 def test_a_failure_ends_the_job_on_every_rank() -> None:

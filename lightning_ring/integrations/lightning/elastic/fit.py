@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.elastic.step_under_way import StepUnderWay
 from lightning_ring.errors import ConfigurationError
+from lightning_ring.integrations.lightning.elastic.catching_up import CatchingUp
 from lightning_ring.integrations.lightning.elastic.handover import hand_over_fit
 from lightning_ring.integrations.lightning.elastic.host_calls import HostCalls
 from lightning_ring.integrations.lightning.elastic.last_checkpoint import save_at_the_end
@@ -55,6 +56,8 @@ class ElasticFit:
         self.process = elastic_process(connecting, self)
         self.recovery = self.process.recovery
         self.recovery.parted = options.new_algorithm().sharded
+        several = "the script has several fits" if self.process.num_fits else ""
+        self.catching_up = CatchingUp(strategy, "the optimizer is sharded" if self.recovery.parted else several)
         self.calls = HostCalls(self.recovery.after)
         self.position: TrainingPosition | None = None
         self.resize = Resize(options.resize_lr)
@@ -76,6 +79,9 @@ class ElasticFit:
         """Take part in the job, or, in a newcomer, set up alone: the others go on meanwhile."""
         self.process.num_fits += 1
         self.process.fitting = True
+        if not self._strategy.fit_trainer.lightning_module.automatic_optimization:
+            self.catching_up.refuse("optimization is manual")
+        self.catching_up.serve(self.process.member)
         if self.recovery.step is not None:
             assert self.recovery.view is not None
             self._adopt(self._job)
@@ -159,6 +165,12 @@ class ElasticFit:
         self.recovery.complete = True
         self.recovery.agree()
 
+    def before_update(self) -> None:
+        """Gradients are final, and the optimizer takes its step with them, whatever becomes of other ranks."""
+        assert self.recovery.step is not None
+        members = self.recovery.view.members if self.recovery.view is not None else ()
+        self.catching_up.source.update(self.recovery.step + 1, members)
+
     def _begin(self) -> None:
         assert self.position is not None
         if self.changed:
@@ -166,6 +178,8 @@ class ElasticFit:
         self.position.begin_step()
         self._under_way.begin(self._remember())
         self._begun = True
+        assert self.recovery.step is not None
+        self.catching_up.source.hold_still(self.recovery.step)
 
     def _remember(self) -> Callable[[], None]:
         """What undoes the step that begins."""
@@ -222,6 +236,7 @@ class ElasticFit:
     def join(self) -> None:
         """Take part, with the state of the others, before the batch that they train on next."""
         assert self.position is not None
+        self.catching_up.run(self.process.member)
         self.position.join()
         dist.destroy_process_group()
         self.recovery.start()
@@ -279,6 +294,8 @@ class ElasticFit:
                 f"Process {self.process.member.number} took the place of one that died before the training began, and "
                 "cannot join it now. Start the job again."
             )
+        if joins:
+            self.catching_up.finish(view.step or 0, self.process.member)
         was_rank_zero = self.recovery.step is None or strategy.is_global_zero
         self._adopt(self._job)
         strategy.timeline.follow(comm)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -10,8 +10,11 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.trainer import call
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
 
 from lightning_ring.comm.communicator import Communicator
+from lightning_ring.comm.differences import broadcast_differing
 from lightning_ring.comm.replicate import broadcast_optimizer_state, broadcast_tensors, check_same_model
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.integrations.lightning.elastic.rank_zero_files import names_of, take_names
@@ -27,8 +30,8 @@ _LOGGED = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
 def hand_over_fit(strategy: ElasticStrategy, fit: ElasticFit, comm: Communicator, *, receives: bool) -> None:
     """Give ranks that ``receive`` all that a checkpoint of rank 0 would hold, and where it writes. Collective.
 
-    The other ranks stay as they are. What a module keeps outside parameters, buffers and `on_save_checkpoint` is not
-    sent.
+    The other ranks stay as they are. Where processes have caught up, parameters and optimizer state are sent that
+    differ. What a module keeps outside parameters, buffers and `on_save_checkpoint` is not sent.
 
     Raises:
         ModelMismatchError: The ranks' models or optimizers differ.
@@ -36,14 +39,15 @@ def hand_over_fit(strategy: ElasticStrategy, fit: ElasticFit, comm: Communicator
     """
     trainer, model = strategy.fit_trainer, strategy.fit_model
     batch_size = fit.position.batch_size if fit.position is not None else 0
-    processes = comm.all_gather_object((fit.process.num_fits, fit.process.member.number, batch_size))
-    num_fits = max(fits for fits, _, _ in processes)
+    caught_up = receives and fit.catching_up.has_state
+    standing = comm.all_gather_object((fit.process.num_fits, fit.process.member.number, batch_size, caught_up))
+    num_fits = max(fits for fits, _, _, _ in standing)
     if num_fits != 1:
         raise ConfigurationError(
             f"A process came to a job that is in fit number {num_fits} of its script, and cannot do the earlier ones "
             "again. Use one fit in an elastic script."
         )
-    check_batches({number: size for _, number, size in processes})
+    check_batches({number: size for _, number, size, _ in standing})
     check_same_model(model, comm)
     sent = None if receives else _state(trainer, strategy, fit)
     state = comm.broadcast_object(sent if comm.rank == 0 else None)
@@ -51,7 +55,9 @@ def hand_over_fit(strategy: ElasticStrategy, fit: ElasticFit, comm: Communicator
     params = [param.detach() for param in model.parameters()]
     buffers = list(model.buffers())
     # ranks may have buffers of their own, such as statistics of BatchNorm
-    broadcast_tensors([*params, *(buffers if receives else [buffer.clone() for buffer in buffers])], comm)
+    broadcast_tensors(buffers if receives else [buffer.clone() for buffer in buffers], comm)
+    send = _Sending(comm, by_digest=any(has_state for _, _, _, has_state in standing), receives=receives)
+    send(params)
     for optimizer in strategy.optimizers:
         if strategy.algorithm.sharded:
             whole = strategy.algorithm.optimizer_state_dict(optimizer, is_rank_zero=comm.rank == 0)
@@ -59,7 +65,9 @@ def hand_over_fit(strategy: ElasticStrategy, fit: ElasticFit, comm: Communicator
             if receives:
                 strategy.algorithm.load_optimizer_state_dict(optimizer, whole)
         else:
-            broadcast_optimizer_state(optimizer, comm)
+            broadcast_optimizer_state(optimizer, comm, send=send)
+    if comm.rank == 0 and not strategy.algorithm.sharded:
+        send.tell()
     if receives:
         _restore(trainer, strategy, fit, state)
     strategy.timeline.let_in(comm, joins=receives)
@@ -74,6 +82,30 @@ def check_batches(sizes: Mapping[int, int]) -> None:
             "keeps its batch size, however many there are. Give DataLoader a number, or compute it from "
             "trainer.world_size, which in the set-up of every process is the number with which the job began "
             "(2 where that is 1)."
+        )
+
+
+class _Sending:
+    """Sends rank 0's tensors to those that receive, ``by_digest`` only what differs, and counts them."""
+
+    def __init__(self, comm: Communicator, *, by_digest: bool, receives: bool) -> None:
+        self._comm, self._by_digest, self._receives = comm, by_digest, receives
+        self._sent = self._of = 0  # bytes
+
+    def __call__(self, tensors: list[Tensor], new: Sequence[int] = ()) -> None:
+        size = sum(tensor.nbytes for tensor in tensors)
+        self._of += size
+        if self._by_digest:
+            self._sent += broadcast_differing(tensors, self._comm, compares=self._receives, new=new)
+        else:
+            broadcast_tensors(tensors, self._comm)
+            self._sent += size
+
+    def tell(self) -> None:
+        sent, of = self._sent / 2**20, self._of / 2**20
+        rank_zero_info(
+            f"lightning_ring: while the ranks waited, {sent:.1f} of {of:.1f} MiB of parameters and optimizer state "
+            "were sent to new ones."
         )
 
 

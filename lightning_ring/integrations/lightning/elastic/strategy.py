@@ -244,6 +244,7 @@ class ElasticStrategy(RingStrategy):
             if not fit.committing:
                 after_closure(*args)
                 fit.averages_are_complete()
+            fit.before_update()
 
         if self.algorithm.sharded:  # ranks gather optimizer state before the strategy saves
             save = trainer.save_checkpoint
@@ -268,6 +269,7 @@ class ElasticStrategy(RingStrategy):
         fit, trainer = self._fit, self._trainer
         if fit is not None:
             fit.position = None
+            fit.catching_up.close()
             interrupted = trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
             fit.process.fitting = fit.process.fitting and interrupted
             fit.process.was_stopped = self._stopping_together

@@ -37,6 +37,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
 from lightning_ring.data import ShuffledSampler
+from lightning_ring.elastic.recovery import Recovery
 from lightning_ring.integrations.lightning.elastic.position import TrainingPosition
 from lightning_ring.integrations.lightning.strategy import RingStrategy
 
@@ -58,6 +59,18 @@ def count_attempts(module: pl.LightningModule) -> None:
         return go_back(position)
 
     TrainingPosition.go_back = counted  # type: ignore[method-assign]
+
+
+def announce_newcomer() -> None:
+    """When it has caught up, and is about to say so."""
+    start = Recovery.start
+
+    def announced(recovery: Recovery) -> None:
+        if int(os.environ.get("FIT_NEWCOMER", "-1")) == NUMBER:
+            READY.touch()
+        start(recovery)
+
+    Recovery.start = announced  # type: ignore[method-assign]
 
 
 def die(step: int, place: str) -> None:
@@ -91,10 +104,6 @@ class Module(pl.LightningModule):
 
     def setup(self, stage: str) -> None:
         (FOLDER / f"{NUMBER}.world_size").write_text(str(self.trainer.world_size))
-
-    def on_train_epoch_start(self) -> None:
-        if int(os.environ.get("FIT_NEWCOMER", "-1")) == NUMBER:
-            READY.touch()
 
     def wait_for_newcomer(self) -> None:
         until = time.monotonic() + 100
@@ -198,6 +207,7 @@ def main() -> None:
     scale = float(os.environ.get("FIT_SCALER", "0"))
     scaler = torch.amp.GradScaler("cpu", init_scale=scale, enabled=scale > 0)
     count_attempts(module)
+    announce_newcomer()
     trainer = pl.Trainer(
         strategy=RingStrategy(elastic=True, backend=BACKEND, **json.loads(os.environ.get("FIT_STRATEGY", "{}"))),
         accelerator="cpu",

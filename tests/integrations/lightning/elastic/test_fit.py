@@ -30,6 +30,7 @@ def fit(
     command = elastic_command(ranks, RANK, str(folder), backend, *deaths, respawn=respawn, agent=agent)
     done = run(command, timeout=200, **env)
     assert done.returncode == 0, done.stdout[-6000:]
+    (folder / "output").write_text(done.stdout)
     return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
 
 
@@ -130,6 +131,7 @@ def test_a_newcomer_trains_on_as_the_others_do(tmp_path: Path) -> None:
     assert {path.read_text() for path in tmp_path.glob("*.world_size")} == {"3"}  # also where they set up alone
     assert json.loads((tmp_path / "3.log").read_text().splitlines()[0])[:2] == [0, 0]
     assert (tmp_path / "4.json").exists()  # it took the place of process 1
+    assert "while the ranks waited, 0.0 of 0.0 MiB" in (tmp_path / "output").read_text()
     events = read_trace(tmp_path / "trace" / "trace.json")
     of_newcomer = [slice["name"] for slice in slices(events, "ranks", 4)]
     assert of_newcomer[0].startswith("process 4 joined: 3 ranks after step")

@@ -1,0 +1,239 @@
+"""A rank's side of catch-ups: sends its state to newcomers, from a thread for each, while it trains."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from lightning_ring.comm.replicate import digest_of_model
+from lightning_ring.elastic.catch_up.wire import Message
+from lightning_ring.job.watch.messages import in_forked_children, watch_for_loss
+
+PIECE_BYTES = 16 * 2**20  # of state that are copied at once: for so long a step may have to wait
+LEAST_BEHIND_BYTES = 256 * 2**20
+STEPS_BEHIND = 3  # of gradients that may be queued, before the newcomer is given up
+STEPS_WITHOUT_STATE, SECONDS_WITHOUT_STATE = 100, 60.0  # in which gradients alone have filled the connection
+CONNECT_SECONDS = 10.0
+CLOSE_SECONDS = 2.0
+
+_log = logging.getLogger("lightning_ring")
+
+
+class Source:
+    """Sends ``module``'s parameters and the state of ``optimizers`` to processes that ask for them.
+
+    The training calls `hold_still` when parameters and optimizer state do not change for a while, and `update` before
+    they do. Both cost nothing while nobody asks. Thread-safe.
+    """
+
+    def __init__(self, module: Callable[[], nn.Module], optimizers: Callable[[], Sequence[Optimizer]]) -> None:
+        self.refusal = ""  # why nobody gets anything
+        self.news = threading.Condition()
+        self.still_after: int | None = None  # steps, while nothing changes
+        self._module = module
+        self._optimizers = optimizers
+        self._feeds: list[_Feed] = []
+
+    def feed(self, member: int, address: str, port: int, token: str) -> None:
+        """Send to process ``member``, which listens at ``address``. Returns at once."""
+        feed = _Feed(self, member, (address, port), token)
+        with self.news:
+            self._feeds.append(feed)
+        try:
+            feed.start()
+        except RuntimeError as error:  # no more threads
+            self.forget(feed)
+            _log.warning("lightning_ring: no state can be sent to process %d: %s", member, error)
+
+    def hold_still(self, step: int) -> None:
+        """From here on the state is that after ``step`` steps, until `update`."""
+        with self.news:
+            self.still_after = step
+            self.news.notify_all()
+
+    def update(self, step: int, members: Collection[int]) -> None:
+        """The optimizers are about to take step number ``step``, with the averages that are in ``.grad``.
+
+        ``members`` take it too, and need nothing any more. Copies gradients, and waits until no state is being copied.
+        """
+        with self.news:
+            self.still_after = None
+            for feed in list(self._feeds):
+                if feed.member in members:
+                    feed.end()
+                else:
+                    feed.take_gradients(step)
+            self.news.notify_all()
+
+    def close(self, refusal: str) -> None:
+        """Send no more, and tell those that ask from now on why."""
+        with self.news:
+            self.refusal = refusal
+            feeds = list(self._feeds)
+            for feed in feeds:
+                feed.end()
+            self.news.notify_all()
+        for feed in feeds:
+            if feed.is_alive():
+                feed.join(CLOSE_SECONDS)
+
+    def forget(self, feed: _Feed) -> None:
+        with self.news:
+            self._feeds = [other for other in self._feeds if other is not feed]
+
+    @property
+    def module(self) -> nn.Module:
+        return self._module()
+
+    @property
+    def optimizers(self) -> Sequence[Optimizer]:
+        return self._optimizers()
+
+
+class _Feed(threading.Thread):
+    """Sends to one newcomer. All methods but `run` are called with the source's lock."""
+
+    def __init__(self, source: Source, member: int, address: tuple[str, int], token: str) -> None:
+        super().__init__(name="ring-feed", daemon=True)
+        self.member = member
+        self._source = source
+        self._address = address
+        self._token = token
+        self._connection: socket.socket | None = None
+        self._queue: deque[Message] = deque()
+        self._behind = 0  # bytes in the queue
+        self._described = False
+        self._params: list[nn.Parameter] = []
+        self._sent: list[int] = []  # of the parameters
+        self._left: deque[int] = deque()
+        self._steps_without_state = 0
+        self._stated = 0.0  # when the latest state was copied
+        self._told = False  # that all are sent
+        self._over = False
+
+    def run(self) -> None:
+        try:
+            with socket.create_connection(self._address, CONNECT_SECONDS) as connection:
+                self._connection = connection
+                in_forked_children(self._let_go)
+                connection.settimeout(None)
+                watch_for_loss(connection)
+                connection.sendall(self._token.encode())
+                if refusal := self._source.refusal:
+                    Message({"kind": "refused", "why": refusal}).send(connection)
+                    return
+                while (message := self._next()) is not None:
+                    message.send(connection)
+        except OSError:
+            pass  # it has died, or joins without
+        except Exception as error:  # such as state that cannot be pickled
+            self._say(f"{type(error).__name__}: {error}")
+        finally:
+            self._source.forget(self)
+
+    def end(self) -> None:
+        """Send nothing any more, also where the newcomer reads nothing."""
+        self._over = True
+        self._queue.clear()
+        if (connection := self._connection) is not None:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def take_gradients(self, step: int) -> None:
+        """Queue what the newcomer needs for step number ``step`` of the parameters that it has."""
+        if self._over or not self._described:
+            return
+        self._steps_without_state += bool(self._left)
+        try:
+            message = Message({"kind": "step", "step": step, "gradients": self._gradients(), "groups": self._groups()})
+        except Exception as error:  # it must not end the training
+            self._give_up(f"{type(error).__name__}: {error}")
+            return
+        self._queue.append(message)
+        self._behind += message.nbytes
+        if self._behind > max(LEAST_BEHIND_BYTES, STEPS_BEHIND * sum(param.nbytes for param in self._params)):
+            self._give_up(f"it is {self._behind / 2**20:.0f} MiB of gradients behind")
+        elif (
+            self._steps_without_state > STEPS_WITHOUT_STATE and time.monotonic() - self._stated > SECONDS_WITHOUT_STATE
+        ):
+            self._give_up("gradients fill the connection")
+
+    def _gradients(self) -> dict[int, Tensor]:
+        found = {}
+        for index in list(self._sent):
+            gradient = self._params[index].grad
+            if gradient is not None and gradient.layout is not torch.strided:
+                self._sent.remove(index)  # a parameter that is sent again when the newcomer joins
+            elif gradient is not None:
+                found[index] = gradient
+        return found
+
+    def _groups(self) -> list[list[dict[str, Any]]]:
+        return [
+            [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+            for optimizer in self._source.optimizers
+        ]
+
+    def _next(self) -> Message | None:
+        """What is sent next; `None` at the end. Blocks."""
+        source = self._source
+        with source.news:
+            while not self._over:
+                if self._queue:
+                    message = self._queue.popleft()
+                    self._behind -= message.nbytes
+                    return message
+                state = self._state(source.still_after) if source.still_after is not None else None
+                if state is not None:
+                    return state
+                source.news.wait()
+        return None
+
+    def _state(self, step: int) -> Message | None:
+        """The next parameters with their states, `PIECE_BYTES` or more; `None` once all were sent and that was told."""
+        source = self._source
+        if not self._described:
+            self._described = True
+            self._params = list(source.module.parameters())
+            self._left = deque(range(len(self._params)))
+            return Message({"kind": "model", "step": step, "digest": digest_of_model(source.module)})
+        if not self._left:
+            told, self._told = self._told, True
+            return None if told else Message({"kind": "all", "step": step})
+        piece: dict[int, Any] = {}
+        size = 0
+        while self._left and size < PIECE_BYTES:
+            index = self._left.popleft()
+            param = self._params[index]
+            piece[index] = param.detach(), [optimizer.state.get(param) for optimizer in source.optimizers]
+            size += sum(tensor.nbytes for tensor in tree_leaves(piece[index]) if isinstance(tensor, Tensor))
+        self._sent += piece
+        self._steps_without_state, self._stated = 0, time.monotonic()
+        return Message({"kind": "state", "step": step, "piece": piece})
+
+    def _give_up(self, why: str) -> None:
+        self.end()
+        self._say(why)
+
+    def _say(self, why: str) -> None:
+        _log.warning(
+            "lightning_ring: process %d gets the rest of its state when it joins, while the others wait: %s",
+            self.member,
+            why,
+        )
+
+    def _let_go(self) -> None:
+        """A forked child must not keep the connection open."""
+        if self._connection is not None:
+            self._connection.close()
