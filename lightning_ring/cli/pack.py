@@ -6,7 +6,6 @@ import argparse
 import csv
 import os
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from itertools import islice
@@ -15,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_ring.cli.sets.check import check
 from lightning_ring.cli.sets.running import count, exit_code
+from lightning_ring.cli.sets.verify import verify_set
+from lightning_ring.data.remote.options import is_url
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.host.cores import available_cores
 
@@ -37,9 +38,14 @@ def main(arguments: Sequence[str]) -> int:
     if len(chosen) > 1:
         raise ConfigurationError(f"--{chosen[0]} and --{chosen[1]} were given, expected one of them.")
 
+    if not options.verify:
+        for url in filter(is_url, options.paths):
+            raise ConfigurationError(f"{url} is a URL, expected a folder. Pack into a folder, and copy it there.")
+
     def run() -> int:
         if options.verify:
-            return _verify(options, workers)
+            with _bar("byte", "reading") as bar:
+                return verify_set(options.paths, workers, bar)
         if options.check:
             with _bar("image", "looking") as bar:
                 return check(options, workers, bar)
@@ -61,8 +67,10 @@ def _parser() -> argparse.ArgumentParser:
         "the set has or that were deleted from it, and takes the set's settings for those that are not given. New "
         "classes get the next numbers.",
     )
-    parser.add_argument("paths", nargs="+", type=Path, metavar="SRC DST", help=argparse.SUPPRESS)
-    parser.add_argument("--verify", action="store_true", help="read all of DST and compare it with its checksums")
+    parser.add_argument("paths", nargs="+", type=_path_or_url, metavar="SRC DST", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--verify", action="store_true", help="read all of DST, a folder or a URL, and compare it with its checksums"
+    )
     parser.add_argument(
         "--check",
         action="store_true",
@@ -110,6 +118,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--workers", type=int, metavar="N", help="threads (default: one a core); changes no byte")
     return parser
+
+
+def _path_or_url(text: str) -> Path | str:
+    return text if is_url(text) else Path(text)
 
 
 def _pack(options: argparse.Namespace, workers: int) -> int:
@@ -222,28 +234,3 @@ def _summarise(manifest: Manifest, target: Path) -> None:
             with open(report, newline="", encoding="utf-8", errors="backslashreplace") as rows:
                 for row in islice((row for row in csv.reader(rows) if row[0] == what), 3):
                     print(f"  {row[1]}: {row[2]}")
-
-
-def _verify(options: argparse.Namespace, workers: int) -> int:
-    if len(options.paths) != 1:
-        raise ConfigurationError(f"--verify takes DST alone, got {len(options.paths)} paths.")
-    (root,) = options.paths
-    from lightning_ring.data.shards.manifest import read_manifest
-    from lightning_ring.data.shards.verify import verify
-
-    with _bar("byte", "reading") as bar:
-
-        def progress(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
-        problems = verify(root, workers, progress)
-    for problem in problems:
-        print(problem)
-    if problems:
-        print(f"{root}: {len(problems)} problems. Restore these files, or pack the images again.", file=sys.stderr)
-        return 1
-    manifest = read_manifest(root)
-    images, shards = count(manifest.samples, "image"), count(len(manifest.shards), "shard")
-    print(f"{root}: {images} in {shards}, all as they were packed.")
-    return 0

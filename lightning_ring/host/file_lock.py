@@ -14,11 +14,16 @@ _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)  # network file systems 
 _held: set[int] = set()
 
 
-def claim(file: int) -> None:
-    """Lock the open ``file`` against other processes, until `release`; OSError (``errno.EBUSY``) if one holds it."""
-    if not _lock(file):
+def claim(file: int) -> bool:
+    """Lock the open ``file`` against other processes, until `release`; OSError (``errno.EBUSY``) if one holds it.
+
+    False where there are no locks: on Windows, and on some network file systems.
+    """
+    locked = _lock(file)
+    if locked is False:
         raise OSError(errno.EBUSY, TAKEN)
     _held.add(file)
+    return locked is True
 
 
 def share(file: int) -> bool:
@@ -26,7 +31,7 @@ def share(file: int) -> bool:
 
     False if another process has claimed it. A claim of this process becomes a shared lock.
     """
-    if not _lock(file, shared=True):
+    if _lock(file, shared=True) is False:
         return False
     _held.discard(file)
     return True
@@ -45,14 +50,15 @@ def is_claimed(path: Path) -> bool:
     except OSError:
         return False
     try:
-        return not _lock(file)
+        return _lock(file) is False
     finally:
         os.close(file)
 
 
-def _lock(file: int, shared: bool = False) -> bool:
+def _lock(file: int, shared: bool = False) -> bool | None:
+    """None: there are no locks."""
     if fcntl is None:
-        return True
+        return None
     try:
         fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -60,6 +66,7 @@ def _lock(file: int, shared: bool = False) -> bool:
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise
+        return None
     return True
 
 

@@ -21,10 +21,11 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from lightning_ring.cli.main import main
 from lightning_ring.data import RandomResizedCrop, Remote, ShardDataset, ShuffledSampler, image_loader, item_loader
 from lightning_ring.data.packing import run
 from lightning_ring.data.packing.settings import PackSettings
-from lightning_ring.data.remote.cached_shard import BLOCK
+from lightning_ring.data.remote.cached_shard import BLOCK, CachedShard
 from lightning_ring.data.remote.files import _neighbours
 from lightning_ring.data.sets.change import delete_images
 from lightning_ring.data.shards.manifest import read_manifest
@@ -351,6 +352,38 @@ def test_an_outage_is_not_taken_for_broken_images(server, remote):
         next(iter(loader))
 
 
+def test_a_cache_that_is_too_small_is_not_taken_for_broken_images(server, remote, monkeypatch):
+    dataset = opened(server, remote)
+    sampler = ShuffledSampler(len(dataset), rank=0, world_size=1)
+    loader = image_loader(dataset, sampler, 8, crop=RandomResizedCrop(16), transform=None, on_error="skip")
+    monkeypatch.setattr(CachedShard, "has", lambda file, blocks: False)  # removed as soon as it has come
+    with pytest.raises(StoreError, match=r"removed from the cache .* 20 times .*Remote\(cache_gb="):
+        next(iter(loader))
+
+
+def test_a_set_at_a_url_is_verified(packed, server, tmp_path, capsys):
+    assert main(["pack", "--verify", server.url]) == 0
+    assert f"{server.url}: 240 images in" in capsys.readouterr().out
+    shutil.copytree(packed, folder := tmp_path / "set")
+    dataset = ShardDataset(folder)
+    place = dataset._index.place(17)
+    name = read_manifest(folder).shards[place.shard].name
+    with open(folder / name, "r+b") as file:
+        file.seek(place.offset + 60)
+        file.write(b"wrong")
+    (folder / "report.csv").write_text("other")
+    with serve(folder) as other:
+        assert main(["pack", "--verify", other.url]) == 1
+        report, image, shard = capsys.readouterr().out.splitlines()
+        assert f"{other.url}/report.csv has SHA-256" in report
+        assert f"{other.url}/{name}, offset {place.offset}, {place.size} bytes, image 17: its bytes" in image
+        assert f"{other.url}/{name} has SHA-256" in shard
+        (folder / name).unlink()
+        assert main(["pack", "--verify", other.url]) == 1
+        assert f"{name} cannot be read: it is not there" in capsys.readouterr().err
+    assert main(["pack", "--verify", "nonsense://bucket/set"]) == 2
+
+
 def test_wrong_arguments_are_named(packed, remote, tmp_path):
     for wrong in ({"cache_gb": 0}, {"deadline": -1}, {"num_requests": 0}, {"lookahead": -1}):
         with pytest.raises(ConfigurationError, match=f"Remote\\({next(iter(wrong))}="):
@@ -398,6 +431,8 @@ def test_generations_and_expressions_are_those_of_the_folder(packed, tmp_path, r
             assert now.read_many(order) == local.read_many(order)
             assert [now.key(i) for i in order[:3]] == [local.key(i) for i in order[:3]]
             now.will_need(order[:5])
+        copied = {path.name for path in Path(str(remote.cache)).rglob("*")}
+        assert not copied & {"report.csv", "stamps.npy", "deleted.json"}  # nothing that reads needs them
         with pytest.raises(ShardError, match=r"has no generation 7: .*index/000007/manifest.json cannot be read"):
             ShardDataset(server.url, remote=remote, generation=7)
 

@@ -43,8 +43,8 @@ class Generations:
         self._resume_at = resume_at
 
     @property
-    def generation(self) -> int | None:
-        """Of the source; None where it has none."""
+    def generation(self) -> Any:
+        """Of the source: a number, or a list of those of a `Mixture`; None where it has none."""
         return getattr(self._maker.source, "generation", None)
 
     def state_dict(self) -> dict[str, Any]:
@@ -58,23 +58,29 @@ class Generations:
             ShardError: The set no longer has that generation.
         """
         saved, here = state.get("generation"), self.generation
-        if saved is None or here is None or saved == here:
-            return sampler, False
+        if saved == here or _sets_in(saved) != _sets_in(here):
+            return sampler, False  # if they are two data sets, the sampler says so
         if self._resume_at == "newest":
             log.warning(
-                "lightning_ring: the checkpoint was saved at generation %d of the images, and training goes on with "
-                "generation %d. Until the next epoch, images may come twice, or not at all.",
+                "lightning_ring: the checkpoint was saved at generation %s of the images, and training goes on with "
+                "generation %s. Until the next epoch, images may come twice, or not at all.",
                 saved,
                 here,
             )
             return sampler, True
         if self._make_sampler is None:
+            how = "its sets at those" if isinstance(saved, list) else f"ShardDataset(..., generation={saved})"
             raise ConfigurationError(
                 f"the checkpoint was saved at generation {saved} of the images, and this loader reads generation "
-                f"{here}. To go on exactly, open ShardDataset(..., generation={saved}), or give image_loader a "
-                "function that makes the sampler for a data set. To go on with the images as they are here, give it "
+                f"{here}. To go on exactly, open {how}, or give image_loader a function that makes the sampler for a "
+                "data set. To go on with the images as they are here, give it "
                 'resume_at="newest".'
             )
         self._maker.source = self._maker.source.at(saved)
-        log.info("lightning_ring: training goes on with generation %d of the images, as it was saved.", saved)
+        log.info("lightning_ring: training goes on with generation %s of the images, as it was saved.", saved)
         return self._make_sampler(self._maker.source), False
+
+
+def _sets_in(generation: Any) -> list[bool] | bool:
+    """Which sets have a generation: of a `Mixture`, or of the one set."""
+    return [number is not None for number in generation] if isinstance(generation, list) else generation is not None

@@ -11,6 +11,7 @@ of its own in ``DST/.packing``; the last to end writes the index and the manifes
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -100,11 +101,12 @@ def _begun(job: PackJob) -> Iterator[tuple[PackJob, Manifest | None]]:
             _clear(state)  # what a packing left that was killed after it had made its generation
         _refuse_other_parts(job, base)
         job.state.mkdir(exist_ok=True)
-        file = job.state / SETTINGS
-        if file.exists():
-            refuse_other(json.loads(file.read_bytes()), job, "half packed")
-        else:
-            write_whole(file, json.dumps({**job.identity, "generation": job.generation}).encode())
+        mine = job.state / SETTINGS
+        for begun in (mine, *state.glob(f"part-*/{SETTINGS}")):
+            if begun.exists():
+                refuse_other(json.loads(begun.read_bytes()), job, "half packed")
+        if not mine.exists():
+            write_whole(mine, json.dumps({**job.identity, "generation": job.generation}).encode())
         if not several:
             yield job, base
             return
@@ -127,11 +129,14 @@ def _refuse_other_parts(job: PackJob, base: Manifest | None) -> None:
     others = sorted(begun - mine) + (["one part"] if job.parts > 1 and (state / SETTINGS).exists() else [])
     if others:
         asked = f"part {job.part + 1} of {job.parts}" if job.parts > 1 else "a packing in one part"
-        give_up = f"remove {job.target}" if base is None else f"`lightning-ring prune --unfinished {job.target}`"
         raise ConfigurationError(
             f"{job.target} is half packed in other parts ({', '.join(others)}), and this is {asked}. Pack in the same "
-            f"number of parts, or give it up: {give_up}."
+            f"number of parts, or give it up: {_how_to_give_up(job, base)}."
         )
+
+
+def _how_to_give_up(job: PackJob, base: Manifest | None) -> str:
+    return f"remove {job.target}" if base is None else f"`lightning-ring prune --unfinished {job.target}`"
 
 
 def _pack(job: PackJob, base: Manifest | None, workers: int, progress: Progress) -> Manifest | None:
@@ -198,7 +203,9 @@ def _finish(
 
 def _finish_parts(job: PackJob, base: Manifest | None, sources: Sources, rest: Rest) -> Manifest | None:
     """Say that this part is done; the last one makes the generation."""
-    done = {"identity": sources.identity, "counts": rest.counts, "report": rest.report.decode("latin-1")}
+    order = hashlib.sha256(np.ascontiguousarray(sources.order).data).hexdigest()
+    listed = [sources.identity, order]  # each part has mixed the whole list by itself
+    done = {"listed": listed, "counts": rest.counts, "report": rest.report.decode("latin-1")}
     write_whole(job.state / _DONE, json.dumps(done).encode())
     with only_one(job.target / PACKING, job.target, wait=True):
         newest = read_manifest(job.target) if (job.target / MANIFEST).exists() else None
@@ -209,11 +216,11 @@ def _finish_parts(job: PackJob, base: Manifest | None, sources: Sources, rest: R
         if not all((state / _DONE).exists() for state in states):
             return None
         ends = [json.loads((state / _DONE).read_bytes()) for state in states]
-        if others := [i + 1 for i, end in enumerate(ends) if end["identity"] != sources.identity]:
+        if others := [i + 1 for i, end in enumerate(ends) if end["listed"] != listed]:
             raise ConfigurationError(
                 f"{job.source} was another one for part {others[0]} of {job.parts} than for part {job.part + 1}: it "
-                f"has changed while it was packed. Give it up (`lightning-ring prune --unfinished {job.target}`), and "
-                "pack it again when it no longer changes."
+                "has changed while it was packed, or hosts have other versions of numpy. Give it up "
+                f"({_how_to_give_up(job, base)}), and pack it again when it no longer changes."
             )
         everyone = [replace(job, part=part) for part in range(job.parts)]
         records = [read_records(each.state, job.target, each.shard_name) for each in everyone]

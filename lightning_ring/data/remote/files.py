@@ -17,7 +17,7 @@ from lightning_ring.data.remote.mirror import Mirror
 from lightning_ring.data.remote.store import ObjectStore
 from lightning_ring.data.shards.index import ByteRange
 from lightning_ring.data.shards.manifest import Shard
-from lightning_ring.errors import ShardError
+from lightning_ring.errors import StoreError
 from lightning_ring.host.open_files import most_open_files
 
 _UNIT = 64 * BLOCK  # 256 KiB, fetched at once where the whole set fits into the cache: each byte comes once anyway
@@ -60,7 +60,7 @@ class RemoteFiles:
 
         Raises:
             ShardError: The shard is not there, or ends before.
-            StoreError: The store did not answer until the deadline, or the cache's disk fails.
+            StoreError: The store did not answer until the deadline, or the cache's disk fails or is too small.
         """
         for _ in range(_EVICTED):
             file = self._file(place.shard)
@@ -70,7 +70,7 @@ class RemoteFiles:
                     return data
             for future in self._fetch([place]):
                 future.result()
-        raise ShardError(
+        raise StoreError(
             f"{self.path(place.shard)} at offset {place.offset}: its bytes were removed from the cache "
             f"{self._cache.folder} {_EVICTED} times before they were read. Give it more room: Remote(cache_gb=...)."
         )

@@ -15,6 +15,7 @@ from pathlib import Path, PurePosixPath
 
 from lightning_ring.data.remote.cache import IN_USE, Cache
 from lightning_ring.data.remote.store import ObjectStore
+from lightning_ring.data.shards.index import DELETED
 from lightning_ring.data.shards.manifest import (
     MANIFEST,
     REPORT,
@@ -29,6 +30,7 @@ from lightning_ring.host.file_lock import claim, release, share
 
 log = logging.getLogger(__name__)
 
+OF_PACKING = (REPORT, STAMPS, DELETED)  # files of a set that are not copied: what changes a set reads them
 _WHOLE = "complete"  # written last
 _TRIES = 3
 _PATIENCE = 30.0  # seconds
@@ -128,7 +130,7 @@ def _copy(folder: Path, manifest: bytes, store: ObjectStore, cache: Cache) -> No
     _check_names(store, found)
     store.submit(_check_lengths, store, found).result()
     for name, sha256 in found.files.items():
-        if name != REPORT and Path(name).name != STAMPS:  # packing reads those
+        if Path(name).name not in OF_PACKING:
             _download(folder / name, name, sha256, store, cache)
     (folder / _WHOLE).touch()
 

@@ -106,7 +106,7 @@ class ObjectStore:
         try:
             if size is None:
                 write_at(file, await self.read_whole(name), 0)
-                return
+                size = 0
             step = _PART * self.options.num_requests
             for first in range(0, size, step):
                 stop = min(first + step, size)
@@ -147,7 +147,10 @@ class ObjectStore:
             except Exception as raised:
                 error = _cause(raised)
                 if isinstance(error, FileNotFoundError):
-                    raise ShardError(f"{what} cannot be read: it is not there. Upload it again.") from error
+                    raise ShardError(
+                        f"{what} cannot be read: it is not there. Upload it again; or open the newest "
+                        "generation, if this one was removed."
+                    ) from error
                 if isinstance(error, StoreError):
                     raise
                 if (reason := _permanent(error)) is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import shutil
 import time
@@ -18,6 +19,9 @@ from lightning_ring.host.file_lock import claim, release
 PACKING = ".packing"
 SETTINGS = "settings.json"  # in it: of a packing that has begun
 _PAUSE = 0.1  # seconds between two looks
+_PATIENCE = 30.0  # seconds
+
+log = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -35,6 +39,7 @@ def only_one(state: Path, target: Path, wait: bool = False) -> Iterator[None]:
 
 def _claimed(state: Path, target: Path, wait: bool) -> int:
     path = state / "lock"
+    began, said = time.monotonic(), False
     while True:
         state.mkdir(parents=True, exist_ok=True)
         try:
@@ -42,8 +47,10 @@ def _claimed(state: Path, target: Path, wait: bool) -> int:
         except FileNotFoundError:
             continue  # a process that has finished removed the folder in between
         try:
-            claim(file)
+            is_locked = claim(file)
             if _same(file, path):
+                if not is_locked:
+                    log.warning("lightning_ring: %s has no locks. See to it that one process alone changes it.", target)
                 return file
         except OSError as error:
             release(file)
@@ -52,6 +59,9 @@ def _claimed(state: Path, target: Path, wait: bool) -> int:
             if not wait:
                 found = f"another process is packing into {target}, or changes it"
                 raise ConfigurationError(f"{found}. Wait for it, or end it.") from None
+            if not said and time.monotonic() - began > _PATIENCE:
+                log.warning("lightning_ring: waiting for another process that packs into %s.", target)
+                said = True
             time.sleep(_PAUSE)
             continue
         except BaseException:
@@ -85,8 +95,10 @@ def changing(target: Path) -> Iterator[Manifest]:
                 f"{target} has a half finished `pack --append`. Start the same command again, it goes on; or give it "
                 f"up with `lightning-ring prune --unfinished {target}`."
             )
-        yield manifest
-        shutil.rmtree(state, ignore_errors=True)
+        try:
+            yield manifest
+        finally:
+            shutil.rmtree(state, ignore_errors=True)
 
 
 def is_unfinished(target: Path, newest: Manifest | None) -> bool:

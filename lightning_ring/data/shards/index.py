@@ -156,6 +156,8 @@ class ShardIndex:
     def place(self, i: SupportsIndex) -> ByteRange:
         i = self.position(i)
         block, size, crc32 = self._places[i].tolist()
+        if not size:  # the CRC-32 of no bytes is 0: a page of zeros would pass for an image
+            raise ShardError(f"{self._path('places.npy')} is damaged: image {i} has no bytes in it. Restore it.")
         return ByteRange(bisect_right(self._starts, i) - 1, block * BLOCK, size, crc32)
 
     def names_in(self, rows: slice) -> list[str]:

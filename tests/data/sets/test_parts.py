@@ -11,6 +11,7 @@ import pytest
 from lightning_ring.cli.main import main
 from lightning_ring.cli.pack import _part
 from lightning_ring.data import ShardDataset
+from lightning_ring.data.packing import sources as listing
 from lightning_ring.data.packing.job import PackJob
 from lightning_ring.data.packing.run import run_job
 from lightning_ring.data.sets.change import delete_images
@@ -93,6 +94,39 @@ def test_a_source_that_changes_between_parts_is_an_error(source, tmp_path):
     assert part(source, tmp_path / "dst", 0, parts=2) is None
     draw(source, {"cat/new.jpg": 3})
     with pytest.raises(ConfigurationError, match="was another one for part 1 of 2 than for part 2"):
+        part(source, tmp_path / "dst", 1, parts=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"settings": replace(SETTINGS, quality=80)}, "quality 90, now 80"),
+        ({"settings": replace(SETTINGS, group_by_class=True)}, "group_by_class False, now True"),
+        ({"prefix": "day/"}, "prefix None, now day/"),
+    ],
+)
+def test_a_part_with_other_settings_is_refused(source, tmp_path, options, message):
+    assert part(source, tmp_path / "dst", 0, parts=2) is None
+    job = replace(PackJob(source, tmp_path / "dst", SETTINGS, part=1, parts=2), **options)
+    with pytest.raises(ConfigurationError, match=f"half packed with another command: {message}"):
+        run_job(job, 1, lambda *numbers: None)
+    assert part(source, tmp_path / "dst", 1, parts=2) is not None
+
+
+def test_parts_that_restore_and_parts_that_do_not_are_refused(source, tmp_path):
+    pack(source, tmp_path / "dst")
+    delete_images(tmp_path / "dst", where="class_name == 'cat'")
+    draw(source, {f"ant/{i}.jpg": 700 + i for i in range(8)})
+    assert part(source, tmp_path / "dst", 0, parts=2, append=True) is None
+    with pytest.raises(ConfigurationError, match="restore None, now True"):
+        part(source, tmp_path / "dst", 1, parts=2, append=True, restore=True)
+
+
+def test_parts_that_mixed_the_list_in_two_ways_are_refused(source, tmp_path, monkeypatch):
+    assert part(source, tmp_path / "dst", 0, parts=2) is None
+    monkeypatch.setattr(listing, "_SEED", 1)  # as another version of numpy may
+    message = rf"or hosts have other versions of numpy. Give it up \(remove {tmp_path}"
+    with pytest.raises(ConfigurationError, match=message):
         part(source, tmp_path / "dst", 1, parts=2)
 
 

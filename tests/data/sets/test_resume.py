@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,17 @@ import lightning as L
 import pytest
 import torch
 
-from lightning_ring.data import BalancedSampler, CenterCrop, PKSampler, ShardDataset, ShuffledSampler, image_loader
+from lightning_ring.data import (
+    BalancedSampler,
+    CenterCrop,
+    ImageFolder,
+    Mixture,
+    MixtureSampler,
+    PKSampler,
+    ShardDataset,
+    ShuffledSampler,
+    image_loader,
+)
 from lightning_ring.data.sets.change import delete_images, relabel_images
 from lightning_ring.data.sets.prune import prune_set
 from lightning_ring.errors import ConfigurationError, ShardError
@@ -159,6 +170,59 @@ def test_ranks_that_opened_different_generations_are_told(target: Path) -> None:
     assert "ranks read different images: rank 0 reads generation 0" in told[0]
     assert "rank 1 reads generation 3" in told[0]
     assert run_ranks(3, lambda comm: check(comm, sets[1:2] * 3)) == ["the same"] * 3
+
+
+def mixed(mixture: Mixture, rank: int, world_size: int, batch_size: int, **options: Any) -> Any:
+    def sampler(source: Mixture) -> MixtureSampler:
+        ranks = {"rank": rank, "world_size": world_size}
+        return MixtureSampler(source.sizes, [2, 1, 1], num_samples=96, fingerprint=source.fingerprint, **ranks)
+
+    crop = CenterCrop(8, resize=8)
+    return image_loader(mixture, sampler, batch_size, crop=crop, transform=None, with_indices=True, **options)
+
+
+def test_a_filtered_mixture_of_sets_that_grew_goes_on_exactly_on_other_ranks(target: Path) -> None:
+    other = target.parent / "other"
+    pack(draw(target.parent / "src2", {f"ant/{i}.jpg": 300 + i for i in range(9)}), other)
+    sets = [target, other]
+
+    def opened() -> Mixture:
+        filtered = [ShardDataset(root, where="not endswith(name, '/3.jpg')") for root in sets]
+        return Mixture([*filtered, ImageFolder(target.parent / "src2")])
+
+    def seen_by(loaders: list[Any], batches: int | None = None) -> list[list[str]]:
+        """Names in each step of all ranks."""
+        steps = zip(*(itertools.islice(iter(one), batches) for one in loaders), strict=True)
+        name = loaders[0].maker.source.name
+        return [sorted(name(i) for _, _, indices in step for i in indices) for step in steps]
+
+    whole = seen_by([mixed(opened(), 0, 1, 12)])
+    two = [mixed(opened(), rank, 2, 6) for rank in range(2)]
+    head = seen_by(two, 3)
+    state = two[0].state_dict()
+    assert state["generation"] == [0, 0, None]
+    delete_images(other, where="name < 'ant/4.jpg'")
+    change(target)
+    three = [mixed(opened(), rank, 3, 4) for rank in range(3)]
+    assert three[0].generations.generation == [3, 1, None]
+    for one in three:
+        one.load_state_dict(state)
+    assert head + seen_by(three) == whole
+    assert three[0].state_dict()["generation"] == [0, 0, None]
+
+    newest = mixed(opened(), 0, 1, 12, resume_at="newest")
+    newest.load_state_dict(state)
+    assert len(list(newest)) == 5
+    assert newest.state_dict()["generation"] == [3, 1, None]
+    with pytest.raises(ConfigurationError, match="fingerprint"):
+        mixed(Mixture(opened().sources[::-1]), 0, 1, 12).load_state_dict(state)
+    with pytest.raises(ConfigurationError, match=r"reads generation \[3, 1, None\]\. .*open its sets at those"):
+        image_loader(
+            opened(), MixtureSampler([1, 2, 3], [1, 1, 1]), 4, crop=CenterCrop(8), transform=None
+        ).load_state_dict(state)
+    alone = loader(ShardDataset(target), "shuffled")
+    with pytest.raises(ConfigurationError, match="kind"):
+        alone.load_state_dict(state)
 
 
 class Remembers(L.LightningModule):
