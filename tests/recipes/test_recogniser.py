@@ -62,7 +62,7 @@ class Stops(L.Callback):
 def test_an_evaluation_that_was_cut_short_leaves_nothing_to_the_next() -> None:
     torch.manual_seed(0)
     model = Recogniser(SmallEmbedder([4], 8), 8, 3, partial(torch.optim.SGD, lr=1))
-    images = BatchedTensors(torch.randn(12, 3, 8, 8), torch.arange(12) % 3, torch.arange(12))
+    images = BatchedTensors(torch.randn(12, 3, 8, 8), torch.arange(12) // 4, torch.arange(12))
     loader = DataLoader(images, batch_size=3, collate_fn=whole_batch)
     options = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     [expected] = L.Trainer(**options).validate(model, loader, verbose=False)
