@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-import lightning as L
 import torch.nn.functional as F
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
@@ -14,9 +13,10 @@ from torchmetrics import MeanMetric, SumMetric
 
 from lightning_ring.optim import exclude_bias_and_norm
 from lightning_ring.schedules import WarmupLR
+from recipes.from_configuration import FromConfiguration
 
 
-class Classifier(L.LightningModule):
+class Classifier(FromConfiguration):
     """Trains ``network`` (images to logits) with cross-entropy.
 
     Args:

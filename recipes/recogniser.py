@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import lightning as L
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
@@ -17,6 +16,7 @@ from lightning_ring.errors import ConfigurationError
 from lightning_ring.optim import exclude_bias_and_norm
 from lightning_ring.retrieval.metrics import Items
 from lightning_ring.schedules import WarmupLR
+from recipes.from_configuration import FromConfiguration
 from recipes.recognition.judging import Ranks, judged, pixels
 from recipes.recognition.sharded_head import KEY, ShardedHead
 from recipes.recognition.strategy import check_strategy
@@ -27,7 +27,7 @@ Batch = tuple[Tensor, Tensor, Tensor]
 SEEN, UNSEEN, FURTHER = 0, 1, 2  # the loaders of the test; further images are found, but ask nothing
 
 
-class Recogniser(L.LightningModule):
+class Recogniser(FromConfiguration):
     """Trains ``embedder`` with a classification head, a metric loss, or both.
 
     Classification sees the embedding through a BatchNorm without weights that the metric loss does not (Luo et al.,
@@ -88,7 +88,13 @@ class Recogniser(L.LightningModule):
         return self.head(self.neck(embeddings))
 
     def setup(self, stage: str) -> None:
-        check_strategy(self.trainer, gathers=self.gather_embeddings, sharded=self.sharded_head is not None, stage=stage)
+        check_strategy(
+            self.trainer,
+            gathers=self.gather_embeddings,
+            sharded=self.sharded_head is not None,
+            remembers=getattr(self.metric_loss, "memory", 0) > 0,
+            stage=stage,
+        )
         if self.sharded_head is not None:
             several = self.trainer.world_size > 1
             comm = self.trainer.strategy.communicator if several else None  # type: ignore[attr-defined]
@@ -149,6 +155,12 @@ class Recogniser(L.LightningModule):
         self.sharded_head.load(checkpoint[KEY])
 
     # -- evaluation
+
+    def on_validation_epoch_start(self) -> None:
+        self.seen.clear()  # an evaluation that was cut short, or is made again after a death, has left some
+
+    def on_test_epoch_start(self) -> None:
+        self.seen.clear()
 
     def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
         self.remember(batch, dataloader_idx)
@@ -214,7 +226,9 @@ class Recogniser(L.LightningModule):
     def rare_classes(self) -> Tensor:
         """The third of the classes with the fewest training images; none where the data module counts none."""
         counts = getattr(getattr(self.trainer, "datamodule", None), "class_counts", None)
-        return torch.as_tensor(counts).argsort()[: len(counts) // 3] if counts is not None else torch.empty(0)
+        return (
+            torch.as_tensor(counts).argsort(stable=True)[: len(counts) // 3] if counts is not None else torch.empty(0)
+        )
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         weight_decay = self.optimizer.keywords.get("weight_decay", 0.0)

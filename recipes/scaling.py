@@ -16,9 +16,7 @@ from lightning_ring.host.cores import available_cores
 
 TRAIN = Path(__file__).resolve().parent / "train.py"
 RESULT = "result.json"
-PUBLISHED = "experiment=mnist_resnet50"
-PUBLISHED_MINUTES = {1: 78, 4: 23}
-"""ResNet-50 on MNIST, 100 epochs, by number of GPUs: the WeChat team's figures."""
+DEFAULT = "experiment=mnist_resnet50"
 FEWEST_REPEATS = 3
 WIDEST_SPREAD = 0.1  # of the median: runs that differ by more than this support no ratio
 
@@ -46,20 +44,19 @@ def main() -> None:
         for turn in range(1, options.repeats + 1)
         for number in devices  # in turns, so that what else the machine does falls on all alike
     ]
-    text = table(runs, published=overrides(options) == [PUBLISHED]) + "\n"
+    text = table(runs) + "\n"
     (folder / "scaling.md").write_text(text)
     print(f"\n{text}\n{folder / 'scaling.md'}")
 
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        description="Repeats an experiment on 1, 2 and 4 devices and prints time, speed-up and efficiency, for "
-        "ResNet-50 on MNIST beside those that were published. After a warm-up of 10 seconds each number of devices is "
-        "run --repeats times, in turns; times are medians with the lowest and the highest. A speed-up that they do not "
-        "support is left out, and the reason is given. The batch of a step over all devices stays the same, so that "
-        "all runs take the same steps."
+        description="Repeats an experiment on 1, 2 and 4 devices and prints time, speed-up and efficiency. "
+        "After a warm-up of 10 seconds each number of devices is run --repeats times, in turns; times are medians with "
+        "the lowest and the highest. A speed-up that they do not support is left out, and the reason is given. The "
+        "batch of a step over all devices stays the same, so that all runs take the same steps."
     )
-    parser.add_argument("overrides", nargs="*", help="for recipes/train.py; experiment=mnist_resnet50 by default")
+    parser.add_argument("overrides", nargs="*", help=f"for recipes/train.py; {DEFAULT} by default")
     parser.add_argument("--devices", type=int, nargs="+", default=[1, 2, 4], metavar="N")
     parser.add_argument("--repeats", type=int, default=FEWEST_REPEATS, metavar="N", help="runs of each (default: 3)")
     parser.add_argument("--target", type=float, help="end each run when --monitor has reached this: time to accuracy")
@@ -69,7 +66,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def overrides(options: argparse.Namespace) -> list[str]:
-    return options.overrides or [PUBLISHED]
+    return options.overrides or [DEFAULT]
 
 
 def train_on(devices: int, own: Path, options: argparse.Namespace, more: Sequence[str] = ()) -> Run:
@@ -107,21 +104,16 @@ def train_on(devices: int, own: Path, options: argparse.Namespace, more: Sequenc
     return Run(devices, result["epochs"], result["steps"], result["seconds"], result["metrics"])
 
 
-def table(runs: list[Run], published: bool = False) -> str:
-    """Markdown: a line for each number of devices, compared with the first, and if ``published`` with
-    `PUBLISHED_MINUTES`. Below it, why ratios are missing.
-    """
+def table(runs: list[Run]) -> str:
+    """Markdown: a line for each number of devices, compared with the first. Below it, why ratios are missing."""
     by_devices: dict[int, list[Run]] = {}
     for run in runs:
         by_devices.setdefault(run.devices, []).append(run)
     first = next(iter(by_devices.values()))
     shown = [name for name in ("test/accuracy", "test/R@1", "test_unseen/R@1") if name in first[0].metrics]
-    published_first = PUBLISHED_MINUTES[min(PUBLISHED_MINUTES)]
     header = ["devices", "runs", "epochs", "steps", "time", "speed-up", "efficiency", *shown]
-    header += ["published: time, speed-up"] * published
     lines, reasons = [header, ["---"] * len(header)], []
     for devices, of in by_devices.items():
-        minutes = PUBLISHED_MINUTES.get(devices)
         reason = why_no_ratio(first, of)
         if reason and reason not in reasons:
             reasons.append(reason)
@@ -136,7 +128,6 @@ def table(runs: list[Run], published: bool = False) -> str:
                 "-" if reason else ratio(first, of, "{:.2f}"),
                 "-" if reason else ratio(first, of, "{:.0f} %", 100 * share),
                 *(f"{statistics.median(run.metrics[name] for run in of):.4f}" for name in shown),
-                *[f"{minutes} min, {published_first / minutes:.2f}" if minutes else ""] * published,
             ]
         )
     rows = ["| " + " | ".join(line) + " |" for line in lines]

@@ -93,7 +93,11 @@ def train(config: DictConfig) -> dict[str, float]:
 
 def model_and_data(config: DictConfig) -> tuple[Any, Any]:
     """What is trained, on what."""
+    from recipes.from_configuration import FromConfiguration
+
     model = instantiate(config.model, optimizer=instantiate(config.optimizer), schedule=instantiate(config.schedule))
+    if isinstance(model, FromConfiguration):
+        model.keep_configuration(config)
     return model, instantiate(config.data)
 
 

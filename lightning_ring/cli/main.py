@@ -24,6 +24,8 @@ COMMANDS = {
     ),
     "merge": ("lightning_ring.cli.sets.merge", "add packed sets to another one"),
     "prune": ("lightning_ring.cli.sets.prune", "remove old generations of a packed set"),
+    "index": ("lightning_ring.cli.index", "embed photographs with a trained model, to be found again"),
+    "identify": ("lightning_ring.cli.identify", "the photographs of an index that are most similar to others"),
     "bench": ("lightning_ring.cli.bench", "how fast the ring is: bandwidth of every backend, over sizes"),
     "timeline": ("lightning_ring.cli.timeline", "merge the ranks' timelines into one trace, also after a crash"),
     "plan": ("lightning_ring.cli.plan", "how far a recorded job will scale, and what to change first"),

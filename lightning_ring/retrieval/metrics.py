@@ -74,7 +74,8 @@ def retrieval_metrics(
         all_gather: With more than one rank: brings tensors together.
 
     Raises:
-        ValueError: Shapes do not fit, values are not finite, or ``all_gather`` is missing.
+        ValueError: Shapes do not fit, values are not finite, an item has another class in ``gallery``, or
+            ``all_gather`` is missing.
         NothingToFindError: There is no item with a match (a `ValueError` too).
     """
     items = (embeddings, labels, indices)
@@ -83,6 +84,7 @@ def retrieval_metrics(
     queries = _Spread(items, rank, gather)
     among = queries if gallery is None else _Spread(gallery, rank, gather)
     place = queries.places_in(among)
+    _check_classes(queries, among, place)
     num_others = among.num_of(queries.labels) - (place >= 0).long()
     asking = num_others > 0
     num_queries = int(asking.sum())
@@ -146,15 +148,31 @@ class _Spread:
 
     def places_in(self, other: _Spread) -> Tensor:
         """Where each of these items (of all ranks) stands in ``other``; -1 for nowhere."""
+        if not len(other.indices):
+            return torch.full_like(self.indices, -1)
         ascending, order = other.indices.sort()
         at = torch.searchsorted(ascending, self.indices).clamp(max=len(ascending) - 1)
         return torch.where(ascending[at] == self.indices, order[at], -1)
 
     def num_of(self, labels: Tensor) -> Tensor:
         """How many of these items are of each class of ``labels``."""
+        if not len(self.labels):
+            return torch.zeros_like(labels)
         classes, counts = self.labels.unique(return_counts=True)
         at = torch.searchsorted(classes, labels).clamp(max=len(classes) - 1)
         return torch.where(classes[at] == labels, counts[at], 0)
+
+
+def _check_classes(queries: _Spread, among: _Spread, place: Tensor) -> None:
+    """Raises `ValueError` on every rank: a query is in the gallery under another class, so that R would be wrong."""
+    both = place >= 0
+    differ = among.labels[place[both]] != queries.labels[both]
+    if bool(differ.any()):
+        index = int(queries.indices[both][differ][0])
+        raise ValueError(
+            f"retrieval_metrics: {int(differ.sum())} items are in the gallery under another class than among the "
+            f"queries, such as the index {index}. Give an index to one item, and one class to an item."
+        )
 
 
 def _sums(right: Tensor, num_others: Tensor, ks: Sequence[int]) -> Tensor:

@@ -38,7 +38,7 @@ def search(
 
     Returns:
         Similarities (q, k) and places (q, k). An item's place counts the galleries of all ranks, one rank after
-        another.
+        another. Where only excluded items are left, the similarity is -inf and the place -1.
     """
     sizes = [len(gallery)]
     if all_gather is not None:
@@ -59,14 +59,14 @@ def search(
                 found, at = _best_of(queries, part, k, offset + start, exclude, chunk)
                 similarities, places = _merged((similarities, places), (found, at), k)
             offset += size
-    return similarities, places
+    return similarities, torch.where(similarities == -torch.inf, -1, places)
 
 
 def nearest(queries: Tensor, gallery: Tensor, k: int, exclude: Tensor | None = None) -> Tensor:
     """(q, k) indices of the ``k`` items of ``gallery`` (n, d) most similar to each of ``queries`` (q, d), best first.
 
-    ``exclude`` (q,) names for each query an item of the gallery that does not count, itself for instance. Rows are
-    taken as normalised.
+    ``exclude`` (q,) names for each query an item of the gallery that does not count, itself for instance: where nothing
+    else is left, the index is -1. Rows are taken as normalised.
     """
     return search(queries, gallery, k, exclude=exclude)[1]
 
@@ -90,7 +90,8 @@ def _best_of(
         found.append(one)
         at.append(where + first)
     if not found:
-        return queries.new_empty(0, min(k, len(part))), torch.empty(0, min(k, len(part)), dtype=torch.long)
+        shape = 0, min(k, len(part))
+        return queries.new_empty(shape), torch.empty(shape, dtype=torch.long, device=queries.device)
     return torch.cat(found), torch.cat(at)
 
 

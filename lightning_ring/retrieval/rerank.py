@@ -20,7 +20,7 @@ def rerank(
     exclude: Tensor | None = None,
     chunk: int = 256,
 ) -> Tensor:
-    """(q, k) indices of ``gallery``, best first, by distance and by the neighbours that two items share.
+    """(q, k) indices of ``gallery``, best first, by distance and by the neighbours that two items share; -1 for none.
 
     Two items are alike if each is among the other's nearest, and if their neighbours are the same: the Jaccard distance
     of their sets of k-reciprocal neighbours (equations 2 to 11). Neighbours are looked for among queries and gallery
@@ -68,7 +68,7 @@ def _encoded(items: Tensor, k1: int) -> tuple[Tensor, Tensor]:
 
     Rows are padded with places of share 0.
     """
-    nearest = search(items, items, k1 + 1)[1]  # the item itself is the first
+    nearest = search(items, items, k1 + 1)[1]  # the item itself among them, but for copies
     half = _reciprocal(nearest[:, : max(1, round(k1 / 2)) + 1])
     own = _reciprocal(nearest)
     size = len(items)
@@ -77,6 +77,7 @@ def _encoded(items: Tensor, k1: int) -> tuple[Tensor, Tensor]:
         mine = nearest[item][own[item]]
         inside = torch.zeros(size, dtype=torch.bool, device=items.device)
         inside[mine] = True
+        inside[item] = True  # among many copies of it, it need not be one of its own nearest
         candidates = nearest[mine][:, : half.shape[1]]
         theirs = half[mine]  # of each neighbour, those reciprocal in half as many
         shared = (inside[candidates] & theirs).sum(1)

@@ -83,6 +83,7 @@ class Shards(L.LightningDataModule):
         packing: str = "lightning-ring pack IMAGES/{split} {folder}/{split}",
     ) -> None:
         super().__init__()
+        self.save_hyperparameters("image_size", "resize", logger=False)  # for `lightning-ring index`
         if sampler not in ("uniform", "balanced", "pxk"):
             raise ConfigurationError(f"data.sampler={sampler}, expected uniform, balanced or pxk.")
         if mixup and (sampler == "pxk" or indices):

@@ -173,7 +173,10 @@ class ShardedHead(nn.Module):
         """The class of each embedding, of all classes. Collective; ranks may have different numbers of embeddings."""
         if self.comm is None:
             return self._best(embeddings)[1]
-        sizes = [int(size) for size in self.comm.all_gather(torch.tensor([len(embeddings)]), name="sizes")]
+        sizes = [
+            int(size)
+            for size in self.comm.all_gather(torch.tensor([len(embeddings)], device=embeddings.device), name="sizes")
+        ]
         padded = F.pad(_wide(embeddings), (0, 0, 0, max(sizes) - len(embeddings)))
         rows = torch.cat(self.comm.all_gather(padded, name="embeddings"))
         score, label = self._best(rows)

@@ -7,11 +7,12 @@ import lightning as L
 from lightning_ring.errors import ConfigurationError
 
 
-def check_strategy(trainer: L.Trainer, *, gathers: bool, sharded: bool, stage: str) -> None:
+def check_strategy(trainer: L.Trainer, *, gathers: bool, sharded: bool, remembers: bool, stage: str) -> None:
     """Refuse what would silently compute something else than one process on the whole batch.
 
     Args:
         gathers, sharded: The metric loss sees the embeddings of all ranks; its classes are spread over them.
+        remembers: It has a memory of earlier batches.
         stage: As of `LightningModule.setup`.
 
     Raises:
@@ -19,6 +20,11 @@ def check_strategy(trainer: L.Trainer, *, gathers: bool, sharded: bool, stage: s
     """
     if sharded and stage == "fit":
         _check_steps(trainer)
+    if trainer.world_size > 1 and remembers and not gathers and stage == "fit":
+        raise ConfigurationError(
+            "a memory of earlier batches is a buffer, of which all ranks get rank 0's: the other ranks' images would "
+            "be forgotten. Set model.gather_embeddings=true, or loss.memory=0."
+        )
     if trainer.world_size == 1 or not (gathers or sharded):
         return
     strategy = trainer.strategy

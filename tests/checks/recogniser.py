@@ -188,11 +188,14 @@ def check_own_losses_look_at_a_ranks_own_images() -> None:
 
 def check_strategies_under_which_the_loss_of_all_ranks_would_be_wrong_are_refused() -> None:
     sharded, gathering = recogniser(metric_loss=loss("sharded")), recogniser(gather_embeddings=True)
+    remembering = recogniser(metric_loss=loss("supcon", memory=99))
     for model, strategy, options, message in (
         (sharded, ddp(), {}, "the strategy is DDPStrategy"),
         (sharded, RingStrategy(), {"gradient_clip_val": 1.0}, "gradient_clip_val=1.0 would clip"),
         (sharded, RingStrategy(uneven="join"), {}, "which ranks without data do not have"),
         (gathering, RingStrategy(algorithm="ring_local"), {}, "under this algorithm ranks step alone"),
+        (remembering, RingStrategy(), {}, "of which all ranks get rank 0's"),
+        (remembering, ddp(), {}, "of which all ranks get rank 0's"),
     ):
         with pytest.raises(ConfigurationError, match=message):
             trainer(strategy, max_steps=1, max_epochs=1, limit_val_batches=0, **options).fit(model, datamodule=Given())

@@ -29,6 +29,12 @@ def composed(tmp_path: Path):
     HydraConfig.instance().cfg = None
 
 
+@pytest.fixture(scope="session")
+def catalogue(tmp_path_factory):
+    """Where the first test that needs it draws the tiny catalogue."""
+    return f"data.folder={tmp_path_factory.mktemp('data') / 'catalogue'}"
+
+
 @pytest.fixture(autouse=True, scope="package")
 def _one_thread():
     """Networks this small gain nothing from threads, and lose much where other processes want the cores."""

@@ -45,12 +45,6 @@ TINY_CATALOGUE = (
 """For what trains on the catalogue: five classes of small photographs, and two steps."""
 
 
-@pytest.fixture(scope="module")
-def catalogue(tmp_path_factory):
-    """Where the first test that needs it draws the tiny catalogue."""
-    return f"data.folder={tmp_path_factory.mktemp('data') / 'catalogue'}"
-
-
 @pytest.mark.parametrize("experiment", options("experiment"))
 def test_every_experiment_can_be_built(experiment, composed):
     config = composed(f"experiment={experiment}", "trainer.accelerator=cpu", "trainer.precision=32-true")
@@ -216,13 +210,6 @@ def test_another_number_of_classes_is_told(composed, catalogue):
     data.prepare_data()
     with pytest.raises(ConfigurationError, match=r"holds 5 classes.*Set data.num_classes=5"):
         data.setup("fit")
-
-
-def test_mnist_that_cannot_be_had_is_told_with_the_command(composed, tmp_path, monkeypatch):
-    monkeypatch.setattr("torchvision.datasets.MNIST.mirrors", ["http://127.0.0.1:9/"])  # nothing listens there
-    _, data = recipes.train.model_and_data(composed("experiment=mnist_resnet50", f"data.folder={tmp_path}"))
-    with pytest.raises(ConfigurationError, match=rf"not in {tmp_path}/MNIST/raw .* run python -c .*download=True"):
-        data.prepare_data()
 
 
 @pytest.mark.ranks

@@ -78,6 +78,17 @@ def test_the_plain_distance_alone_keeps_the_order_and_few_items_are_no_trouble()
     assert rerank(items[:0], items, 5).shape == (0, 5)
 
 
+def test_more_copies_of_an_item_than_neighbours_are_compared_stay_together() -> None:
+    items, _ = points(40)
+    gallery = torch.cat([items[:10], items[:1].expand(30, -1)])  # the item 0 is there 31 times
+    copies = {0, *range(10, 40)}
+    found = rerank(items[:1], gallery, 31, k1=8, k2=3, candidates=40, exclude=torch.tensor([-1]))
+    assert set(found[0].tolist()) == copies
+    others = rerank(items[:1], gallery, 40, k1=8, k2=3, candidates=40, exclude=torch.tensor([0]))
+    assert set(others[0, :30].tolist()) == copies - {0}
+    assert others[0, -1] == -1  # it does not find itself, and nothing else is left
+
+
 @pytest.mark.parametrize("change", [{"k1": 2, "k2": 3}, {"weight": 1.5}, {"candidates": 3}, {"k2": 0}])
 def test_bad_input_is_one_clear_error(change: dict) -> None:
     items, _ = points(20)

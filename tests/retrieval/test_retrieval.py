@@ -138,6 +138,22 @@ def test_search_finds_what_a_whole_matrix_holds_and_gathers_blocks_alone(num_ran
     torch.testing.assert_close(whole.gather(1, places), expected.values)
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_where_only_excluded_items_are_left_no_place_is_named(num_ranks: int) -> None:
+    unit = torch.eye(3)
+
+    def one(comm) -> tuple[Tensor, Tensor]:
+        mine = slice(comm.rank, None, num_ranks)
+        return search(unit, unit[mine], 9, exclude=torch.tensor([1, -1, 2]), all_gather=comm.all_gather)
+
+    for similarity, places in run_ranks(num_ranks, one):
+        assert (places >= 0).sum(1).tolist() == [2, 3, 2]
+        assert places[:, 2].tolist()[::2] == [-1, -1]
+        assert similarity[:, 2].tolist()[::2] == [-torch.inf, -torch.inf]
+        assert 1 not in places[0]
+        assert 2 not in places[2]
+
+
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_ranks_with_uneven_parts_and_padding_agree_with_one_process(num_ranks: int) -> None:
     embeddings, labels, indices = items(101)
@@ -196,7 +212,9 @@ def test_rows_of_any_shape_are_gathered() -> None:
         ({"world_size": 2}, "needs all_gather"),
         ({"embeddings": torch.full((5, 2), torch.nan)}, "NaN or infinite"),
         ({"labels": torch.arange(5)}, "no two share a class"),
-        ({"gallery": (torch.randn(2, 2), torch.arange(3, 5), torch.arange(2))}, "none of 5 queries has an item"),
+        ({"gallery": (torch.randn(2, 2), torch.arange(3, 5), torch.arange(8, 10))}, "none of 5 queries has an item"),
+        ({"gallery": (torch.randn(0, 2), torch.arange(0), torch.arange(0))}, "none of 5 queries has an item"),
+        ({"gallery": (torch.randn(2, 2), torch.arange(2), torch.arange(2))}, "under another class .* the index 1"),
         ({"gallery": (torch.randn(2, 3), torch.arange(2), torch.arange(2))}, "Embed both with one model"),
     ],
 )

@@ -50,7 +50,7 @@ def scan_folder(folder: Path) -> Iterator[Found | LeftOut]:
 def _scan_class(folder: Path, class_name: str) -> Iterator[Found | LeftOut]:
     loops: list[LeftOut] = []
     # sorted() as ImageFolder has it, which is not the order of a walk through sorted folders ("a-b" before "a/c").
-    for root, files in sorted(_walk(str(folder), class_name, loops)):
+    for root, files in sorted(walk(str(folder), class_name, loops)):
         for file in sorted(files):
             name = os.path.relpath(os.path.join(root, file), folder)
             if file.lower().endswith(EXTENSIONS):
@@ -60,7 +60,12 @@ def _scan_class(folder: Path, class_name: str) -> Iterator[Found | LeftOut]:
     yield from loops
 
 
-def _walk(folder: str, class_name: str, loops: list[LeftOut]) -> Iterator[tuple[str, list[str]]]:
+def walk(folder: str, class_name: str, loops: list[LeftOut]) -> Iterator[tuple[str, list[str]]]:
+    """The folders at and below ``folder/class_name``, with their files. Links are followed.
+
+    Those that lead back to a folder that they are in are not: they are added to ``loops``.
+    """
+
     def fail(error: OSError) -> None:
         raise error  # os.walk would leave a folder that it cannot read out without a word
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from PIL import Image, ImageOps
 
-from recipes.recognition.photo_index import Found
+from lightning_ring.data.decoding import decode_rgb
+from lightning_ring.retrieval.photos.index import Found
 
 SIDE = 220  # pixels of a picture on the page
 
@@ -55,7 +56,8 @@ def page_of(photos: Sequence[Path], found: Sequence[Sequence[Found]], num_indexe
             figures.append(_figure(other.file, other.file.name, text, meter, "found"))
         sections.append("<section>\n" + "\n".join(figures) + "\n</section>")
     title = f"Nearest of {num_indexed:,} photographs"
-    return PAGE.format(title=title, summary=f"Model: {escape(checkpoint)}", sections="\n".join(sections))
+    page = PAGE.format(title=title, summary=f"Model: {escape(checkpoint)}", sections="\n".join(sections))
+    return printable(page)
 
 
 def _figure(file: Path, name: str, text: str, more: str, kind: str) -> str:
@@ -66,12 +68,16 @@ def _figure(file: Path, name: str, text: str, more: str, kind: str) -> str:
 
 
 def _data(file: Path) -> str:
-    """A small JPEG of ``file`` as an address; empty where the file has gone since it was indexed."""
+    """A small JPEG of ``file``, as the model sees it, as an address; empty where it has gone since it was indexed."""
     try:
-        with Image.open(file) as image:
-            small = ImageOps.contain(image.convert("RGB"), (SIDE, SIDE))
-    except (OSError, ValueError):
+        small = ImageOps.contain(Image.fromarray(decode_rgb(file.read_bytes())), (SIDE, SIDE))
+    except (OSError, ValueError, MemoryError):
         return ""
     data = BytesIO()
     small.save(data, "JPEG", quality=85)
     return "data:image/jpeg;base64," + base64.b64encode(data.getvalue()).decode()
+
+
+def printable(text: object) -> str:
+    """``text`` with a mark in the place of bytes of a file's name that are no UTF-8, which nothing would print."""
+    return str(text).encode("utf-8", "surrogateescape").decode("utf-8", "replace")
