@@ -53,6 +53,7 @@ class Exchange:
         traffic: Of all parameters, once.
         every: Steps from one exchange to the next of the same parameters.
         parts: Messages at different steps that the parameters are cut into.
+        rounds: Collectives that ranks wait for in ``every`` steps, one after another.
         hidden_steps: Whole steps of computation while which a message travels, before anybody waits for it.
         hidden_phases: Phases of one step (as `tools.plan.profile.Phases` names them) while which it travels, besides.
         in_nodes: Whether the ranks of a node average their gradients at every step besides.
@@ -63,6 +64,7 @@ class Exchange:
     traffic: AllReduce | Direct
     every: int = 1
     parts: int = 1
+    rounds: int = 1
     hidden_steps: int = 0
     hidden_phases: tuple[str, ...] = ()
     in_nodes: bool = False
@@ -70,14 +72,15 @@ class Exchange:
 
 
 def local_sgd(every: int, in_nodes: bool = False) -> Exchange:
-    """An all-reduce of parameters in float32."""
-    return Exchange(AllReduce(four_bytes), every, in_nodes=in_nodes)
+    """An all-reduce of parameters in float32, after one of requests to stop."""
+    return Exchange(AllReduce(four_bytes), every, rounds=2, in_nodes=in_nodes)
 
 
 def diloco(every: int, fragments: int = 1, overlap: int = 0, outer_bits: int = 32, in_nodes: bool = False) -> Exchange:
-    """An all-reduce of outer gradients."""
+    """An all-reduce of outer gradients, compressed ones in two legs, and at a round's end one of requests to stop."""
     traffic = AllReduce(OUTER_BYTES[outer_bits], OUTER_COMPRESSORS[outer_bits])
-    return Exchange(traffic, every, fragments, overlap, in_nodes=in_nodes)
+    rounds = 1 + fragments * (1 if traffic.compressor is None else 2)
+    return Exchange(traffic, every, fragments, rounds, overlap, in_nodes=in_nodes)
 
 
 def gossip(topology: str) -> Exchange:

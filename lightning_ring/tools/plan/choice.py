@@ -69,6 +69,7 @@ def predict_exchange(profile: Profile, cluster: Cluster, settings: Settings, exc
     hidden = exchange.hidden_steps * phases.alone + sum(getattr(phases, name) for name in exchange.hidden_phases)
     a_step = exchange.parts / exchange.every
     waits = gradients + a_step * max(0.0, took - hidden, work)
+    waits += exchange.rounds / exchange.every * profile.call_beside_link
     if exchange.optimizer_steps is not None:
         waits += (exchange.optimizer_steps(size) - 1) * phases.optimizer
     if waiting < 1:  # the others go on without them: the rates of the ranks add up
