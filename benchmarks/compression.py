@@ -12,21 +12,18 @@ the average that has arrived. Bytes need Linux, root, ip and tc (`benchmarks.hos
 from __future__ import annotations
 
 import argparse
-import subprocess
 import sys
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 
 import torch
 
-from benchmarks.hosts import INTERFACE, open_hosts, why_not
+from benchmarks.wire_bytes import passed_by_all, run_on_hosts
 from lightning_ring.comm.communicator import ReduceOp
 from lightning_ring.gradients.compression import DGC, Compressor, Int8, OneBit, TernGrad, TopK
 from lightning_ring.host.malloc import keep_freed_memory
-from lightning_ring.tools.plan.probing import Layout, seconds_to_encode
+from lightning_ring.tools.plan.probing import Layout, times_to_encode
 
 WAYS: dict[str, Callable[[], Compressor]] = {
     "int8": Int8,
@@ -42,12 +39,8 @@ def speeds(num_bytes: int, rounds: int) -> None:
     keep_freed_memory()  # as `RingStrategy` does by default
     print(f"{'gradients, GB/s a core':24}{'encode':>9}{'whole':>9}")
     for name, make in WAYS.items():
-        encoding, whole = seconds_to_encode(make(), num_bytes // 4, rounds)
+        encoding, whole = map(min, zip(*times_to_encode(make(), num_bytes // 4, rounds), strict=True))
         print(f"{name:24}{num_bytes / encoding / 1e9:9.2f}{num_bytes / whole / 1e9:9.2f}", flush=True)
-
-
-def transmitted() -> int:
-    return int(Path(f"/sys/class/net/{INTERFACE}/statistics/tx_bytes").read_text())
 
 
 def bytes_that_leave(num_bytes: int) -> None:
@@ -63,9 +56,7 @@ def bytes_that_leave(num_bytes: int) -> None:
     for name, make in {"none": None, "bf16": None, **WAYS}.items():
         dtype = torch.bfloat16 if name == "bf16" else torch.float32
         flat = torch.randn(num_bytes // 4, generator=torch.Generator().manual_seed(info.rank)).to(dtype)
-        comm.barrier()
-        time.sleep(0.2)  # acknowledgements of what came before
-        before = transmitted()
+        before, _ = passed_by_all(comm)
         if make is None:
             comm.all_reduce_(flat, op=ReduceOp.AVG).wait()
         else:
@@ -73,9 +64,8 @@ def bytes_that_leave(num_bytes: int) -> None:
             compressor.prepare(flat, Layout(flat))
             compressor.begin_backward()
             compressor.all_reduce(flat, comm, name="bucket").wait()
-        comm.barrier()
-        time.sleep(0.2)
-        counts[name] = transmitted() - before
+        after, _ = passed_by_all(comm)
+        counts[name] = after - before
     if info.rank == 0:
         print(f"bytes that leave a host's interface, {info.world_size} hosts, {num_bytes / 1e6:g} MB of float32")
         for name, count in counts.items():
@@ -96,16 +86,7 @@ def main() -> int:
     if not asked.hosts:
         speeds(int(asked.mb * 1e6), asked.rounds)
         return 0
-    if (reason := why_not()) is not None:
-        print(f"skipped: {reason}", file=sys.stderr)
-        return 77
-    for count in asked.hosts:
-        with open_hosts(count, "10gbit") as hosts:
-            rank = [sys.executable, "-m", "benchmarks.compression", "--in-rank", "--mb", str(asked.mb)]
-            done = subprocess.run(hosts.mpirun(count, *rank))
-        if done.returncode:
-            return done.returncode
-    return 0
+    return run_on_hosts("benchmarks.compression", asked.hosts, "--in-rank", "--mb", str(asked.mb))
 
 
 if __name__ == "__main__":

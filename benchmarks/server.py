@@ -10,15 +10,12 @@ Needs Linux, root, ip and tc (`benchmarks.hosts`).
 from __future__ import annotations
 
 import argparse
-import subprocess
 import sys
-import time
-from pathlib import Path
 
 import torch
 from torch import nn
 
-from benchmarks.hosts import INTERFACE, open_hosts, why_not
+from benchmarks.wire_bytes import passed_by_all, run_on_hosts
 from lightning_ring import distribute
 from lightning_ring.algorithms.algorithm import Algorithm
 from lightning_ring.algorithms.local import AsynchronousGossip
@@ -32,12 +29,6 @@ WAYS: dict[str, str | Algorithm] = {
     "one server, async": ParameterServer(servers=1, mode="async"),
     "asynchronous gossip": AsynchronousGossip(),
 }
-
-
-def transferred() -> torch.Tensor:
-    """Bytes that this host has sent, and received."""
-    folder = Path(f"/sys/class/net/{INTERFACE}/statistics")
-    return torch.tensor([int((folder / name).read_text()) for name in ("tx_bytes", "rx_bytes")])
 
 
 def take_steps(number: int, net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -55,13 +46,10 @@ def in_rank(num_bytes: int) -> None:
         with distribute(net, optimizer, algorithm=algorithm) as training:
             assert training.communicator is not None
             take_steps(2, net, optimizer)
-            training.communicator.barrier()
-            time.sleep(0.2)  # acknowledgements of what came before
-            before = transferred()
+            before = torch.tensor(passed_by_all(training.communicator))
             take_steps(_STEPS, net, optimizer)
-            training.communicator.barrier()
-            time.sleep(0.2)
-            shares = (transferred() - before) / (_STEPS * net.weight.nbytes)
+            after = torch.tensor(passed_by_all(training.communicator))
+            shares = (after - before) / (_STEPS * net.weight.nbytes)
             first, *_, last = training.all_gather(shares)
             if training.rank == 0:
                 numbers = "".join(f"{value:10.2f}" for value in (*first.tolist(), *last.tolist()))
@@ -77,17 +65,8 @@ def main() -> int:
     if asked.in_rank:
         in_rank(int(asked.mb * 1e6))
         return 0
-    if (reason := why_not()) is not None:
-        print(f"skipped: {reason}", file=sys.stderr)
-        return 77
-    print(f"hosts  {'':24}{'first: sent':>10}{'received':>9}{'last: sent':>11}{'received':>9}")
-    for count in asked.hosts:
-        with open_hosts(count, "10gbit") as hosts:
-            rank = [sys.executable, "-m", "benchmarks.server", "--in-rank", "--mb", str(asked.mb)]
-            done = subprocess.run(hosts.mpirun(count, *rank))
-        if done.returncode:
-            return done.returncode
-    return 0
+    heading = f"hosts  {'':24}{'first: sent':>10}{'received':>9}{'last: sent':>11}{'received':>9}"
+    return run_on_hosts("benchmarks.server", asked.hosts, "--in-rank", "--mb", str(asked.mb), heading=heading)
 
 
 if __name__ == "__main__":

@@ -18,10 +18,10 @@ from hydra.utils import instantiate
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.hosts import INTERFACE
+from benchmarks.wire_bytes import passed
 from lightning_ring import distribute
 from lightning_ring.schedules import warmup_cosine
-from lightning_ring.tools.plan.probing import measure_collectives, measure_encoding, measure_processor
+from lightning_ring.tools.plan.probing import measure_call, measure_collectives, measure_encoding, measure_processor
 from lightning_ring.tools.plan.profile import json_text
 from recipes.study.augment import Images
 from recipes.wires.measure import measured_step
@@ -48,11 +48,6 @@ def accuracy(module: nn.Module, part: Images) -> float:
         for images, labels in zip(part.images.split(1000), part.labels.split(1000), strict=True)
     )
     return correct / len(part.labels)
-
-
-def sent_bytes() -> int:
-    """All that this host has sent."""
-    return int(Path(f"/sys/class/net/{INTERFACE}/statistics/tx_bytes").read_text())
 
 
 @dataclass
@@ -115,7 +110,7 @@ def train(order: dict[str, Any]) -> dict[str, Any]:
     spent, sent, step, end = 0.0, 0, 0, 0
     while end < settings.steps and spent < settings.seconds:
         replicas.barrier()
-        began, before = time.perf_counter(), sent_bytes()
+        began, (before, _) = time.perf_counter(), passed()
         end += settings.eval_every
         while step < end:
             images, labels = next(data)
@@ -130,7 +125,7 @@ def train(order: dict[str, Any]) -> dict[str, Any]:
         replicas.barrier()
         ended = torch.tensor([time.perf_counter() - began])
         dist.broadcast(ended, 0)  # all ranks end at the same step
-        spent, sent = spent + ended.item(), sent + sent_bytes() - before
+        spent, sent = spent + ended.item(), sent + passed()[0] - before
         replicas.show()
         curve.append((round(spent, 3), accuracy(module, parts["val"])))
     result = {"steps": end, "batch_seconds": slower, "bytes_per_step": sent / end, "curve": curve}
@@ -154,10 +149,11 @@ def measure(order: dict[str, Any]) -> dict[str, Any]:
         own = measured_step(module, optimizer, batches(parts["train"], settings, comm.rank, 0), settings.ranks)
         profiles = comm.all_gather_object(own)
         slowest = max(profiles, key=lambda profile: profile.phases.alone)
-        encoding = measure_encoding()
+        encoding = measure_encoding(comm)
         link = measure_collectives(comm, torch.device("cpu"), PROBE_BYTES)
         processor = measure_processor(comm, PROBE_BYTES[-1])
-        profile = replace(slowest, link_level="network", link=link, encoding=encoding, processor=processor)
+        call = measure_call(comm)
+        profile = replace(slowest, link_level="network", link=link, encoding=encoding, processor=processor, call=call)
     return {"profile": json.loads(json_text(asdict(profile)))} if training.rank == 0 else {}
 
 
