@@ -4,19 +4,41 @@ import gc
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 
 import pytest
-import torch.distributed as dist
 
 from tests import forked, processes
 from tests.battery import Battery
 from tests.processes import SEGMENTS
 
+# Files that take a minute or more on a busy machine. With xdist they begin, so that none of them is left to the end.
+LONG = (
+    *("integrations/lightning/test_strategy.py", "optim/test_triton.py", "slurm/test_slurm.py", "test_chaos.py"),
+    *("integrations/lightning/test_sharded.py", "gradients/test_compression.py", "comm/test_backends.py"),
+    *("integrations/lightning/elastic/test_fit.py", "elastic/test_training.py", "gradients/test_reducer.py"),
+    *("comm/test_hierarchical.py", "integrations/lightning/test_jobs.py", "fuzz/test_fuzz.py", "job/test_jobs.py"),
+    *("recipes/test_train.py", "recipes/test_sweep.py", "tools/doctor/test_faults.py", "horovod/test_horovod.py"),
+)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Once a session: xdist's workers, which start later, and pytest within a test inherit the servers' address."""
+    if forked.ADDRESS not in os.environ:
+        forked.start()
+    config.option.loadscopereorder = False  # xdist begins with the files of most tests, not with those of longest ones
+
+
+def pytest_unconfigure() -> None:
+    forked.close()
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests on the ranks of a battery, of Slurm or of two hosts are marked `ranks` here, all others in their files."""
+    of_long = {str(processes.ROOT / "tests" / name): place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: of_long.get(str(item.path), len(LONG)))
     for item in items:
         if "battery" in item.fixturenames or item.get_closest_marker("slurm") or item.get_closest_marker("netns"):
             item.add_marker("ranks")
@@ -56,7 +78,8 @@ def _told_to_end() -> Iterator[None]:
 def _no_open_group() -> Iterator[None]:
     """A fit leaves torch.distributed's default group to the process, and ranks that meet look for one first."""
     yield
-    if dist.is_initialized():
+    dist = sys.modules.get("torch.distributed")  # not imported here, for xdist's controller
+    if dist is not None and dist.is_initialized():
         dist.destroy_process_group()
 
 
@@ -65,9 +88,3 @@ def battery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Battery]:
     battery = Battery(tmp_path_factory.mktemp("battery"))
     yield battery
     battery.close()
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _fork_servers_end() -> Iterator[None]:
-    yield
-    forked.close()

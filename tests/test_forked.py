@@ -45,6 +45,33 @@ def test_another_environment_at_the_start_is_heeded() -> None:
     assert run([*forked.python(), "-c", code], timeout=60, OMP_NUM_THREADS="2").stdout == "False\n"
 
 
+def test_options_for_warnings_are_heeded() -> None:
+    code = "import warnings; warnings.warn('why', FutureWarning)"
+    done = run([*forked.python(), "-B", "-W", "error::FutureWarning", "-c", code], timeout=60)
+    assert done.returncode == 1
+    assert done.stdout.splitlines()[-1] == "FutureWarning: why"
+
+
+def test_ranks_that_a_launcher_starts_are_forked_and_what_they_start_is_not(tmp_path: Path) -> None:
+    """Also rank 0, which inherits the socket of the launcher."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, subprocess, sys\n"
+        "if 'RING_RANK' in os.environ and not sys.argv[1:]:\n"
+        "    before = 'lightning' in sys.modules\n"
+        "    import torch, lightning_ring\n"
+        "    with lightning_ring.distribute(torch.nn.Linear(1, 1)) as training:\n"
+        "        total = int(training.all_reduce(torch.ones(1), 'sum'))\n"
+        "    child = subprocess.run([sys.executable, __file__, 'child'], capture_output=True, text=True).stdout\n"
+        "    print(before, total, child)\n"
+        "print('lightning' in sys.modules, sys.argv[1:])\n"
+    )
+    ringrun = [sys.executable, "-m", "lightning_ring.cli.ringrun", "--no-mpi", "-n", "2", str(script)]
+    done = run(ringrun, timeout=60, **forked.ranks())
+    assert done.stdout.count("True 2 False") == 2, done.stdout
+    assert run([sys.executable, str(script)], timeout=60, **forked.ranks()).stdout == "False []\n"
+
+
 def test_a_script_is_found_beside_its_modules(tmp_path: Path) -> None:
     (tmp_path / "beside.py").write_text("WORD = 'found'")
     script = tmp_path / "script.py"

@@ -22,9 +22,9 @@ RINGRUN = [sys.executable, "-m", "lightning_ring.cli.ringrun", "-n", "2"]
 LAUNCHERS = {
     "ringrun": [*RINGRUN, SCRIPT, "2"],
     "no-mpi": [*RINGRUN, "--no-mpi", SCRIPT, "0"],
-    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", SCRIPT, "0"],
-    "python": [sys.executable, SCRIPT, "2"],
-    "alone": [sys.executable, SCRIPT, "0"],
+    "torchrun": [*forked.python(), "-m", "torch.distributed.run", "--nproc-per-node", "2", SCRIPT, "0"],
+    "python": [*forked.python(), SCRIPT, "2"],
+    "alone": [*forked.python(), SCRIPT, "0"],
 }
 
 
@@ -57,7 +57,7 @@ def test_two_ranks_train_as_one_process_on_all_samples(name: str, tmp_path: Path
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_every_launcher_starts_a_loop(launcher: str) -> None:
-    done = run([*LAUNCHERS[launcher], "train"], timeout=100)
+    done = run([*LAUNCHERS[launcher], "train"], timeout=100, **forked.ranks())
     assert done.returncode == 0, done.stdout
     ranks = 1 if launcher == "alone" else 2
     for rank in range(ranks):

@@ -14,13 +14,15 @@ from pathlib import Path
 
 import pytest
 
+from tests import forked
 from tests.processes import ROOT, clean_env, default_signals, end_session, mpirun_command, run
 
 SCRIPT = str(ROOT / "tests" / "integrations" / "lightning" / "trainer_script.py")
 WAYS = {
-    "python": [sys.executable, SCRIPT],
-    "mpirun": mpirun_command(2, sys.executable, SCRIPT),
-    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", SCRIPT],
+    "python": [*forked.python(), SCRIPT],
+    "mpirun": mpirun_command(2, *forked.python(), SCRIPT),
+    "mpirun itself": mpirun_command(2, sys.executable, SCRIPT),
+    "torchrun": [*forked.python(), "-m", "torch.distributed.run", "--nproc-per-node=2", SCRIPT],
     "ringrun": [sys.executable, "-m", "lightning_ring.cli.ringrun", "-n", "2", SCRIPT],
 }
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(150)]
@@ -30,7 +32,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.timeout(150)]
 def job(way: str, action: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(
         [*WAYS[way], action, str(folder)],
-        env=clean_env(),
+        env=clean_env(**({} if way == "mpirun itself" else forked.ranks())),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -67,7 +69,7 @@ def assert_gone(pids: list[int], within: float = 5.0) -> None:
     [("python", "plain"), ("python", "spawn"), ("python", "fork"), ("torchrun", "plain")],
 )
 def test_both_ranks_train_however_they_were_started(way: str, action: str, tmp_path: Path) -> None:
-    result = run([*WAYS[way], action, str(tmp_path)], timeout=120)
+    result = run([*WAYS[way], action, str(tmp_path)], timeout=120, **forked.ranks())
     assert result.returncode == 0, result.stdout
     spawned = action in ("spawn", "fork")  # there the script goes on in the parent alone
     results = [(tmp_path / f"done.{rank}").read_text() for rank in range(1 if spawned else 2)]
@@ -137,7 +139,7 @@ def test_a_signal_stops_all_ranks_with_a_checkpoint(way: str, signum: signal.Sig
 
 
 def test_ranks_end_when_mpirun_is_killed(tmp_path: Path) -> None:
-    with job("mpirun", "slow", tmp_path) as process:
+    with job("mpirun itself", "slow", tmp_path) as process:
         pids = ranks_in_step_3(process, tmp_path)
         os.kill(process.pid, signal.SIGKILL)
         assert_gone(pids, within=30)

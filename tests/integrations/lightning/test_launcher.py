@@ -10,6 +10,7 @@ import pytest
 from lightning_ring.errors import ConfigurationError, RankDiscoveryError
 from lightning_ring.integrations.ranks.environment import RingEnvironment
 from lightning_ring.integrations.ranks.launcher import RingLauncher
+from tests import forked
 from tests.processes import ROOT, mpirun_path, run
 
 HERE = ROOT / "tests" / "integrations" / "lightning"
@@ -19,7 +20,7 @@ HERE = ROOT / "tests" / "integrations" / "lightning"
 def test_ranks_run_the_script_and_the_parent_returns_their_code(tmp_path):
     if mpirun_path() is None:
         pytest.skip("no mpirun beside this Python")
-    result = run([sys.executable, str(HERE / "launched_script.py"), str(tmp_path)], timeout=120)
+    result = run([*forked.python(), str(HERE / "launched_script.py"), str(tmp_path)], timeout=120, **forked.ranks())
     assert result.returncode == 7, result.stdout  # rank 1's
     for rank in range(2):
         assert (tmp_path / f"rank.{rank}").read_text() == "2 mpi"
@@ -29,7 +30,8 @@ def test_ranks_run_the_script_and_the_parent_returns_their_code(tmp_path):
 @pytest.mark.ranks
 def test_a_slurm_job_of_one_task_starts_its_ranks_without_mpirun_which_would_find_one_slot(tmp_path):
     slurm = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1", "SLURM_TASKS_PER_NODE": "1", "SLURM_PROCID": "0"}
-    result = run([sys.executable, str(HERE / "launched_script.py"), str(tmp_path)], timeout=120, **slurm)
+    command = [*forked.python(), str(HERE / "launched_script.py"), str(tmp_path)]
+    result = run(command, timeout=120, **forked.ranks(), **slurm)
     assert result.returncode == 7, result.stdout
     assert [(tmp_path / f"rank.{rank}").read_text() for rank in range(2)] == ["2 ringrun"] * 2
 
@@ -38,7 +40,7 @@ def test_a_slurm_job_of_one_task_starts_its_ranks_without_mpirun_which_would_fin
 def test_hydra_sweep_one_job_after_the_other_each_in_one_folder(tmp_path):
     pytest.importorskip("hydra")
     command = [
-        sys.executable,
+        *forked.python(),
         "-m",
         "tests.integrations.lightning.hydra_script",
         "-m",
@@ -46,7 +48,7 @@ def test_hydra_sweep_one_job_after_the_other_each_in_one_folder(tmp_path):
         f"+folder={tmp_path}",
     ]
     command += ["+begun=${now:%H:%M:%S.%f}", f"hydra.sweep.dir={tmp_path}/out"]
-    result = run(command, timeout=100)
+    result = run(command, timeout=100, **forked.ranks())
     assert result.returncode == 0, result.stdout
     for job, lr in enumerate((1, 2)):
         texts = {(tmp_path / f"{lr}.{rank}").read_text() for rank in range(2)}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import socket
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ STAYS = {"threads", "excepthook", "exit", "exit handlers", "rank", "group", "fil
 
 
 def results(folder: Path, command: list[str]) -> list[dict[str, Any]]:
-    done = run(command, timeout=120)
+    done = run(command, timeout=120, **forked.ranks())
     assert done.returncode == 0, done.stdout[-4000:]
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
@@ -33,7 +32,7 @@ def assert_all_sums_equal(found: list[dict[str, Any]]) -> None:
 
 
 def test_ddp_first_in_ranks_that_lightning_started(tmp_path: Path) -> None:
-    found = results(tmp_path, [sys.executable, SCRIPT, str(tmp_path), "ddp", "ring", "ring_sharded"])
+    found = results(tmp_path, [*forked.python(), SCRIPT, str(tmp_path), "ddp", "ring", "ring_sharded"])
     assert_all_sums_equal(found)
     assert len(found[0]["sums"]) == 3
 
@@ -56,7 +55,7 @@ def test_group_of_the_script_in_ranks_with_exported_variables(tmp_path: Path) ->
         number = str(probe.getsockname()[1])
     ranks = [
         subprocess.Popen(
-            [sys.executable, SCRIPT, str(tmp_path), "init", "ring", "ddp"],
+            [*forked.python(), SCRIPT, str(tmp_path), "init", "ring", "ddp"],
             env=clean_env(
                 RANK=str(rank),
                 LOCAL_RANK=str(rank),

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests import forked
 from tests.processes import ROOT, run
 
 RANK = str(ROOT / "tests" / "integrations" / "lightning" / "elastic" / "ending_rank.py")
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.timeout(200)]
 
 
 def job(folder: Path, *arguments: str, **env: str) -> tuple[int, str]:
-    done = run([sys.executable, RANK, str(folder), *arguments], timeout=150, **env)
+    done = run([*forked.python(), RANK, str(folder), *arguments], timeout=150, **forked.ranks(), **env)
     return done.returncode, done.stdout
 
 
