@@ -225,7 +225,8 @@ class ElasticFit:
 
     def save_at_the_end(self, error: JobEnded) -> None:
         """Save what this rank has finished, where the job ends because it had too few ranks for too long."""
-        save_at_the_end(self._strategy, self.process, error, take_back=self._under_way.take_back)
+        if self.recovery.step is not None:  # else it has not joined yet
+            save_at_the_end(self._strategy, self.process, error, take_back=self._under_way.take_back)
 
     # -- newcomers
 
