@@ -19,12 +19,12 @@ from benchmarks.hosts import why_not
 from lightning_ring.tools.plan.profile import profile_of
 from recipes.study.record import Result, finish
 from recipes.wires.predict import predicted_seconds
-from recipes.wires.report import Cell, cell_of, plot, seconds_until, table
+from recipes.wires.report import cell_of, plot, seconds_until, step_table, table
 from recipes.wires.run import Method, Run, Settings, execute
 
 
-def study(config: dict[str, Any], folder: Path) -> list[Cell]:
-    """Do every run that is not on record yet, and write table and picture."""
+def study(config: dict[str, Any], folder: Path) -> str:
+    """Do every run that is not on record yet, and write tables and picture. Returns the tables."""
     settings, target = Settings(**config["settings"]), config["target"]
     methods = [Method(**config["methods"][name]) for name in config["only"] or config["methods"]]
     wires = [(rate, False) for rate in config["rates"]] + [(rate, True) for rate in config["straggler_rates"]]
@@ -56,9 +56,10 @@ def study(config: dict[str, Any], folder: Path) -> list[Cell]:
         predicted = predicted_seconds(method, profile, group[0].straggler, settings, batch_seconds)
         cells.append(cell_of(found, target, predicted))
     baseline = config["baseline"]
-    (folder / "wires.md").write_text(table(cells, baseline))
+    tables = f"{table(cells, baseline)}\n{step_table(cells)}"
+    (folder / "wires.md").write_text(tables)
     plot(cells, baseline, folder / "wires.png")
-    return cells
+    return tables
 
 
 @hydra.main(version_base="1.3", config_path="../configs", config_name="wires")
@@ -69,8 +70,7 @@ def main(config: DictConfig) -> None:
     container = OmegaConf.to_container(config, resolve=True)
     assert isinstance(container, dict)
     given = {str(name): value for name, value in container.items()}
-    cells = study(given, folder)
-    print(f"\n{table(cells, given['baseline'])}\n{folder}/wires.md, wires.png; every run is a line of runs.jsonl")
+    print(f"\n{study(given, folder)}\n{folder}/wires.md, wires.png; every run is a line of runs.jsonl")
 
 
 if __name__ == "__main__":

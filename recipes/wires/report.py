@@ -51,39 +51,59 @@ def cell_of(results: Sequence[dict[str, Any]], target: float, predicted: float |
 
 
 def table(cells: Sequence[Cell], baseline: str) -> str:
-    """Markdown: a row a method and wire, in the order given; times also as a share of ``baseline``'s on that wire."""
-    lines = [
-        ["wire", "method", "s to target", f"of {baseline}", "ms a step", "predicted", "kB a step", "test accuracy, %"]
-    ]
-    lines.append(["---"] * len(lines[0]))
-    of_baseline = {cell.wire: cell.median_seconds for cell in cells if cell.method == baseline}
+    """Markdown: a row a method; a column a wire, of seconds to the target, and their share of ``baseline``'s there.
+
+    Bytes and accuracies are those of all wires and seeds.
+    """
+    wires, rows = _sorted_out(cells)
+    lines = [["method", "kB a step", "test accuracy, %", *wires]]
+    for method, row in rows.items():
+        kilobytes = [cell.kilobytes_per_step for cell in row.values()]
+        found = [100 * accuracy for cell in row.values() for accuracy in cell.accuracies]
+        spread = statistics.stdev(found) if len(found) > 1 else 0.0
+        least, most = f"{min(kilobytes):,.0f}", f"{max(kilobytes):,.0f}"
+        sent = f"{least} to {most}" if max(kilobytes) > 1.05 * min(kilobytes) else most
+        times = [_time(row.get(wire), rows.get(baseline, {}).get(wire)) for wire in wires]
+        lines.append([method, sent, f"{statistics.mean(found):.1f} ± {spread:.1f}", *times])
+    return _markdown(lines)
+
+
+def step_table(cells: Sequence[Cell]) -> str:
+    """Markdown: milliseconds of a step, and how far the prediction is from them."""
+    wires, rows = _sorted_out(cells)
+    return _markdown(
+        [["method", *wires], *([method, *(_step(row.get(wire)) for wire in wires)] for method, row in rows.items())]
+    )
+
+
+def _sorted_out(cells: Sequence[Cell]) -> tuple[list[str], dict[str, dict[str, Cell]]]:
+    """All wires, and of each method its cells by wire."""
+    rows: dict[str, dict[str, Cell]] = {}
     for cell in cells:
-        seconds = cell.median_seconds
-        reached = seconds < float("inf")
-        share = seconds / of_baseline[cell.wire] if reached and cell.wire in of_baseline else float("nan")
-        mean = 100 * statistics.mean(cell.accuracies)
-        spread = 100 * statistics.stdev(cell.accuracies) if len(cell.accuracies) > 1 else 0.0
-        lines.append(
-            [
-                cell.wire,
-                cell.method,
-                f"{seconds:.1f}" if reached else "not reached",
-                f"{share:.2f}" if share == share and share != 0 else "",
-                f"{cell.milliseconds_per_step:.1f}",
-                _predicted(cell),
-                f"{cell.kilobytes_per_step:,.0f}",
-                f"{mean:.2f} ± {spread:.2f}",
-            ]
-        )
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+        rows.setdefault(cell.method, {})[cell.wire] = cell
+    return list(dict.fromkeys(cell.wire for cell in cells)), rows
 
 
-def _predicted(cell: Cell) -> str:
-    """Milliseconds, and how much less or more they are than those measured."""
-    if cell.predicted_milliseconds is None:
+def _markdown(lines: list[list[str]]) -> str:
+    rule = ["---"] * len(lines[0])
+    return "\n".join(f"| {' | '.join(line)} |" for line in [lines[0], rule, *lines[1:]]) + "\n"
+
+
+def _time(cell: Cell | None, of: Cell | None) -> str:
+    if cell is None:
         return ""
-    error = cell.predicted_milliseconds / cell.milliseconds_per_step - 1
-    return f"{cell.predicted_milliseconds:.1f} ({error:+.0%})"
+    seconds = cell.median_seconds
+    if seconds == float("inf"):
+        return "not reached"
+    share = seconds / of.median_seconds if of is not None else 0.0  # of what was not reached either
+    return f"{seconds:.1f} ({share:.2f})" if share else f"{seconds:.1f}"
+
+
+def _step(cell: Cell | None) -> str:
+    if cell is None:
+        return ""
+    measured, predicted = cell.milliseconds_per_step, cell.predicted_milliseconds
+    return f"{measured:.1f}" + ("" if predicted is None else f" ({predicted / measured - 1:+.0%})")
 
 
 def plot(cells: Sequence[Cell], baseline: str, file: Path) -> None:

@@ -12,7 +12,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from benchmarks.hosts import why_not
-from recipes.wires.report import cell_of, plot, seconds_until, table
+from recipes.wires.report import cell_of, plot, seconds_until, step_table, table
 from recipes.wires.run import Method, Run, Settings
 from tests.processes import ROOT, run
 
@@ -32,10 +32,12 @@ def test_the_table_says_what_was_not_reached(tmp_path: Path) -> None:
     fast = [result("ring", seed, [(1.0, 0.8), (2.0, 0.8)], 0.8 + 0.1 * seed) for seed in range(3)]
     never = [result("lost", seed, [(1.0, 0.5)]) for seed in range(2)] + [result("lost", 2, [(1.0, 0.9)])]
     cells = [cell_of(results, 0.7, 0.11) for results in (slow, fast)] + [cell_of(never, 0.7)]
-    rows = [[word.strip() for word in row.split("|")[1:-1]] for row in table(cells, "DDP").splitlines()[2:]]
-    assert rows[0] == ["1gbit", "DDP", "5.0", "1.00", "250.0", "110.0 (-56%)", "500", "90.00 ± 0.00"]
-    assert rows[1] == ["1gbit", "ring", "1.0", "0.20", "100.0", "110.0 (+10%)", "500", "90.00 ± 10.00"]
-    assert rows[2][2:4] == ["not reached", ""]
+    rows = [[word.strip() for word in row.split("|")[1:-1]] for row in table(cells, "DDP").splitlines()]
+    assert rows[0] == ["method", "kB a step", "test accuracy, %", "1gbit"]
+    assert rows[2:4] == [["DDP", "500", "90.0 ± 0.0", "5.0 (1.00)"], ["ring", "500", "90.0 ± 10.0", "1.0 (0.20)"]]
+    assert rows[4][3] == "not reached"
+    steps = [[word.strip() for word in row.split("|")[1:-1]] for row in step_table(cells).splitlines()[2:]]
+    assert steps == [["DDP", "250.0 (-56%)"], ["ring", "100.0 (+10%)"], ["lost", "50.0"]]
     plot(cells, "DDP", tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 5000
 
