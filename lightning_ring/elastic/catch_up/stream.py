@@ -22,7 +22,7 @@ from lightning_ring.job.watch.messages import watch_for_loss
 
 ACCEPT_SECONDS = 15.0  # for a rank to connect
 HELLO_SECONDS = 5.0
-QUIET_SECONDS = 60.0  # in which nothing came, while all others wait for this process
+QUIET_SECONDS = 20.0  # in which nothing came, while all others wait for this process
 
 _log = logging.getLogger("lightning_ring")
 
