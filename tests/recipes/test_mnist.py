@@ -111,7 +111,7 @@ def test_what_cannot_be_had_is_told_with_the_command(composed, tmp_path, monkeyp
 def test_the_recipe_trains_and_tests_on_it(composed, tmp_path):
     folder = write(tmp_path / "data", "gz")
     options = ("trainer.accelerator=cpu", "trainer.devices=1", "trainer.max_epochs=1", "schedule.warmup=1")
-    small = ("model.network.name=resnet18", "data.batch_size=16")
+    small = ("model.network.name=resnet18", "data.batch_size=16", "data.val_fraction=0.2")
     config = composed("experiment=mnist_resnet50", f"data.folder={folder}", *small, *options)
     metrics = recipes.train.train(config)
     assert metrics["test/images"] == NUM_TEST
