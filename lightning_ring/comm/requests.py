@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import logging
 import threading
 import time
 import weakref
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from lightning_ring.comm import ring
 from lightning_ring.comm.collective_thread import CollectiveThread, ThreadWork
-from lightning_ring.comm.waiting import CHECK_SECONDS, WaitPolicy
+from lightning_ring.comm.waiting import CHECK_SECONDS, WaitPolicy, transport_error
 from lightning_ring.errors import CollectiveError, RingError
 
 if TYPE_CHECKING:
@@ -29,8 +28,6 @@ _PIECE_BYTES = 64 * 2**20  # no message is longer than transports like
 _IDLE_SECONDS = 1e7  # a peer may ask nothing for as long as it likes
 _STUCK_SECONDS = 1.0
 
-_log = logging.getLogger("lightning_ring")
-
 
 class Requests:
     """This rank asks other ranks, and answers their questions, at any time, over a ``transport`` of its own.
@@ -38,7 +35,7 @@ class Requests:
     A question and its answer are 1-D uint8 tensors of any length. A thread for each peer answers its questions, one
     after another, with ``answer(peer, question)``; the next question overwrites that memory. What ``answer`` raises is
     a `CollectiveError` where the question was asked. An error of the transport, or of a collective with the same
-    ``policy``, ends all questions.
+    ``policy``, ends all questions, and breaks the other communicators of the ``policy``.
     """
 
     def __init__(self, transport: Transport, policy: WaitPolicy, answer: Answer) -> None:
@@ -130,8 +127,9 @@ class Requests:
                     return
                 status, answer = self._answered(peer, question)
                 self._transport.wait(self._send(answer, peer, _ANSWER_TAG, status))
-        except Exception as error:  # a peer failed, which its watch tells, or this rank closes
-            _log.debug("answers for rank %d end: %s: %s", peer, type(error).__name__, error)
+        except Exception as error:
+            if not self._stopped:  # else the peer would wait for an answer that nobody gives
+                self._policy.fail(transport_error(f"answers for rank {peer}", error))
 
     def _answered(self, peer: int, question: Tensor) -> tuple[int, Tensor]:
         try:
