@@ -21,7 +21,7 @@ from lightning_ring.algorithms.delegating import Delegating
 from lightning_ring.algorithms.exchanges import Exchange, local_sgd
 from lightning_ring.algorithms.local.averages import average_, optimizer_tensors
 from lightning_ring.algorithms.local.pace import FIRST_EVERY, MEASURED_ROUNDS, Pace
-from lightning_ring.algorithms.local.rank_states import collect
+from lightning_ring.algorithms.local.rank_states import collect, load_rank_state, rank_state
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.recording import unrecorded
 from lightning_ring.comm.timing import now, seconds_between
@@ -238,13 +238,11 @@ class LocalSGD(Delegating):
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the round, and every rank's own parameters and optimizer state."""
-        comm = unrecorded(self._communicator)
-        trained = self._module.named_parameters() if self.steps_of_round else ()
-        mine = {
-            "parameters": {name: self._own.get(param, param) for name, param in trained if param.requires_grad},
-            "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
-        }
-        ranks = collect(mine, comm) if self.num_steps > self.warmup_steps else []
+        comm, ranks = unrecorded(self._communicator), []
+        if self.num_steps > self.warmup_steps:
+            trained = self._module.named_parameters() if self.steps_of_round else ()
+            own = {name: self._own.get(param, param) for name, param in trained if param.requires_grad}
+            ranks = collect(rank_state(own, self._optimizers), comm)
         rounds = (self.every, self._rounds_from) if self._pace is None else None
         return {"num_steps": self.num_steps, "rounds": rounds, "ranks": ranks, "gradients": super().state_dict()}
 
@@ -272,13 +270,7 @@ class LocalSGD(Delegating):
                 f"{comm.world_size}: every rank goes on from the average of their parameters, with rank 0's optimizer "
                 "state, in a new round."
             )
-        own = ranks[comm.rank]
-        with torch.no_grad():
-            for name, param in self._module.named_parameters():
-                if name in own["parameters"]:
-                    param.copy_(own["parameters"][name])
-        for optimizer, saved in zip(self._optimizers, own["optimizers"], strict=False):
-            optimizer.load_state_dict(saved)
+        load_rank_state(ranks[comm.rank], self._module, self._optimizers)
         return problem
 
     # -- requests to stop, progress

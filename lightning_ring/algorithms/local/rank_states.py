@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from lightning_ring.comm.communicator import Communicator
+
+
+def rank_state(parameters: Mapping[str, Tensor], optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+    """That of this rank; ``parameters`` by name, none where all ranks have the same."""
+    return {"parameters": parameters, "optimizers": [optimizer.state_dict() for optimizer in optimizers]}
+
+
+@torch.no_grad()
+def load_rank_state(saved: Mapping[str, Any], module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    for name, param in module.named_parameters():
+        if name in saved["parameters"]:
+            param.copy_(saved["parameters"][name])
+    for optimizer, state in zip(optimizers, saved["optimizers"], strict=False):
+        optimizer.load_state_dict(state)
 
 
 def collect(state: Any, comm: Communicator) -> list[Any]:
