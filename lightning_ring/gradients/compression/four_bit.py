@@ -1,7 +1,8 @@
 """Values as 4-bit floating-point numbers with a scale for each block.
 
 Source: Douillard et al., "Streaming DiLoCo with overlapping communication: towards a distributed free lunch" (2025),
-arXiv:2501.18512, section 2.3 (outer gradients in E3M0: a sign, three bits of exponent, none of mantissa).
+arXiv:2501.18512, section 2.4: each replica's outer gradients in E3M0 (a sign, three bits of exponent, none of
+mantissa), summed in float32.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ class FourBit(BetweenNodes):
     """An eighth of the bytes of float32, for the outer gradients of `DiLoCo`: it keeps no error for the next average.
 
     A block of 256 values x travels as s = max|x|, in float32, and for each value its sign and the nearest of 0, s/64,
-    s/32, ... s. As with `Int8` owners of shards sum in float32, and send the average in the same form.
+    s/32, ... s: the eight magnitudes of E3M0, whose largest is at s. The paper says of its range only that it is E3M0.
+    As with `Int8` owners of shards sum in float32. They send the average in the same form, which the paper does not
+    say either: there 4 bits are those of the replicas' own gradients.
     """
 
     name = "4 bits"
