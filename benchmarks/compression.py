@@ -23,7 +23,7 @@ from benchmarks.wire_bytes import passed_by_all, run_on_hosts
 from lightning_ring.comm.communicator import ReduceOp
 from lightning_ring.gradients.compression import DGC, Compressor, Int8, OneBit, TernGrad, TopK
 from lightning_ring.host.malloc import keep_freed_memory
-from lightning_ring.tools.plan.probing import Layout, seconds_to_encode
+from lightning_ring.tools.plan.probing import Layout, times_to_encode
 
 WAYS: dict[str, Callable[[], Compressor]] = {
     "int8": Int8,
@@ -39,7 +39,7 @@ def speeds(num_bytes: int, rounds: int) -> None:
     keep_freed_memory()  # as `RingStrategy` does by default
     print(f"{'gradients, GB/s a core':24}{'encode':>9}{'whole':>9}")
     for name, make in WAYS.items():
-        encoding, whole = seconds_to_encode(make(), num_bytes // 4, rounds)
+        encoding, whole = map(min, zip(*times_to_encode(make(), num_bytes // 4, rounds), strict=True))
         print(f"{name:24}{num_bytes / encoding / 1e9:9.2f}{num_bytes / whole / 1e9:9.2f}", flush=True)
 
 

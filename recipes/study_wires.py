@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import sys
 from functools import partial
 from pathlib import Path
@@ -50,8 +51,10 @@ def study(config: dict[str, Any], folder: Path) -> list[Cell]:
     measured = {rate: profile_of(results[run.key(settings)]["profile"]) for rate, run in profiles.items()}
     cells = []
     for method, group in groups:
-        predicted = predicted_seconds(method, measured[group[0].rate], group[0].straggler, settings)
-        cells.append(cell_of([results[run.key(settings)] for run in group], target, predicted))
+        found, profile = [results[run.key(settings)] for run in group], measured[group[0].rate]
+        batch_seconds = statistics.median(result["batch_seconds"] for result in found)
+        predicted = predicted_seconds(method, profile, group[0].straggler, settings, batch_seconds)
+        cells.append(cell_of(found, target, predicted))
     baseline = config["baseline"]
     (folder / "wires.md").write_text(table(cells, baseline))
     plot(cells, baseline, folder / "wires.png")

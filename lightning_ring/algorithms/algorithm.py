@@ -217,7 +217,7 @@ class Algorithm:
         return {}
 
     def exchange(self) -> Exchange | None:
-        """What ranks send that step alone, for `lightning-ring plan`. `None`: gradients, or nothing that is known."""
+        """What ranks exchange that step alone, for `lightning-ring plan`. `None`: gradients, or it is not known."""
         return None
 
     def description(self) -> str:

@@ -31,7 +31,7 @@ from lightning_ring.monitor.profiled_run import (
 )
 from lightning_ring.monitor.step_record import StepRecord
 from lightning_ring.monitor.step_timer import StepTimer
-from lightning_ring.tools.plan.probing import measure_encoding, measure_processor
+from lightning_ring.tools.plan.probing import measure_call, measure_encoding, measure_processor
 from lightning_ring.tools.plan.profile import Gradient, Model, Phases, Profile, fingerprint, write_profile
 
 
@@ -40,8 +40,8 @@ class RingProfile(Callback):
 
     With any strategy on one rank, with ``ring`` and ``ring_sharded`` on any number. There the ranks' slowest is
     recorded, and where they are all on one node, or each on its own, what a message between them costs is measured
-    after the last step (six sizes, each collective, a few times). On CPUs rank 0 also tries every compressor on a
-    million gradients. It writes the file. Training goes on as it was; while it records, each gradient costs a clock
+    after the last step (six sizes, each collective, a few times). On CPUs all ranks also try every compressor on a
+    million gradients. Rank 0 writes the file. Training goes on as it was; while it records, each gradient costs a clock
     read (on CUDA an event).
 
     Args:
@@ -171,14 +171,16 @@ class RingProfile(Callback):
             phases, gradients = max(everyones, key=lambda own: own[0].forward + own[0].backward)
         level, link = measure_link(comm, trainer)
         on_gpu = is_gpu(trainer.strategy.root_device)
-        processor = measure_processor(comm) if comm is not None and link is not None and not on_gpu else None
+        processor = call = None
+        if comm is not None and link is not None and not on_gpu:
+            processor, call = measure_processor(comm), measure_call(comm)
+        encoding = None if on_gpu else measure_encoding(comm)
         if trainer.is_global_zero:
             parameters = list(module.named_parameters())
             digest = fingerprint((name, tuple(param.shape), str(param.dtype)) for name, param in parameters)
             model = Model(type(module).__name__, digest, sum(param.numel() for _, param in parameters))
             run = describe(trainer, comm, self._batch_size, self.steps)
-            encoding = None if on_gpu else measure_encoding()
-            found = Profile(model, run, phases, tuple(gradients), level, link, encoding, processor)
+            found = Profile(model, run, phases, tuple(gradients), level, link, encoding, processor, call)
             write_profile(found, self.path)
             network = "" if level == "network" else " --network 10gbit"  # without a measured one it has to be named
             rank_zero_info(

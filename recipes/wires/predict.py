@@ -2,48 +2,72 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from hydra.utils import instantiate
 
 from lightning_ring.algorithms.algorithm import Algorithm
+from lightning_ring.algorithms.server import ParameterServer
 from lightning_ring.gradients.compression import Compressor
 from lightning_ring.tools.plan.choice import predict_exchange
 from lightning_ring.tools.plan.model import Cluster, Link, Settings, predict
-from lightning_ring.tools.plan.profile import Profile
+from lightning_ring.tools.plan.profile import Phases, Profile
 from recipes.wires.run import Method
 from recipes.wires.run import Settings as StudySettings
 
 
-def predicted_seconds(method: Method, profile: Profile, straggler: bool, study: StudySettings) -> float | None:
-    """Of a step, in the mean over a run; `None` for an algorithm whose messages are not known."""
+def predicted_seconds(
+    method: Method, profile: Profile, straggler: bool, study: StudySettings, batch_seconds: float
+) -> float | None:
+    """Of a step, in the mean over a run; `None` for an algorithm whose messages are not known.
+
+    ``batch_seconds`` took a batch before the run, without communication: other runs find the machine busier, or less.
+    """
     if study.hosts != study.ranks or profile.link is None:
         return None
     link = Link("measured", profile.link)
+    profile = _at_speed_of(profile, batch_seconds)
     cluster = Cluster(study.ranks, 1, link, link)
-    profile = _slowed(profile, method, study.ranks) if straggler else profile
-    ring = predict(profile, cluster, Settings()).seconds
-    step = _step(method.distribute, profile, cluster)
-    return (
-        None if step is None else (method.whole_steps * ring + (study.steps - method.whole_steps) * step) / study.steps
-    )
+    together, step_of = _step_of(method.distribute, cluster)
+    if step_of is None:
+        return None
+    slowest = _slowed(profile) if straggler else profile
+    ring, step = predict(slowest, cluster, Settings()).seconds, step_of(slowest)
+    if not together:  # of the ranks' steps each takes what it can
+        step = study.ranks / ((study.ranks - 1) / step_of(profile) + 1 / step)
+    return (method.whole_steps * ring + (study.steps - method.whole_steps) * step) / study.steps
 
 
-def _step(distribute: dict[str, Any] | None, profile: Profile, cluster: Cluster) -> float | None:
+def _step_of(distribute: dict[str, Any] | None, cluster: Cluster) -> tuple[bool, Callable[[Profile], float] | None]:
+    """Whether a slow rank holds up the others, and from a profile the seconds of a step."""
     if distribute is None:
-        return predict(profile, cluster, Settings(bucket_cap_mb=25)).seconds
+        own = Settings(bucket_cap_mb=25)  # and its calls wait in no threads of Python
+        return True, lambda profile: predict(replace(profile, call=None), cluster, own).seconds
     made = {name: instantiate(value) for name, value in distribute.items() if isinstance(value, dict)}
     if isinstance(algorithm := made.get("algorithm"), Algorithm):
         exchange = algorithm.exchange()
-        return None if exchange is None else predict_exchange(profile, cluster, Settings(), exchange).seconds
+        if exchange is None:
+            return True, None
+        bound = isinstance(algorithm, ParameterServer) and algorithm.staleness is not None
+        together = algorithm.steps_together or bound
+        return together, lambda profile: predict_exchange(profile, cluster, Settings(), exchange).seconds
     compression = made.get("compression", distribute.get("compression"))
     name = compression.name if isinstance(compression, Compressor) else compression
-    return predict(profile, cluster, Settings(compression=name)).seconds
+    return True, lambda profile: predict(profile, cluster, Settings(compression=name)).seconds
 
 
-def _slowed(profile: Profile, method: Method, num_ranks: int) -> Profile:
-    """With one rank that takes twice as long, for which the others wait unless each has its own pace."""
+def _at_speed_of(profile: Profile, batch_seconds: float) -> Profile:
+    """What ``profile``'s rank takes where its batch takes ``batch_seconds``."""
+    times = batch_seconds / profile.phases.alone
+    phases = Phases(**{name: times * getattr(profile.phases, name) for name in Phases.__dataclass_fields__})
+    gradients = tuple(replace(gradient, ready=times * gradient.ready) for gradient in profile.gradients)
+    encoding = {name: times * seconds for name, seconds in (profile.encoding or {}).items()}
+    return replace(profile, phases=phases, gradients=gradients, encoding=encoding)
+
+
+def _slowed(profile: Profile) -> Profile:
+    """That of a rank which takes twice as long."""
     phases = profile.phases
-    times = 2.0 if not method.own_pace else num_ranks / (num_ranks - 0.5)
-    return replace(profile, phases=replace(phases, other=phases.other + (times - 1) * phases.alone))
+    return replace(profile, phases=replace(phases, other=phases.other + phases.alone))

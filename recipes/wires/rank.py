@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.wire_bytes import passed
 from lightning_ring import distribute
 from lightning_ring.schedules import warmup_cosine
-from lightning_ring.tools.plan.probing import measure_collectives, measure_encoding, measure_processor
+from lightning_ring.tools.plan.probing import measure_call, measure_collectives, measure_encoding, measure_processor
 from lightning_ring.tools.plan.profile import json_text
 from recipes.study.augment import Images
 from recipes.wires.measure import measured_step
@@ -149,10 +149,11 @@ def measure(order: dict[str, Any]) -> dict[str, Any]:
         own = measured_step(module, optimizer, batches(parts["train"], settings, comm.rank, 0), settings.ranks)
         profiles = comm.all_gather_object(own)
         slowest = max(profiles, key=lambda profile: profile.phases.alone)
-        encoding = measure_encoding()
+        encoding = measure_encoding(comm)
         link = measure_collectives(comm, torch.device("cpu"), PROBE_BYTES)
         processor = measure_processor(comm, PROBE_BYTES[-1])
-        profile = replace(slowest, link_level="network", link=link, encoding=encoding, processor=processor)
+        call = measure_call(comm)
+        profile = replace(slowest, link_level="network", link=link, encoding=encoding, processor=processor, call=call)
     return {"profile": json.loads(json_text(asdict(profile)))} if training.rank == 0 else {}
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from lightning_ring.algorithms.exchanges import Exchange, asynchronous_gossip
 from lightning_ring.algorithms.local.averages import average_
 from lightning_ring.algorithms.local.gossip import Gossip
 from lightning_ring.algorithms.meeting import meet_for_pause, meet_to_stop
@@ -193,6 +194,9 @@ class AsynchronousGossip(Gossip):
             return False
         self._told_to_stop = False
         return True
+
+    def exchange(self) -> Exchange:
+        return asynchronous_gossip()
 
     def _exchange(self) -> str:
         return "while it computes parameters are averaged with those of another rank, which waits for nothing,"

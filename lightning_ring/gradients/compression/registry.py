@@ -27,6 +27,7 @@ class RegisteredCompressor:
     between_nodes: bool = False  # whether gradients travel in full precision inside a node
     # where the bytes follow from a gradient's shape, and its number of elements
     shape_bytes: Callable[[Sequence[int], int], float] | None = None
+    rounds: int = 1  # collectives of an average, each of which waits for the one before
 
     def build(self, **arguments: Any) -> Compressor:
         module = import_module(f"lightning_ring.gradients.compression.{self.module}")
@@ -85,10 +86,10 @@ COMPRESSORS: Mapping[str, RegisteredCompressor] = {
     "fp16": RegisteredCompressor("sixteen_bit", "FP16", two_bytes),
     "bf16": RegisteredCompressor("sixteen_bit", "BF16", two_bytes),
     "fp32": RegisteredCompressor("float32", "FP32", four_bytes),
-    "int8": RegisteredCompressor("int8", "Int8", int8_bytes, between_nodes=True),
-    "onebit": RegisteredCompressor("one_bit", "OneBit", one_bit_bytes, between_nodes=True),
-    "terngrad": RegisteredCompressor("terngrad", "TernGrad", ternary_bytes, between_nodes=True),
+    "int8": RegisteredCompressor("int8", "Int8", int8_bytes, between_nodes=True, rounds=2),
+    "onebit": RegisteredCompressor("one_bit", "OneBit", one_bit_bytes, between_nodes=True, rounds=2),
+    "terngrad": RegisteredCompressor("terngrad", "TernGrad", ternary_bytes, between_nodes=True, rounds=3),
     "topk": RegisteredCompressor("top_k", "TopK", partial(sparse_bytes, 0.01), between_nodes=True),
     "dgc": RegisteredCompressor("dgc", "DGC", partial(sparse_bytes, 0.001), between_nodes=True),
-    "powersgd": RegisteredCompressor("powersgd", "PowerSGD", shape_bytes=partial(low_rank_bytes, 2, 2.0)),
+    "powersgd": RegisteredCompressor("powersgd", "PowerSGD", shape_bytes=partial(low_rank_bytes, 2, 2.0), rounds=2),
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from lightning_ring.algorithms.exchanges import EXCHANGES, Exchange
+from lightning_ring.algorithms.exchanges import EXCHANGES, AllReduce, Exchange
 from lightning_ring.gradients.compression.registry import COMPRESSORS
 from lightning_ring.tools.plan.model import (
     Cluster,
@@ -44,8 +44,7 @@ def choices(profile: Profile, cluster: Cluster, settings: Settings) -> list[Choi
         found += [_compressed(profile, cluster, plain, name) for name in names]
     for written, exchange in EXCHANGES.items():
         step = predict_exchange(profile, cluster, plain, exchange)
-        num_bytes = exchange_bytes(profile, cluster, exchange)
-        found.append(Choice(f"algorithm={written}", step, _sent(num_bytes, _ring_size(profile, cluster, plain))))
+        found.append(Choice(f"algorithm={written}", step, sent_bytes(profile, cluster, plain, exchange)))
     return found
 
 
@@ -59,26 +58,56 @@ def recommended(found: Sequence[Choice]) -> Choice:
 
 def predict_exchange(profile: Profile, cluster: Cluster, settings: Settings, exchange: Exchange) -> PredictedStep:
     """A step, in the mean, of ranks that step alone and send what ``exchange`` says."""
-    alone = profile.phases.alone
-    if cluster.world_size == 1:
-        return PredictedStep(1, alone, 0.0, 0.0, alone)
+    phases, size = profile.phases, cluster.world_size
+    if size == 1:
+        return PredictedStep(1, phases.alone, 0.0, 0.0, phases.alone)
     gradients = 0.0
     if exchange.in_nodes and nests(profile, cluster, settings):
         node = Cluster(cluster.local_size, cluster.local_size, cluster.node, cluster.node)
         gradients = predict(profile, node, settings).exposed
-    message = exchange.every * exchange_bytes(profile, cluster, exchange) / exchange.parts
-    took = cluster_seconds(profile, cluster, settings, message)
-    computed = max(0.0, exchange.hidden_steps * alone - profile.phases.optimizer)  # it sets out when a step has ended
+    took, work, waiting = _of_a_part(profile, cluster, settings, exchange)
+    hidden = exchange.hidden_steps * phases.alone + sum(getattr(phases, name) for name in exchange.hidden_phases)
     a_step = exchange.parts / exchange.every
-    exposed = a_step * max(0.0, took - computed, processor_seconds(profile, message))
-    waits = gradients + exposed
-    return PredictedStep(cluster.world_size, alone + waits, waits, a_step * took, alone)
+    waits = gradients + a_step * max(0.0, took - hidden, work)
+    waits += exchange.rounds / exchange.every * profile.call_beside_link
+    if exchange.optimizer_steps is not None:
+        waits += (exchange.optimizer_steps(size) - 1) * phases.optimizer
+    if waiting < 1:  # the others go on without them: the rates of the ranks add up
+        waits = 1 / (waiting / (phases.alone + waits) + (1 - waiting) / phases.alone) - phases.alone
+    return PredictedStep(size, phases.alone + waits, waits, a_step * took, phases.alone)
 
 
-def exchange_bytes(profile: Profile, cluster: Cluster, exchange: Exchange) -> float:
-    """Of a step, in the mean, as `Exchange.num_bytes` counts them."""
-    numel = sum(gradient.numel for gradient in profile.gradients)
-    return exchange.num_bytes(numel, cluster.world_size) / exchange.every
+def _of_a_part(
+    profile: Profile, cluster: Cluster, settings: Settings, exchange: Exchange
+) -> tuple[float, float, float]:
+    """Seconds of a message, those of them that a processor works, and the share of the ranks that wait for it."""
+    numel, size = _num_values(profile), cluster.world_size
+    if isinstance(exchange.traffic, AllReduce):
+        message = exchange.traffic.num_bytes(numel, size) / exchange.parts
+        coded = (profile.encoding or {}).get(exchange.traffic.compressor or "", 0.0) * numel / exchange.parts
+        took = cluster_seconds(profile, cluster, settings, message) + coded
+        return took, coded + processor_seconds(profile, message), 1.0
+    cost = (cluster.network if cluster.num_nodes > 1 else cluster.node).costs["all_gather"]
+    on_host = cluster.local_size if cluster.num_nodes > 1 else 1
+    took = exchange.traffic.num_messages * cost.alpha_seconds
+    took += exchange.traffic.passing_bytes(numel, size, on_host) / cost.bandwidth
+    ring = exchange.traffic.sent_bytes(numel, size, 1) * size / (2 * (size - 1))  # of as many bytes
+    return took, processor_seconds(profile, ring), exchange.traffic.waiting(size)
+
+
+def sent_bytes(profile: Profile, cluster: Cluster, settings: Settings, exchange: Exchange) -> float:
+    """Of a step, in the mean, by the host that sends most."""
+    numel, size = _num_values(profile), cluster.world_size
+    if isinstance(exchange.traffic, AllReduce):
+        num_bytes = exchange.traffic.num_bytes(numel, size)
+        return _sent(num_bytes, _ring_size(profile, cluster, settings)) / exchange.every
+    on_host = cluster.local_size if cluster.num_nodes > 1 else 1
+    return exchange.traffic.sent_bytes(numel, size, on_host) / exchange.every
+
+
+def _num_values(profile: Profile) -> int:
+    """Of float32, as long as the parameters, which are sent in their own dtype."""
+    return sum(gradient.num_bytes for gradient in profile.gradients) // 4
 
 
 def lines(found: Sequence[Choice]) -> Iterator[str]:

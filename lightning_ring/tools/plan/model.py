@@ -100,6 +100,11 @@ class PredictedStep:
         return self.alone / self.seconds
 
 
+def num_rounds(settings: Settings) -> int:
+    """Collectives of a bucket, each of which waits for the one before."""
+    return COMPRESSORS[settings.compression].rounds if settings.compression is not None else 1
+
+
 def processor_seconds(profile: Profile, num_bytes: float) -> float:
     """Of an all-reduce that a rank's cores, all of which compute, cannot do beside that."""
     return (profile.processor or 0.0) * num_bytes
@@ -152,6 +157,7 @@ def predict(profile: Profile, cluster: Cluster, settings: Settings) -> Predicted
             over = max(over, end) + seconds
         sent = sum(bucket.wire_bytes for bucket in buckets)
         exposed = max(over - phases.backward, 2 * sum(coded) + processor_seconds(profile, sent))
+        exposed += num_rounds(settings) * profile.call_beside_link  # of the last bucket
         return PredictedStep(cluster.world_size, phases.alone + exposed, exposed, reduced.busy, phases.alone)
     scattered = _Wire("reduce_scatter", cluster, nested)
     for bucket in buckets:
@@ -159,7 +165,7 @@ def predict(profile: Profile, cluster: Cluster, settings: Settings) -> Predicted
     # which parameters some rank used travels behind the last bucket, 4 bytes for each
     flags = cluster.network if cluster.num_nodes > 1 else cluster.node
     flags_seconds = flags.seconds("all_reduce", 4 * len(profile.gradients), cluster.world_size)
-    exposed = max(0.0, scattered.free + flags_seconds - phases.backward)
+    exposed = max(0.0, scattered.free + flags_seconds - phases.backward) + 2 * profile.call_beside_link
     gathered = _Wire("all_gather", cluster, nested)
     delay = _delay_of_forward(profile, buckets, gathered, between)
     shorter = phases.optimizer * (1 - 1 / cluster.world_size)

@@ -13,10 +13,13 @@ from lightning_ring.comm.communicator import Communicator, CompletedWork, Reduce
 from lightning_ring.comm.cost import Collective, CostModel, fit
 from lightning_ring.comm.timing import time_collective
 from lightning_ring.gradients.compression import COMPRESSORS, Compressor
+from lightning_ring.gradients.compression.four_bit import FourBit
+from lightning_ring.tools.plan.profile import SHORT_BYTES
 
 PROBE_BYTES = (2**16, 2**18, 2**19, 2**20, 2**22, 2**24)
 _COLLECTIVES: tuple[Collective, ...] = ("all_reduce", "reduce_scatter", "all_gather")
 _REPEATS = 5
+_STEPS, _STEP_SECONDS, _BLOCKS = 20, 5e-3, 3  # of ranks that compute between short all-reduces
 _ROUNDS = 5
 _ROWS = 1024
 _AFTER_WARM_UP = {"dgc": {"warmup_steps": 0}, "powersgd": {"start_iter": 0}}
@@ -25,8 +28,12 @@ _AFTER_WARM_UP = {"dgc": {"warmup_steps": 0}, "powersgd": {"start_iter": 0}}
 def measure_collectives(
     comm: Communicator, device: torch.device, sizes: Sequence[int] = PROBE_BYTES
 ) -> dict[str, CostModel]:
-    """What a message costs, by collective, from tensors of ``sizes`` bytes. Collective."""
-    flats = [comm.empty(size // 4, torch.float32, device).zero_() for size in sizes]
+    """What a message costs, by collective, from tensors of ``sizes`` bytes. Collective.
+
+    The largest come first: links of a limited rate (of clouds, of tc) let some of what follows an idle moment pass at
+    once, and a training sends at each step.
+    """
+    flats = [comm.empty(size // 4, torch.float32, device).zero_() for size in sorted(sizes, reverse=True)]
     costs: dict[str, CostModel] = {}
     for collective in _COLLECTIVES:
         own = [median(time_collective(comm, collective, flat, _REPEATS, "probe of the profile")) for flat in flats]
@@ -46,33 +53,64 @@ def measure_processor(comm: Communicator, size: int = PROBE_BYTES[-2]) -> float:
     return median(spent[1:]) / size
 
 
-def measure_encoding(numel: int = _ROWS * _ROWS) -> dict[str, float]:
-    """By compressor, seconds that an average costs a rank besides its messages, of each element. On the CPU."""
+def measure_call(comm: Communicator) -> float:
+    """Seconds by which a short all-reduce lengthens a step of a few milliseconds on the CPU. Collective.
+
+    More than the all-reduce takes alone: its threads wait for cores that compute, and its ranks for the slower one.
+    """
+    flat, matrix = comm.empty(SHORT_BYTES // 4, torch.float32, torch.device("cpu")).zero_(), torch.randn(256, 256)
+
+    def seconds_of_a_step(num_steps: int, num_products: int, *, calls: bool) -> float:
+        comm.barrier()
+        began = time.perf_counter()
+        for _ in range(num_steps):
+            for _ in range(num_products):
+                torch.mm(matrix, matrix)
+            if calls:
+                comm.all_reduce_(flat, name="probe of the profile").wait()
+        return (time.perf_counter() - began) / num_steps
+
+    num_products = max(1, round(_STEP_SECONDS / seconds_of_a_step(_STEPS, 1, calls=False)))
+    longer = [
+        seconds_of_a_step(_STEPS, num_products, calls=True) - seconds_of_a_step(_STEPS, num_products, calls=False)
+        for _ in range(_BLOCKS)
+    ]
+    return max(0.0, *comm.all_gather_object(median(longer)))
+
+
+def measure_encoding(comm: Communicator | None, numel: int = _ROWS * _ROWS) -> dict[str, float]:
+    """By compressor, seconds that an average costs a rank besides its messages, of each element. On the CPU.
+
+    All ranks measure at once, as they encode at once in a training: the slowest one's. Collective.
+    """
     made = {name: known.build(**_AFTER_WARM_UP.get(name, {})) for name, known in COMPRESSORS.items()}
-    return {name: seconds_to_encode(compressor, numel)[1] / numel for name, compressor in made.items()}
+    made[FourBit.name] = FourBit()
+    own = {name: median(whole for _, whole in times_to_encode(each, numel)) / numel for name, each in made.items()}
+    everyones = comm.all_gather_object(own) if comm is not None else [own]
+    return {name: max(each[name] for each in everyones) for name in own}
 
 
-def seconds_to_encode(compressor: Compressor, numel: int, rounds: int = _ROUNDS) -> tuple[float, float]:
-    """Seconds until ``numel`` gradients have been encoded for sending, and until their average is there.
+def times_to_encode(compressor: Compressor, numel: int, rounds: int = _ROUNDS) -> list[tuple[float, float]]:
+    """Seconds until ``numel`` gradients have been encoded for sending, and until their average is there, by round.
 
-    The least of several rounds, of one of two ranks, whose messages take no time. With error feedback, if any; without
-    the copy into a bucket, which is all that 16 bits take.
+    Of one of two ranks, whose messages take no time. With error feedback, if any; without the copy into a bucket, which
+    is all that 16 bits take.
     """
     comm = SilentCommunicator(2)
     gradient = torch.randn(numel, generator=torch.Generator().manual_seed(1))
     flat = gradient.to(compressor.buffer_dtype or gradient.dtype)
     if compressor.buffer_dtype is None:
         compressor.prepare(flat, Layout(flat))
-    encoding, whole = [], []
+    times = []
     for _ in range(rounds):
         flat.copy_(gradient)
         compressor.begin_backward()
         comm.sent.clear()
         began = time.perf_counter()
         compressor.all_reduce(flat, comm, name="bucket").wait()
-        whole.append(time.perf_counter() - began)
-        encoding.append(comm.sent[-2 if len(comm.sent) > 1 else 0] - began)  # TernGrad's scalers travel before
-    return min(encoding), min(whole)
+        whole = time.perf_counter() - began
+        times.append((comm.sent[-2 if len(comm.sent) > 1 else 0] - began, whole))  # TernGrad's scalers travel before
+    return times
 
 
 class Layout:

@@ -18,6 +18,7 @@ from lightning_ring.comm.cost import CostModel
 from lightning_ring.errors import ConfigurationError
 
 FORMAT = 1
+SHORT_BYTES = 4096  # of the all-reduce that ``Profile.call`` is about
 _KIND = "lightning_ring profile"
 _HOW = "Record one with lightning_ring.monitor.RingProfile."
 
@@ -88,6 +89,14 @@ class Profile:
     link: Mapping[str, CostModel] | None = None  # cost of a message, by collective
     encoding: Mapping[str, float] | None = None  # by compressor, seconds for an element besides its messages
     processor: float | None = None  # on CPUs: processor seconds that each byte of an all-reduce costs a rank
+    call: float | None = None  # on CPUs: seconds by which a short all-reduce lengthens a step of ranks that compute
+
+    @property
+    def call_beside_link(self) -> float:
+        """Seconds of ``call`` that ``link`` does not know of: waits for cores that compute, and for the slower rank."""
+        if self.call is None or self.link is None:
+            return 0.0
+        return max(0.0, self.call - self.link["all_reduce"].seconds(SHORT_BYTES, self.run.world_size))
 
 
 def fingerprint(parameters: Iterable[tuple[str, Sequence[int], str]]) -> str:
@@ -140,6 +149,7 @@ def profile_of(content: Mapping[str, Any]) -> Profile:
         None if link is None else {name: _cost(**model) for name, model in link.items()},
         content.get("encoding"),
         content.get("processor"),
+        content.get("call"),
     )
 
 
