@@ -29,6 +29,7 @@ def predicted_seconds(
         return None
     profile = _at_speed_of(profile, batch_seconds)
     link = Link("measured", profile.link)
+    profile = _at_speed_of(profile, batch_seconds)
     cluster = Cluster(study.ranks, 1, link, link)
     together, step_of = _step_of(method.distribute, cluster)
     if step_of is None:
@@ -43,7 +44,8 @@ def predicted_seconds(
 def _step_of(distribute: dict[str, Any] | None, cluster: Cluster) -> tuple[bool, Callable[[Profile], float] | None]:
     """Whether a slow rank holds up the others, and from a profile the seconds of a step."""
     if distribute is None:
-        return True, lambda profile: predict(profile, cluster, Settings(bucket_cap_mb=25)).seconds
+        own = Settings(bucket_cap_mb=25)  # and its calls wait in no threads of Python
+        return True, lambda profile: predict(replace(profile, call=None), cluster, own).seconds
     made = {name: instantiate(value) for name, value in distribute.items() if isinstance(value, dict)}
     if isinstance(algorithm := made.get("algorithm"), Algorithm):
         exchange = algorithm.exchange()

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from benchmarks.hosts import why_not
+from lightning_ring.comm.cost import CostModel
+from lightning_ring.tools.plan import profile as recorded_profile
+from lightning_ring.tools.plan.model import Link
+from lightning_ring.tools.plan.profile import Profile
+from recipes.wires.predict import predicted_seconds
 from recipes.wires.report import cell_of, plot, seconds_until, step_table, table
 from recipes.wires.run import Method, Run, Settings
 from tests.processes import ROOT, run
+from tests.tools.plan.profiles import gradient, link, profile
 
 
 def result(method: str, seed: int, curve: list[tuple[float, float]], accuracy: float = 0.9) -> dict:
@@ -49,6 +58,40 @@ def test_every_run_of_the_configuration_differs() -> None:
     runs = [Run(method, rate, False, seed) for method in methods for rate in config["rates"] for seed in (1, 2)]
     assert len({each.key(settings) for each in runs}) == len(runs)
     assert config["baseline"] in [method.label for method in methods]
+
+
+@pytest.fixture
+def study() -> tuple[Settings, dict[str, Method], Profile]:
+    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+        config = OmegaConf.to_container(compose("wires"), resolve=True)
+    methods = {name: Method(**node) for name, node in config["methods"].items()}
+    one = profile(gradient("w", 4, 0.1), run=recorded_profile.Run(2, 2, "cpu", 16, 10))  # 0.16 s alone
+    return Settings(**config["settings"]), methods, replace(one, link=link(100, 0.1).costs)
+
+
+def test_every_method_has_a_prediction_and_a_busy_machine_takes_longer(study: Any) -> None:
+    settings, methods, recorded = study
+    for name, method in methods.items():
+        as_recorded, busy = (predicted_seconds(method, recorded, False, settings, 0.16 * times) for times in (1, 3))
+        assert as_recorded is not None, name
+        assert busy is not None, name
+        assert busy - as_recorded == pytest.approx(0.32, rel=0.35), name  # more of an exchange is hidden
+
+
+def test_only_ranks_at_their_own_pace_go_on_without_a_slow_one(study: Any) -> None:
+    settings, methods, recorded = study
+    free = replace(recorded, link=Link.of("free", CostModel(0.0, math.inf)).costs)
+    for name, expected in {
+        "ddp": 0.32,
+        "ring": 0.32,
+        "local": 0.32,
+        "gossip": 0.32,
+        "gossip_async": 2 / (1 / 0.16 + 1 / 0.32),
+        "servers_stale": 0.32,  # but for its first steps
+        "servers_async": 2 / (1 / 0.16 + 1 / 0.32),
+    }.items():
+        found = predicted_seconds(methods[name], free, True, settings, 0.16)
+        assert found == pytest.approx(expected), name
 
 
 @pytest.mark.netns

@@ -28,6 +28,8 @@ from lightning_ring.gradients.compression import PowerSGD
 from lightning_ring.gradients.compression.registry import COMPRESSORS
 from lightning_ring.tools.plan.choice import choices, predict_exchange, recommended, sent_bytes
 from lightning_ring.tools.plan.model import Cluster, Link, Settings, predict
+from lightning_ring.tools.plan.probing import Layout, SilentCommunicator
+from lightning_ring.tools.plan.profile import Run
 from tests.thread_ranks import ThreadTransport, run_ranks
 from tests.tools.plan.profiles import MIB, gradient, link, profile
 
@@ -123,6 +125,54 @@ def test_cores_that_compute_cannot_hide_the_work_of_messages() -> None:
     assert predict_exchange(busy, flat(2, free), Settings(), diloco(5, overlap=4)).exposed == pytest.approx(
         2e-9 * BYTES / 5
     )
+
+
+@pytest.mark.parametrize(
+    ("step", "calls"),
+    [
+        (lambda one, cluster: predict(one, cluster, Settings()), 1),
+        (lambda one, cluster: predict(one, cluster, Settings(compression="bf16")), 1),
+        (lambda one, cluster: predict(one, cluster, Settings(compression="int8")), 2),
+        (lambda one, cluster: predict(one, cluster, Settings(compression="terngrad")), 3),
+        (lambda one, cluster: predict(one, cluster, Settings(shard_optimizer=True)), 2),
+        (lambda one, cluster: predict_exchange(one, cluster, Settings(), local_sgd(4)), 2 / 4),
+        (lambda one, cluster: predict_exchange(one, cluster, Settings(), diloco(10, 2, 3, 4)), 5 / 10),
+        (lambda one, cluster: predict_exchange(one, cluster, Settings(), gossip("ring")), 1),
+    ],
+)
+def test_calls_cost_what_the_profile_measured_among_ranks_that_compute(step: Any, calls: float) -> None:
+    """0.7 ms of the 3 ms are in the link's model of a short message."""
+    recorded = Run(2, 2, "cpu", 16, 10)
+    known = replace(ONE, run=recorded, link={"all_reduce": CostModel(350e-6 - 2048 / 1e9, 1e9)})
+    cluster = flat(8)
+    assert known.call_beside_link == 0
+    slower = replace(known, call=3e-3)
+    assert slower.call_beside_link == pytest.approx(2.3e-3)
+    assert step(slower, cluster).exposed - step(known, cluster).exposed == pytest.approx(calls * 2.3e-3)
+    assert replace(slower, call=0.5e-3).call_beside_link == 0
+    assert replace(slower, link=None).call_beside_link == 0
+
+
+def test_outer_gradients_are_encoded() -> None:
+    coding = replace(ONE, encoding={"4 bits": 20e-9, "int8": 2e-9})
+    for bits, seconds in ((4, 20e-9), (8, 2e-9), (32, 0)):
+        plain, coded = (predict_exchange(one, flat(2), Settings(), diloco(10, 2, 3, bits)) for one in (ONE, coding))
+        assert plain.exposed == 0
+        assert coded.exposed == pytest.approx(seconds * BYTES / 4 / 10)
+
+
+@pytest.mark.parametrize("name", sorted(COMPRESSORS))
+def test_rounds_are_those_of_the_collectives_of_an_average(name: str) -> None:
+    comm = SilentCommunicator(2)
+    compressor = COMPRESSORS[name].build(**({"warmup_steps": 0} if name == "dgc" else {}))
+    flat_gradient = torch.randn(2**16).to(torch.bfloat16 if name == "fp32" else torch.float32)
+    if name == "powersgd":
+        compressor = PowerSGD(start_iter=0)
+    if compressor.buffer_dtype is None:
+        compressor.prepare(flat_gradient, Layout(flat_gradient.view(-1)))
+    compressor.begin_backward()
+    compressor.all_reduce(flat_gradient, comm, name="bucket").wait()
+    assert len(comm.sent) == COMPRESSORS[name].rounds
 
 
 def test_the_gentlest_of_the_fast_ones_is_recommended() -> None:
