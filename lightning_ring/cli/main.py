@@ -23,6 +23,7 @@ COMMANDS = {
         "give the images of a packed set metadata: labels, boxes, anything",
     ),
     "merge": ("lightning_ring.cli.sets.merge", "add packed sets to another one"),
+    "compact": ("lightning_ring.cli.sets.compact", "write shards with deleted images anew, without them"),
     "prune": ("lightning_ring.cli.sets.prune", "remove old generations of a packed set"),
     "bench": ("lightning_ring.cli.bench", "how fast the ring is: bandwidth of every backend, over sizes"),
     "timeline": ("lightning_ring.cli.timeline", "merge the ranks' timelines into one trace, also after a crash"),
@@ -30,7 +31,16 @@ COMMANDS = {
     "report": ("lightning_ring.cli.report", "one HTML page of a run, or of several compared"),
 }
 
-SETS = ("ls", "stat", "delete", "relabel", "annotate", "merge", "prune")  # like `pack` they run on Windows too
+SETS = (
+    "ls",
+    "stat",
+    "delete",
+    "relabel",
+    "annotate",
+    "merge",
+    "compact",
+    "prune",
+)  # like `pack` they run on Windows too
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
