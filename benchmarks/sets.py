@@ -18,6 +18,7 @@ from index import write_index
 
 from lightning_ring.data.sets.change import delete_images, relabel_images
 from lightning_ring.data.sets.near import near_pairs
+from lightning_ring.data.shards.columns import Column
 from lightning_ring.data.shards.expressions import matching
 from lightning_ring.data.shards.index import ShardIndex
 from lightning_ring.data.shards.manifest import MANIFEST, file_sha256, read_manifest
@@ -54,6 +55,9 @@ def main() -> None:
             lambda: matching("startswith(class_name, 'class 77')", index, classes),
         )
         timed("filter: endswith(name, '8.jpg')", lambda: matching("endswith(name, '8.jpg')", index, classes))
+        notes = tuple(f"note {i}" for i in range(images))
+        index.metadata["note"] = Column("text", np.arange(images, dtype=np.int32), None, notes)
+        timed("filter: endswith(note, '8'), a text an image", lambda: matching("endswith(note, '8')", index, classes))
         timed("relabel 1 % of the images", lambda: relabel_images(root, where="label < 100", to="class 7"))
         timed("delete 1 % of the images", lambda: delete_images(root, where="label >= 9900"))
         hashes = np.random.default_rng(0).integers(0, 2**64, images, dtype=np.uint64)

@@ -23,6 +23,7 @@ COMMANDS = {
         "give the images of a packed set metadata: labels, boxes, anything",
     ),
     "merge": ("lightning_ring.cli.sets.merge", "add packed sets to another one"),
+    "compact": ("lightning_ring.cli.sets.compact", "write shards with deleted images anew, without them"),
     "prune": ("lightning_ring.cli.sets.prune", "remove old generations of a packed set"),
     "index": ("lightning_ring.cli.index", "embed photographs with a trained model, to be found again"),
     "identify": ("lightning_ring.cli.identify", "the photographs of an index that are most similar to others"),
@@ -32,7 +33,16 @@ COMMANDS = {
     "report": ("lightning_ring.cli.report", "one HTML page of a run, or of several compared"),
 }
 
-SETS = ("ls", "stat", "delete", "relabel", "annotate", "merge", "prune")  # like `pack` they run on Windows too
+SETS = (
+    "ls",
+    "stat",
+    "delete",
+    "relabel",
+    "annotate",
+    "merge",
+    "compact",
+    "prune",
+)  # like `pack` they run on Windows too
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from lightning_ring.data.sampling.pk import PKSampler
     from lightning_ring.data.sampling.sampler import OrderedSampler, ShuffledSampler
     from lightning_ring.data.sets.change import annotate_images, delete_images, relabel_images
+    from lightning_ring.data.sets.compact import compact_set
     from lightning_ring.data.sets.duplicates import find_duplicates
     from lightning_ring.data.sets.merge import merge_sets
     from lightning_ring.data.sets.prune import prune_set
@@ -38,6 +39,7 @@ __all__ = [
     "ShardDataset",
     "ShuffledSampler",
     "annotate_images",
+    "compact_set",
     "delete_images",
     "find_duplicates",
     "image_loader",
@@ -61,6 +63,7 @@ _HOMES = {
     "sampling.pk": ("PKSampler",),
     "sampling.sampler": ("OrderedSampler", "ShuffledSampler"),
     "sets.change": ("annotate_images", "delete_images", "relabel_images"),
+    "sets.compact": ("compact_set",),
     "sets.duplicates": ("find_duplicates",),
     "sets.merge": ("merge_sets",),
     "sets.prune": ("prune_set",),

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_ring.cli.sets.running import UNCHANGED, exit_code
+from lightning_ring.cli.sets.running import UNCHANGED, exit_code, folder
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -17,7 +17,7 @@ def main(arguments: Sequence[str]) -> int:
         "of either (several labels), or boxes. In a CSV a column of JSON numbers or lists is one; all else is text, "
         "and an empty cell is missing.",
     )
-    parser.add_argument("set", type=Path, metavar="SET", help="folder of packed images")
+    parser.add_argument("set", type=folder, metavar="SET", help="folder of packed images")
     parser.add_argument("table", type=Path, metavar="TABLE", help=".csv or .parquet, with the column path")
     parser.add_argument("--columns", metavar="A,B", help="only these columns (default: all but path and label)")
     options = parser.parse_args(arguments)

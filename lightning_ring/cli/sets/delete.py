@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_ring.cli.sets.running import UNCHANGED, count, exit_code
+from lightning_ring.cli.sets.running import UNCHANGED, count, exit_code, folder
 from lightning_ring.errors import ConfigurationError
 
 
@@ -17,7 +17,7 @@ def main(arguments: Sequence[str]) -> int:
         description="Make a generation of a packed set without some images. Their bytes stay in the shards, for "
         "readers of older generations; `lightning-ring prune` removes shards that no generation has.",
     )
-    parser.add_argument("set", type=Path, metavar="SET", help="folder of packed images")
+    parser.add_argument("set", type=folder, metavar="SET", help="folder of packed images")
     parser.add_argument("names", nargs="*", metavar="NAME", help="of an image, as `lightning-ring ls` shows it")
     parser.add_argument("--where", metavar="EXPR", help="all images for which this is true: \"class_name == 'spam'\"")
     parser.add_argument("--names-from", type=Path, metavar="FILE", help="a name a line")
@@ -44,6 +44,6 @@ def main(arguments: Sequence[str]) -> int:
 def read_names(file: Path) -> list[str]:
     """Raises `ConfigurationError`: ``file`` cannot be read."""
     try:
-        return [line for line in file.read_text(encoding="utf-8", errors="surrogateescape").splitlines() if line]
+        return [line for line in file.read_text(encoding="utf-8", errors="surrogateescape").split("\n") if line]
     except OSError as error:
         raise ConfigurationError(f"{file} cannot be read: {error.strerror}. Expected a name in each line.") from None

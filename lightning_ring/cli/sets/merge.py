@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
-from lightning_ring.cli.sets.running import UNCHANGED, count, exit_code
+from lightning_ring.cli.sets.running import UNCHANGED, count, exit_code, folder
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -16,8 +15,8 @@ def main(arguments: Sequence[str]) -> int:
         description="Add the newest generations of packed sets to another one, which may be new. Classes go by name. "
         "Shards are linked where the file system has hard links, else copied.",
     )
-    parser.add_argument("sets", nargs="+", type=Path, metavar="SET", help="folders of packed images")
-    parser.add_argument("--into", type=Path, required=True, metavar="SET", help="the set that gets their images")
+    parser.add_argument("sets", nargs="+", type=folder, metavar="SET", help="folders of packed images")
+    parser.add_argument("--into", type=folder, required=True, metavar="SET", help="the set that gets their images")
     parser.add_argument("--prefixes", action="store_true", help="put the name of its folder before each set's names")
     options = parser.parse_args(arguments)
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
-from lightning_ring.cli.sets.running import UNCHANGED, count, exit_code
+from lightning_ring.cli.sets.running import UNCHANGED, count, exit_code, folder
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -16,7 +15,7 @@ def main(arguments: Sequence[str]) -> int:
         description="Remove old generations of a packed set, and shards that no other generation has. Jobs that read "
         "them fail, and checkpoints that name them cannot go on exactly.",
     )
-    parser.add_argument("set", type=Path, metavar="SET", help="folder of packed images")
+    parser.add_argument("set", type=folder, metavar="SET", help="folder of packed images")
     parser.add_argument("--keep", type=int, default=1, metavar="N", help="newest generations to keep (default: 1)")
     parser.add_argument("--unfinished", action="store_true", help="give up a `pack --append` that has not finished")
     options = parser.parse_args(arguments)

@@ -6,8 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_ring.cli.sets.running import UNCHANGED, exit_code
-from lightning_ring.errors import ConfigurationError
+from lightning_ring.cli.sets.running import UNCHANGED, exit_code, folder
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -18,14 +17,12 @@ def main(arguments: Sequence[str]) -> int:
         description="Make a generation of a packed set in which images are of other classes. Shards stay as they are, "
         "so the .cls files in them are those of the packing.",
     )
-    parser.add_argument("set", type=Path, metavar="SET", help="folder of packed images")
+    parser.add_argument("set", type=folder, metavar="SET", help="folder of packed images")
     parser.add_argument("labels", nargs="?", type=Path, metavar="LABELS.csv", help="with the columns path and label")
     parser.add_argument("--where", metavar="EXPR", help="all images for which this is true")
     parser.add_argument("--to", metavar="CLASS", help="their class from now on")
     parser.add_argument("--new-classes", action="store_true", help="add classes that the set does not have")
     options = parser.parse_args(arguments)
-    if (options.labels is None) == (options.where is None) or (options.where is None) != (options.to is None):
-        raise ConfigurationError("expected either LABELS.csv, or --where EXPR and --to CLASS.")
 
     def run() -> int:
         from lightning_ring.data.sets.change import relabel_images
@@ -35,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
         labels = None if options.labels is None else read_labels(options.labels)
         before = read_manifest(options.set).generation
         manifest = relabel_images(options.set, labels, options.where, options.to, options.new_classes)
-        done = manifest.change if manifest.generation != before else "nothing to do: they are of these classes already"
+        done = manifest.change if manifest.generation != before else "nothing to do: no such image is of another class"
         print(f"{options.set}: {done}; generation {manifest.generation} has {len(manifest.classes)} classes")
         return 0
 

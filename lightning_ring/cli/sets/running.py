@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
+from lightning_ring.data.remote.options import is_url
 from lightning_ring.errors import ConfigurationError, ShardError
 
 EXTRAS = {
@@ -12,6 +15,20 @@ EXTRAS = {
     "pyarrow": "parquet",
     "imagehash": "duplicates",
 }
+
+
+def folder(text: str) -> Path:
+    """An argument that names a folder: as a path, ``s3://bucket`` would be the folder ``s3:`` here."""
+    if is_url(text):
+        raise argparse.ArgumentTypeError(f"{text} is a URL, expected a folder. Change the folder, and copy it there.")
+    return Path(text)
+
+
+def number(text: str) -> int:
+    """0 or more."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text}: expected 0 or more")
+    return int(text)
 
 
 def exit_code(command: str, run: Callable[[], int], after_stop: str) -> int:

@@ -6,10 +6,9 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_ring.cli.sets.running import count, exit_code
+from lightning_ring.cli.sets.running import count, exit_code, folder
 
 if TYPE_CHECKING:
     from lightning_ring.data.sets.statistics import Statistics
@@ -23,7 +22,7 @@ def main(arguments: Sequence[str]) -> int:
         prog="lightning-ring stat",
         description="What a packed set holds: images, classes, metadata, bytes, and its generations. Reads no image.",
     )
-    parser.add_argument("set", type=Path, metavar="SET", help="folder of packed images")
+    parser.add_argument("set", type=folder, metavar="SET", help="folder of packed images")
     parser.add_argument("--generation", type=int, metavar="N", help="of the set (default: the newest)")
     parser.add_argument("--classes", action="store_true", help="all classes, not the largest alone")
     parser.add_argument("--json", action="store_true", help="everything, as JSON")

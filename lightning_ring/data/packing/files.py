@@ -59,7 +59,7 @@ def write_whole(path: Path, data: bytes) -> None:
 def link_or_copy(source: Path, target: Path) -> None:
     """Give the file ``source``, which never changes, a second name; a copy where the file system has no links."""
     try:
-        os.link(source, target)
+        os.link(source.resolve(), target)  # a link to a symbolic link may lead nowhere
     except FileExistsError:
         raise
     except OSError:

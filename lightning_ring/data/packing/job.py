@@ -74,6 +74,6 @@ class PackJob:
         return replace(
             self,
             generation=base.generation + 1,
-            first_shard=len(base.shards) if base.next_shard is None else base.next_shard,
-            first_key=base.samples if base.next_key is None else base.next_key,
+            first_shard=base.free_shard,
+            first_key=base.free_key,
         )

@@ -111,6 +111,12 @@ def read_csv(file: Path) -> Iterator[Found | LeftOut]:
         yield Found(row.path, row.label)
 
 
+def one_spelling(path: str) -> str:
+    """``./a//b.jpg`` and ``a/b.jpg`` are one path; ``..`` stays: behind a link it leads elsewhere."""
+    path = path.strip()
+    return str(PurePath(path)) if "./" in path or "//" in path else path
+
+
 def _repeated_paths(file: Path) -> set[int]:
     """Hashes of the paths that occur twice: 8 bytes a row, where a dict of all paths would take some 200."""
     hashes = np.frombuffer(array("q", (hash(row.path) for row in _rows(file))), np.int64)
@@ -132,9 +138,6 @@ def _rows(file: Path) -> Iterator[_Row]:
             for cells in reader:
                 if cells:
                     cells += [""] * len(columns)
-                    name = cells[path].strip()
-                    if "./" in name or "//" in name:  # ``..`` stays: behind a link it leads elsewhere
-                        name = str(PurePath(name))
-                    yield _Row(reader.line_num, name, cells[label].strip())
+                    yield _Row(reader.line_num, one_spelling(cells[path]), cells[label].strip())
         except csv.Error as error:
             raise ConfigurationError(f"{file}, line {reader.line_num}, is not CSV: {error}.") from None

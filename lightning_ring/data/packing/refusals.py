@@ -7,12 +7,13 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from lightning_ring.data.packing.changes import Listed, describe_changes, of_shards, of_sources
 from lightning_ring.data.packing.job import PackJob
 from lightning_ring.data.packing.sources import list_sources
-from lightning_ring.data.sets.lock import PACKING
+from lightning_ring.data.sets.lock import PACKING, changing
 from lightning_ring.data.shards.manifest import Manifest
 from lightning_ring.errors import ConfigurationError
 
@@ -45,7 +46,8 @@ def finished(job: PackJob, manifest: Manifest) -> Manifest:
         )
     refuse_other({"source": manifest.source, **manifest.settings}, job, "packed already")
     if (job.target / PACKING).exists():
-        shutil.rmtree(job.target / PACKING)  # the manifest was written, and then something ended the process
+        with suppress(ConfigurationError), changing(job.target):
+            pass  # it clears what is left where the manifest was written, and then something ended the process
     refuse_changed(manifest.identity, lambda: of_shards(job.target, manifest), job, None, "packed already")
     return manifest
 

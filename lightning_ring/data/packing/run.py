@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -42,7 +41,7 @@ from lightning_ring.data.packing.settings import PackSettings
 from lightning_ring.data.packing.shard_loop import Progress, Rest, write_shards
 from lightning_ring.data.packing.shard_writer import ShardRecord, read_records
 from lightning_ring.data.packing.sources import Sources, leave_out_there, list_sources, load_sources
-from lightning_ring.data.sets.lock import PACKING, SETTINGS, is_unfinished, only_one
+from lightning_ring.data.sets.lock import PACKING, SETTINGS, clear, is_unfinished, only_one
 from lightning_ring.data.shards.index import ShardIndex
 from lightning_ring.data.shards.manifest import MANIFEST, Manifest, read_manifest
 from lightning_ring.errors import ConfigurationError, ShardError
@@ -98,7 +97,7 @@ def _begun(job: PackJob) -> Iterator[tuple[PackJob, Manifest | None]]:
             raise ConfigurationError(f"{job.target} was packed by another process just now. Start the command again.")
         job = job.after(base)
         if not is_unfinished(job.target, base):
-            _clear(state)  # what a packing left that was killed after it had made its generation
+            clear(state)  # what a packing left that was killed after it had made its generation
         _refuse_other_parts(job, base)
         job.state.mkdir(exist_ok=True)
         mine = job.state / SETTINGS
@@ -112,14 +111,6 @@ def _begun(job: PackJob) -> Iterator[tuple[PackJob, Manifest | None]]:
             return
     with only_one(job.state, job.target):
         yield job, base
-
-
-def _clear(state: Path) -> None:
-    for path in state.iterdir():
-        if path.is_dir():
-            shutil.rmtree(path)
-        elif path.name != "lock":
-            path.unlink()
 
 
 def _refuse_other_parts(job: PackJob, base: Manifest | None) -> None:
@@ -159,7 +150,7 @@ def _pack(job: PackJob, base: Manifest | None, workers: int, progress: Progress)
         return _finish(job, base, sources, [records], rest)
     except ConfigurationError:
         if not records:
-            shutil.rmtree(job.state)  # nothing to go on with, and the next command will be another
+            clear(job.state)  # nothing to go on with, and the next command will be another
         raise
 
 
@@ -197,7 +188,7 @@ def _finish(
         counts["left out"] += sources.left_out
         manifest = replace(base, counts={**counts, "added": 0, "there": sources.there})
         write_whole(job.target / NOT_ADDED, HEADER + sources.report + rest.report)
-    shutil.rmtree(job.target / PACKING, ignore_errors=True)
+    clear(job.target / PACKING, ignore_errors=True)
     return manifest
 
 
@@ -210,7 +201,7 @@ def _finish_parts(job: PackJob, base: Manifest | None, sources: Sources, rest: R
     with only_one(job.target / PACKING, job.target, wait=True):
         newest = read_manifest(job.target) if (job.target / MANIFEST).exists() else None
         if newest is not None and newest.generation >= job.generation:
-            shutil.rmtree(job.target / PACKING, ignore_errors=True)
+            clear(job.target / PACKING, ignore_errors=True)
             return newest  # another part has ended meanwhile, and found this one done
         states = [job.state_of(part) for part in range(job.parts)]
         if not all((state / _DONE).exists() for state in states):

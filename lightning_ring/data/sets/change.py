@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from lightning_ring.data.packing.sources import check_distinct
-from lightning_ring.data.sets.generation import images, write_generation
+from lightning_ring.data.sets.generation import following, images, write_generation
 from lightning_ring.data.sets.lock import changing
 from lightning_ring.data.sets.rows import SetRows
 from lightning_ring.data.sets.select import rows_of, select
@@ -39,7 +39,7 @@ def delete_images(root: Path, where: str | None = None, names: Sequence[str] = (
         kept = np.flatnonzero(is_kept)
         deleted = before.union(index.name(i) for i in gone.tolist())
         how = f"where {where}" if where else "by name"
-        plan = _next(manifest, f"delete {images(len(gone))} {how}")
+        plan = following(manifest, f"delete {images(len(gone))} {how}")
         return write_generation(root, plan, [SetRows(root, manifest, kept)], manifest, deleted=deleted)
 
 
@@ -56,18 +56,19 @@ def relabel_images(
         new_classes: Classes that the set does not have are added, at the end. Otherwise they are an error.
 
     Raises:
-        ConfigurationError: There is no such image or class.
+        ConfigurationError: There is no such image or class, or neither or both of ``labels`` and ``where`` were given.
         ShardError: ``root`` is no set, or is damaged.
     """
+    if (labels is None) == (where is None) or (where is None) != (to is None):
+        raise ConfigurationError("expected either LABELS.csv (labels), or --where EXPR and --to CLASS (where, to).")
     root = Path(root)
     with changing(root) as manifest:
         index = ShardIndex(root, manifest)
-        wanted = dict(labels or {})
-        rows = rows_of(index, list(wanted))
-        names = list(wanted.values())
-        if where is not None and to is not None:
+        if labels is not None:
+            rows, names = rows_of(index, list(labels)), list(labels.values())
+        else:
             rows = select(index, manifest, where)
-            names = [to] * len(rows)
+            names = [str(to)] * len(rows)
         classes = _classes(root, manifest.classes, names, new_classes)
         numbers = {name: number for number, name in enumerate(classes)}
         changed = np.array(index.labels)
@@ -75,7 +76,7 @@ def relabel_images(
         num = int((changed != index.labels).sum())
         if not num:
             return manifest  # they are of these classes already
-        plan = _next(manifest, f"relabel {images(num)}", classes=classes)
+        plan = following(manifest, f"relabel {images(num)}", classes=classes)
         return _write(root, plan, manifest, SetRows(root, manifest, labels=changed))
 
 
@@ -108,19 +109,20 @@ def annotate_images(
         index = ShardIndex(root, manifest)
         if callable(columns):
             columns = _by_function(columns, index, manifest.classes)
+        names = list(dict.fromkeys(chain.from_iterable(columns.values())))
+        rows = dict(zip(names, rows_of(index, names).tolist(), strict=True))
         found: dict[str, Column] = {}
         for name, values in columns.items():
             check_name(name)
-            rows = rows_of(index, list(values))
             all_values = _values_now(index, name)
-            for i, value in zip(rows.tolist(), values.values(), strict=True):
-                all_values[i] = value
+            for image, value in values.items():
+                all_values[rows[image]] = value
             found[name] = column(kind_of(all_values, name), all_values)
         if all(same(found[name], index.metadata.get(name)) for name in found):
             return manifest
         whole = SetRows(root, manifest)
         whole.metadata = {**whole.metadata, **found}
-        return _write(root, _next(manifest, f"annotate {', '.join(found)}"), manifest, whole)
+        return _write(root, following(manifest, f"annotate {', '.join(found)}"), manifest, whole)
 
 
 def _by_function(
@@ -142,18 +144,6 @@ def _values_now(index: ShardIndex, name: str) -> list[Any]:
     if there.kind == "number":
         return [None if value != value else value for value in values]
     return [None if there.kind == "text" and value == "" else value for value in values]
-
-
-def _next(manifest: Manifest, change: str, **others: Any) -> Manifest:
-    return replace(
-        manifest,
-        generation=manifest.generation + 1,
-        change=change,
-        counts={},
-        next_shard=len(manifest.shards) if manifest.next_shard is None else manifest.next_shard,
-        next_key=manifest.samples if manifest.next_key is None else manifest.next_key,
-        **others,
-    )
 
 
 def _write(root: Path, plan: Manifest, base: Manifest, rows: SetRows) -> Manifest:

@@ -81,7 +81,7 @@ class _Images:
 
     def read(self, i: int) -> bytes:
         number, row = self.place(i)
-        return self.files[number].read(self.indices[number].place(row))
+        return self.files[number].read_whole(self.indices[number].place(row))
 
     def checksums(self) -> npt.NDArray[np.uint64]:
         """Length and CRC-32 of every image, in one number."""

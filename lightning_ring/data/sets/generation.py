@@ -10,6 +10,7 @@ import json
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -24,6 +25,19 @@ from lightning_ring.data.shards.manifest import MANIFEST, REPORT, Manifest, file
 from lightning_ring.errors import ConfigurationError
 
 _PLAIN = ("labels", "places", "stamps")
+
+
+def following(base: Manifest, change: str, **others: Any) -> Manifest:
+    """The plan of the generation after ``base``, that ``change`` makes."""
+    return replace(
+        base,
+        generation=base.generation + 1,
+        change=change,
+        counts={},
+        next_shard=base.free_shard,
+        next_key=base.free_key,
+        **others,
+    )
 
 
 def write_generation(
@@ -43,7 +57,7 @@ def write_generation(
         deleted: Names of images that were deleted, now or earlier.
 
     Raises:
-        ConfigurationError: ``parts`` hold no image, or columns of one name and two kinds.
+        ConfigurationError: ``parts`` hold no image, or columns that do not go together.
     """
     if not sum(map(len, parts)):
         raise ConfigurationError(f"{root}: no image would be left. A set has one at least; remove its folder instead.")
@@ -124,9 +138,15 @@ def images(number: int) -> str:
 
 
 def joined_metadata(parts: Sequence[Rows]) -> dict[str, Column]:
-    """Columns of all ``parts``. Raises `ConfigurationError`: one of them is of several kinds."""
+    """Columns of all ``parts``. Raises `ConfigurationError`: one is of several kinds, or names are too alike."""
     found: dict[str, Column] = {}
-    for name in sorted({name for part in parts for name in part.metadata}):
+    names = sorted({name for part in parts for name in part.metadata}, key=lambda name: (name.casefold(), name))
+    if same := next(((a, b) for a, b in pairwise(names) if a.casefold() == b.casefold()), None):
+        raise ConfigurationError(
+            f"there would be the columns {same[0]!r} and {same[1]!r}, which some file systems take for one. Give one "
+            "of them another name."
+        )
+    for name in names:
         kinds = {part.metadata[name].kind for part in parts if name in part.metadata}
         if len(kinds) > 1:
             raise ConfigurationError(

@@ -9,7 +9,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from lightning_ring.data.shards.manifest import Manifest, read_manifest
@@ -17,6 +17,7 @@ from lightning_ring.errors import ConfigurationError
 from lightning_ring.host.file_lock import claim, release
 
 PACKING = ".packing"
+_LOCK = "lock"
 SETTINGS = "settings.json"  # in it: of a packing that has begun
 _PAUSE = 0.1  # seconds between two looks
 _PATIENCE = 30.0  # seconds
@@ -28,17 +29,31 @@ log = logging.getLogger(__name__)
 def only_one(state: Path, target: Path, wait: bool = False) -> Iterator[None]:
     """Lock the folder ``state`` (made if it is not there) against other processes; the lock ends with this process.
 
-    Raises `ConfigurationError`: another process has it, and ``wait`` is False.
+    An empty folder is removed at the end. Raises `ConfigurationError`: another process has it, and ``wait`` is False.
     """
     file = _claimed(state, target, wait)
     try:
         yield
     finally:
+        with suppress(OSError):  # it is not empty; or it is gone; or another process has it by now
+            if os.listdir(state) == [_LOCK]:
+                os.unlink(state / _LOCK)
+                os.rmdir(state)
         release(file)
 
 
+def clear(state: Path, ignore_errors: bool = False) -> None:
+    """Remove what is in the locked folder ``state``, but not its lock: whoever took that would find the rest."""
+    for path in state.iterdir():
+        with suppress(*[OSError] * ignore_errors):
+            if path.is_dir():
+                shutil.rmtree(path)
+            elif path.name != _LOCK:
+                path.unlink()
+
+
 def _claimed(state: Path, target: Path, wait: bool) -> int:
-    path = state / "lock"
+    path = state / _LOCK
     began, said = time.monotonic(), False
     while True:
         state.mkdir(parents=True, exist_ok=True)
@@ -98,12 +113,15 @@ def changing(target: Path) -> Iterator[Manifest]:
         try:
             yield manifest
         finally:
-            shutil.rmtree(state, ignore_errors=True)
+            clear(state, ignore_errors=True)
 
 
 def is_unfinished(target: Path, newest: Manifest | None) -> bool:
     """Whether a packing into ``target`` has begun, and has not made its generation."""
     state = target / PACKING
-    files = [path for path in (state / SETTINGS, *state.glob(f"part-*/{SETTINGS}")) if path.exists()]
     made = -1 if newest is None else newest.generation
-    return any(json.loads(path.read_bytes())["generation"] > made for path in files)
+    for path in (state / SETTINGS, *state.glob(f"part-*/{SETTINGS}")):
+        with suppress(FileNotFoundError):  # or it has just made it
+            if json.loads(path.read_bytes())["generation"] > made:
+                return True
+    return False

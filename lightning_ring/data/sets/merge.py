@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,8 +15,8 @@ from lightning_ring.data.packing.files import link_or_copy, write_whole
 from lightning_ring.data.packing.shard_writer import shard_name
 from lightning_ring.data.packing.sources import check_distinct
 from lightning_ring.data.sets.generation import joined_metadata, write_generation
-from lightning_ring.data.sets.lock import PACKING, SETTINGS, changing, only_one
-from lightning_ring.data.sets.repeated import without_repeated
+from lightning_ring.data.sets.lock import PACKING, SETTINGS, changing, clear, only_one
+from lightning_ring.data.sets.repeated import names_of, without_repeated
 from lightning_ring.data.sets.rows import SetRows
 from lightning_ring.data.shards.index import ShardIndex
 from lightning_ring.data.shards.manifest import MANIFEST, Manifest, check_lengths, read_manifest
@@ -29,7 +28,8 @@ def merge_sets(sources: Sequence[Path], target: Path, prefixes: bool = False) ->
 
     Classes go by name: those of ``target`` (or of the first source) keep their numbers, new ones follow. Shards are
     hard links where the file system has them, else copies; deleted images are in them still. Images that ``target`` has
-    already, or that were deleted from it, are left out.
+    already, or that were deleted from it, are left out. What was deleted from a source is deleted here too: an append
+    does not bring it back.
 
     Args:
         prefixes: Put the name of its folder and ``/`` before the names of each source's images.
@@ -51,15 +51,17 @@ def merge_sets(sources: Sequence[Path], target: Path, prefixes: bool = False) ->
     asked = {"merge": [str(source) for source in sources], "prefixes": prefixes, "generation": 0}
     _check_target(target, asked)
     with only_one(target / PACKING, target):
+        if (target / MANIFEST).exists():
+            raise ConfigurationError(f"{target} was made by another process just now. Start the command again.")
         write_whole(target / PACKING / SETTINGS, json.dumps(asked).encode())
+        _remove_links(target)  # of a merge that was killed
         try:
             manifest = _merge(sources, target, None, prefixes)
         except (ConfigurationError, ShardError):
-            for path in target.glob("shard-*.tar"):
-                path.unlink()
-            shutil.rmtree(target / PACKING)
+            _remove_links(target)
+            clear(target / PACKING)
             raise
-        shutil.rmtree(target / PACKING, ignore_errors=True)
+        clear(target / PACKING, ignore_errors=True)
         return manifest
 
 
@@ -76,25 +78,30 @@ def _check_target(target: Path, asked: dict[str, object]) -> None:
         )
 
 
+def _remove_links(target: Path) -> None:
+    for path in target.glob("shard-*.tar"):
+        path.unlink()
+
+
 def _merge(sources: Sequence[Path], target: Path, base: Manifest | None, prefixes: bool) -> Manifest:
     parts = [] if base is None else [SetRows(target, base)]
     classes = [] if base is None else list(base.classes)
     for source in sources:
         manifest = read_manifest(source)
-        new = [name for name in manifest.classes if name not in set(classes)]
-        check_distinct([*classes, *new], source)
-        classes += new
+        known = set(classes)
+        classes += [name for name in manifest.classes if name not in known]
+        check_distinct(classes, source)
         numbers = {name: number for number, name in enumerate(classes)}
         of_class = np.array([numbers[name] for name in manifest.classes], np.int32)
         labels = of_class[ShardIndex(source, manifest).labels]
         parts.append(SetRows(source, manifest, labels=labels, prefix=f"{source.name}/" if prefixes else ""))
     deleted = set() if base is None else set(parts[0].index.deleted)
-    parts = without_repeated(parts, {os.fsencode(name) for name in deleted})
+    all_parts, parts = parts, without_repeated(parts, {os.fsencode(name) for name in deleted})
     if base is not None and len(parts) == 1:
         return base  # all are there already
     joined_metadata(parts)  # an error before anything is written
     first = parts[0].manifest
-    number = 0 if base is None else len(base.shards) if base.next_shard is None else base.next_shard
+    number = 0 if base is None else base.free_shard
     for part in parts if base is None else parts[1:]:
         renamed = []
         for shard in part.shards:
@@ -115,10 +122,13 @@ def _merge(sources: Sequence[Path], target: Path, base: Manifest | None, prefixe
         generation=0 if base is None else base.generation + 1,
         change=f"merge {names}",
         next_shard=number,
-        next_key=sum(_keys(part.manifest) for part in parts),
+        next_key=sum(part.manifest.free_key for part in parts),
     )
-    return write_generation(target, plan, parts, base, deleted=deleted)
+    return write_generation(target, plan, parts, base, deleted=_deleted(all_parts, parts))
 
 
-def _keys(manifest: Manifest) -> int:
-    return manifest.samples if manifest.next_key is None else manifest.next_key
+def _deleted(sources: Sequence[SetRows], merged: Sequence[SetRows]) -> set[str]:
+    """Names that were deleted from one of ``sources``, and that none of ``merged`` has."""
+    gone = {os.fsencode(part.prefix + name) for part in sources for name in part.index.deleted}
+    there = {name for part in merged for name in names_of(part) if name in gone} if gone else set()
+    return {os.fsdecode(name) for name in gone - there}

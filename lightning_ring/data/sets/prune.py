@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 from typing import NamedTuple
 
-from lightning_ring.data.sets.lock import PACKING, changing, is_unfinished, only_one
+from lightning_ring.data.sets.lock import PACKING, changing, clear, is_unfinished, only_one
 from lightning_ring.data.shards.manifest import MANIFEST, generations, index_folder, read_manifest
 from lightning_ring.errors import ConfigurationError
 
@@ -38,7 +38,7 @@ def prune_set(root: Path, keep: int = 1, unfinished: bool = False) -> Pruned:
             for part in (root / PACKING).glob("part-*"):
                 with only_one(part, root):
                     pass  # nobody is packing it
-            shutil.rmtree(root / PACKING)
+            clear(root / PACKING)
     with changing(root):
         old = generations(root)[:-keep]
         for generation in old:

@@ -16,14 +16,16 @@ def without_repeated(parts: Sequence[SetRows], deleted: Collection[bytes]) -> li
 
     Parts that have no image left are left out. Raises `ConfigurationError`: two parts have a name, but not one image.
     """
-    hashes = np.concatenate([np.fromiter((hash(name) for name in _names(part)), np.int64, len(part)) for part in parts])
+    hashes = np.concatenate(
+        [np.fromiter((hash(name) for name in names_of(part)), np.int64, len(part)) for part in parts]
+    )
     hashes.sort()  # 8 bytes a name, where a dict of all names would take some 200
     looked_at = set(hashes[1:][hashes[1:] == hashes[:-1]].tolist()) | {hash(name) for name in deleted}
     seen: dict[bytes, tuple[SetRows, list[Any]]] = {}
     left = []
     for number, part in enumerate(parts):
         kept = np.ones(len(part), bool)
-        for i, name in enumerate(_names(part)) if looked_at else ():
+        for i, name in enumerate(names_of(part)) if looked_at else ():
             if hash(name) not in looked_at:
                 continue
             if number and name in deleted:
@@ -48,7 +50,8 @@ def _image(part: SetRows, i: int) -> list[Any]:
     return [int(part.labels[i]), *part.index.column("places")[i, 1:].tolist()]
 
 
-def _names(part: SetRows) -> Iterator[bytes]:
+def names_of(part: SetRows) -> Iterator[bytes]:
+    """One after the other, as bytes."""
     for text, lengths in part.names():
         at = 0
         for length in lengths.tolist():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -37,8 +38,8 @@ class SetRows:
     """Images of a set that is there: all, or ``kept`` (ascending numbers).
 
     Args:
-        labels: Of all images of the set, in the place of its own.
         prefix: Put before every name.
+        columns: ``labels`` or ``places`` of all images of the set, in the place of its own.
     """
 
     def __init__(
@@ -46,16 +47,16 @@ class SetRows:
         root: Path,
         manifest: Manifest,
         kept: npt.NDArray[np.int64] | None = None,
-        labels: npt.NDArray[np.int32] | None = None,
         prefix: str = "",
+        **columns: npt.NDArray[Any],
     ) -> None:
         self.root = root
         self.manifest = manifest
         self.index = ShardIndex(root, manifest)
         self.index.check_all()
         self._kept = kept
-        self._labels = labels
-        self._prefix = prefix.encode()
+        self._columns = columns
+        self.prefix = prefix
         self.shards: Sequence[Shard] = manifest.shards
         self.metadata: Mapping[str, Column] = self.index.metadata
         if kept is not None:
@@ -74,34 +75,35 @@ class SetRows:
     @property
     def labels(self) -> npt.NDArray[np.int32]:
         """Of all images of the set."""
-        return self.index.labels if self._labels is None else self._labels
+        return self._columns.get("labels", self.index.labels)
 
     def only(self, kept: npt.NDArray[np.int64]) -> SetRows:
         """Those of all images that are ``kept``."""
         assert self._kept is None
-        return SetRows(self.root, self.manifest, kept, self._labels, self._prefix.decode())
+        return SetRows(self.root, self.manifest, kept, self.prefix, **self._columns)
 
     def give(self, name: str, folder: Path) -> bool:
         """Put the file ``name`` of the index into ``folder`` as it is; False where it would be another."""
-        if self._kept is not None or self._prefix or (self._labels is not None and name == "labels.npy"):
+        if self._kept is not None or self.prefix or name.removesuffix(".npy") in self._columns:
             return False
         link_or_copy(self.root / self.manifest.index / name, folder / name)
         return True
 
     def column(self, name: str) -> Iterator[npt.NDArray[Any]]:
-        values = self.labels if name == "labels" else self.index.column(name)
+        values = self._columns[name] if name in self._columns else self.index.column(name)
         for rows in self._pieces():
             yield values[rows]
 
     def names(self) -> Iterator[tuple[bytes, npt.NDArray[np.int64]]]:
-        if not self._prefix:
+        if not self.prefix:
             yield from self._own_names()
             return
+        prefix = os.fsencode(self.prefix)
         for text, lengths in self._own_names():
             stops = np.cumsum(lengths + 1)
             starts = stops - lengths - 1
             pairs = zip(starts.tolist(), stops.tolist(), strict=True)
-            yield b"".join(self._prefix + text[start:stop] for start, stop in pairs), lengths + len(self._prefix)
+            yield b"".join(prefix + text[start:stop] for start, stop in pairs), lengths + len(prefix)
 
     def _own_names(self) -> Iterator[tuple[bytes, npt.NDArray[np.int64]]]:
         text, ends = self.index.names

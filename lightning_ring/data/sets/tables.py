@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from itertools import islice
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
 
-from lightning_ring.data.packing.listing import LeftOut, read_csv
+from lightning_ring.data.packing.listing import LeftOut, one_spelling, read_csv
 from lightning_ring.data.shards.columns import Column
 from lightning_ring.data.shards.expressions import matching
 from lightning_ring.data.shards.index import ShardIndex
@@ -38,8 +39,7 @@ def read_table(file: Path, columns: Sequence[str] | None = None) -> dict[str, di
 
     Raises `ConfigurationError`: it cannot be read, lacks a column, or has a path twice.
     """
-    read = _parquet_rows if _existing(file).suffix in (".parquet", ".pq") else _csv_rows
-    header, rows = read(file)
+    header, columns_of = (_parquet if _existing(file).suffix in (".parquet", ".pq") else _csv)(file)
     if header.count("path") != 1 or len(set(header)) < len(header):
         raise ConfigurationError(f"{file} has the columns {header}. Expected `path` and others, each once.")
     wanted = [name for name in header if name not in ("path", "label")] if columns is None else list(columns)
@@ -47,16 +47,13 @@ def read_table(file: Path, columns: Sequence[str] | None = None) -> dict[str, di
         raise ConfigurationError(f"{file} has no column {absent[0]!r}; it has {', '.join(header)}.")
     if not wanted:
         raise ConfigurationError(f"{file} has no column besides path and label. `lightning-ring relabel` reads labels.")
-    at, places = header.index("path"), [header.index(name) for name in wanted]
-    found: dict[str, dict[str, Any]] = {name: {} for name in wanted}
-    first = found[wanted[0]]
-    for row in rows:
-        path = row[at]
-        if not path or path in first:
-            raise ConfigurationError(f"{file} {f'has {path!r} twice' if path else 'has a row without a path'}.")
-        for name, place in zip(wanted, places, strict=True):
-            found[name][path] = row[place]
-    return found
+    by_name = dict(zip(header, columns_of, strict=True))
+    paths = ["" if path is None else one_spelling(str(path)) for path in by_name["path"]]
+    if "" in paths:
+        raise ConfigurationError(f"{file} has a row without a path.")
+    if len(set(paths)) < len(paths):
+        raise ConfigurationError(f"{file} has {Counter(paths).most_common(1)[0][0]!r} twice.")
+    return {name: dict(zip(paths, by_name[name], strict=True)) for name in wanted}
 
 
 def _existing(file: Path) -> Path:
@@ -65,26 +62,25 @@ def _existing(file: Path) -> Path:
     return file
 
 
-def _csv_rows(file: Path) -> tuple[list[str], list[list[Any]]]:
+def _csv(file: Path) -> tuple[list[str], list[list[Any]]]:
+    """The header, and the values of each column."""
     with open(file, newline="", encoding="utf-8-sig", errors="surrogateescape") as text:
         reader = csv.reader(text)
         try:
-            header = [name.strip() for name in next(reader, [])]
-            header = ["path" if name.lower() == "path" else name for name in header]
+            header = _header(name.strip() for name in next(reader, []))
             rows = [row for row in reader if row]
         except csv.Error as error:
             raise ConfigurationError(f"{file}, line {reader.line_num}, is not CSV: {error}.") from None
     for number, row in enumerate(rows):
         if len(row) != len(header):
             raise ConfigurationError(f"{file}: row {number + 1} has {len(row)} cells, expected {len(header)}.")
-    columns = [_typed([row[i] for row in rows]) if name != "path" else _paths(rows, i) for i, name in enumerate(header)]
-    return header, [list(row) for row in zip(*columns, strict=True)]
+    columns = ([row[i] for row in rows] for i in range(len(header)))
+    return header, [cells if name == "path" else _typed(cells) for name, cells in zip(header, columns, strict=True)]
 
 
-def _paths(rows: list[list[str]], i: int) -> list[str]:
-    """In one spelling, as packing has them."""
-    paths = [row[i].strip() for row in rows]
-    return [str(PurePath(path)) if "./" in path or "//" in path else path for path in paths]
+def _header(names: Iterable[str]) -> list[str]:
+    """``Path`` and ``LABEL`` are the columns that packing takes for path and label."""
+    return [name.lower() if name.lower() in ("path", "label") else name for name in names]
 
 
 def _typed(cells: list[str]) -> list[Any]:
@@ -105,7 +101,7 @@ def _typed(cells: list[str]) -> list[Any]:
     return [cell if cell else None for cell in cells]
 
 
-def _parquet_rows(file: Path) -> tuple[list[str], list[list[Any]]]:
+def _parquet(file: Path) -> tuple[list[str], list[list[Any]]]:
     import pyarrow
     import pyarrow.parquet
 
@@ -113,8 +109,7 @@ def _parquet_rows(file: Path) -> tuple[list[str], list[list[Any]]]:
         table = pyarrow.parquet.read_table(file)
     except (pyarrow.ArrowInvalid, OSError) as error:
         raise ConfigurationError(f"{file} cannot be read as Parquet: {error}.") from None
-    columns = [column.to_pylist() for column in table.columns]
-    return list(table.column_names), [list(row) for row in zip(*columns, strict=True)]
+    return _header(table.column_names), [column.to_pylist() for column in table.columns]
 
 
 def write_table(
@@ -142,7 +137,12 @@ def write_table(
     for i in islice(rows.tolist(), limit):
         cells = [_cell(index.metadata[name], i) for name in wanted]
         row = [index.name(i), manifest.classes[index.labels[i]], *cells]
-        writer.writerow([cell.encode("utf-8", "surrogateescape").decode("utf-8", "replace") for cell in row])
+        writer.writerow([printable(cell) for cell in row])
+
+
+def printable(text: str) -> str:
+    """``text`` as UTF-8 can have it: a name may hold bytes that are none."""
+    return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 def _cell(column: Column, i: int) -> str:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from keyword import iskeyword
 from typing import Any, Literal, SupportsIndex, get_args
 
 import numpy as np
@@ -173,10 +174,11 @@ def same(column: Column, other: Column | None) -> bool:
 
 def check_name(name: str) -> None:
     """Raises `ConfigurationError`: an expression could not name this column."""
-    if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", name) or name in OWN_NAMES or name in ("and", "or", "not", "in"):
+    if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", name) or name in OWN_NAMES or iskeyword(name):
         own = ", ".join(OWN_NAMES)
         raise ConfigurationError(
-            f"{name!r} is no name of a column: expected a letter, then letters, digits and _, and none of {own}."
+            f"{name!r} is no name of a column: expected a letter, then letters, digits and _; no word of Python's, "
+            f"and none of {own}."
         )
 
 

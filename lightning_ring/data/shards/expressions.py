@@ -3,8 +3,9 @@
     width > 300 and class_name in ("cat", "dog") and "night" in tags
 
 An expression is parsed by Python's parser, and walked here: it can call nothing but the functions below, and reach no
-attribute. Names are ``name``, ``label`` (a number), ``class_name``, ``bytes`` (of the encoded image) and the columns of
-the metadata. A text is looked at once for each distinct value, not once for each image.
+attribute. (No library that this package needs reads one from a text, but by running it.) Names are ``name``, ``label``
+(a number), ``class_name``, ``bytes`` (of the encoded image) and the columns of the metadata. A text is looked at once
+for each distinct value, not once for each image.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import ast
 import operator
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -61,8 +62,11 @@ def matching(where: str, index: ShardIndex, classes: list[str]) -> npt.NDArray[n
     found = []
     for start in range(0, max(1, len(index)), _AT_ONCE):
         rows = slice(start, min(start + _AT_ONCE, len(index)))
-        with np.errstate(all="ignore"):  # a division by zero is no number, and no match
-            result = _Rows(where, index, classes, rows).value(tree)
+        try:
+            with np.errstate(all="ignore"):  # a division by zero is no number, and no match
+                result = _Rows(where, index, classes, rows).value(tree)
+        except (OverflowError, RecursionError) as error:
+            raise _wrong(where, f"it cannot be computed ({error})") from None
         if not isinstance(result, np.ndarray) or result.dtype != bool:
             raise _wrong(where, "it is not true or false for an image; expected a comparison, such as `width > 300`")
         found.append(start + np.flatnonzero(result))
@@ -97,12 +101,7 @@ class _Rows:
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
             return -self._number(node.operand)
         if isinstance(node, ast.BinOp) and type(node.op) in _ARITHMETIC:
-            left, right = self._number(node.left), self._number(node.right)
-            return (
-                np.float64(_ARITHMETIC[type(node.op)](left, right))
-                if np.ndim(left) == np.ndim(right) == 0
-                else (_ARITHMETIC[type(node.op)](left, right))
-            )
+            return _ARITHMETIC[type(node.op)](self._number(node.left), self._number(node.right))
         if isinstance(node, ast.Compare):
             return self._comparison(node)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.keywords:
@@ -126,7 +125,7 @@ class _Rows:
         if name == "label":
             return self.index.labels[self.rows]
         if name == "class_name":
-            return Column("text", self.index.labels[self.rows], None, tuple(self.classes))
+            return _that_occur(Column("text", self.index.labels[self.rows], None, tuple(self.classes)))
         if name == "bytes":
             return self.index.column("places")[self.rows, 1].astype(np.int64)
         if name == "name":
@@ -139,11 +138,11 @@ class _Rows:
         if column.kind == "number":
             return column.values[self.rows]
         if column.ends is None:
-            return Column("text", column.values[self.rows], None, column.texts)
+            return _that_occur(Column("text", column.values[self.rows], None, column.texts))
         first = int(column.ends[self.rows.start - 1]) if self.rows.start else 0
         ends = column.ends[self.rows] - first
         last = int(ends[-1]) if len(ends) else 0
-        return Column(column.kind, column.values[first : first + last], ends, column.texts)
+        return _that_occur(Column(column.kind, column.values[first : first + last], ends, column.texts))
 
     def _truth(self, node: ast.expr) -> npt.NDArray[np.bool_]:
         found = self.value(node)
@@ -153,9 +152,9 @@ class _Rows:
 
     def _number(self, node: ast.expr) -> Any:
         found = self.value(node)
-        if isinstance(found, (Column, str, tuple)):
+        if isinstance(found, (Column, str, tuple)) or getattr(found, "dtype", None) == np.bool_:
             raise self._error(node, "is no number")
-        return found.astype(np.float64) if isinstance(found, np.ndarray) else found
+        return np.float64(found)  # of an array: an array
 
     def _comparison(self, node: ast.Compare) -> npt.NDArray[np.bool_]:
         values = [node.left, *node.comparators]
@@ -231,6 +230,14 @@ def _is_text(value: Any) -> bool:
 
 def _texts(values: tuple[Any, ...]) -> bool:
     return any(isinstance(value, str) for value in values)
+
+
+def _that_occur(column: Column) -> Column:
+    """``column`` without the texts that it does not have, where they are many: each text is looked at."""
+    if len(column.texts) <= len(column.values):
+        return column
+    codes, values = np.unique(column.values, return_inverse=True)
+    return replace(column, values=values, texts=tuple(column.texts[code] for code in codes.tolist()))
 
 
 def _by_text(column: Column, test: Callable[[str], bool]) -> npt.NDArray[np.bool_]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import zlib
 from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
@@ -68,7 +69,10 @@ class ShardFiles:
             try:
                 file = _OpenFile(self.path(shard))
             except FileNotFoundError:
-                raise ShardError(f"{self.path(shard)} is gone since it was opened.") from None
+                raise ShardError(
+                    f"{self.path(shard)} is gone since it was opened. Open the newest generation, if `lightning-ring "
+                    "prune` has removed this one; else restore the file."
+                ) from None
             # Not an OrderedDict behind a lock: a lock that a thread holds during a fork stays held in the child.
             for oldest in list(_open)[: max(0, len(_open) - self._max_open + 1)]:
                 _open.pop(oldest, None)
@@ -107,3 +111,13 @@ class ShardFiles:
 
     def path(self, shard: int) -> Path:
         return self._root / self._shards[shard].name
+
+    def read_whole(self, place: ByteRange) -> bytes:
+        """`read`. Raises `ShardError` also where the bytes are not those that were packed, by their CRC-32."""
+        data = self.read(place)
+        if zlib.crc32(data) != place.crc32:
+            raise ShardError(
+                f"{self.path(place.shard)} at offset {place.offset}, {place.size} bytes: they are not those that were "
+                f"packed (CRC-32). `lightning-ring pack --verify {self._root}` finds everything that is damaged."
+            )
+        return data

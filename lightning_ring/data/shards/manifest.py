@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -56,7 +57,7 @@ class Manifest:
         settings: Of the packing.
         counts: Numbers of images by treatment, of the packing that made this generation; for people.
         change: What made this generation from the one before, for people.
-        next_shard, next_key: Numbers that no shard and no image of the set ever had; None: those after its last ones.
+        next_shard, next_key: `free_shard` and `free_key`; None: the numbers after its last shard and image.
         columns: Kinds of the metadata, by name (`lightning_ring.data.shards.columns`).
     """
 
@@ -76,6 +77,16 @@ class Manifest:
     @property
     def samples(self) -> int:
         return sum(shard.samples for shard in self.shards)
+
+    @property
+    def free_shard(self) -> int:
+        """A number that no shard of the set ever had."""
+        return len(self.shards) if self.next_shard is None else self.next_shard
+
+    @property
+    def free_key(self) -> int:
+        """A number that no image of the set ever had."""
+        return self.samples if self.next_key is None else self.next_key
 
     @cached_property
     def fingerprint(self) -> str:
@@ -169,7 +180,11 @@ def file_sha256(path: Path) -> str:
 
 def check_lengths(root: Path, shards: list[Shard]) -> list[str]:
     """One line for every shard that is missing, or not as long as it was packed; reads no shard."""
-    found = {entry.name: entry.stat().st_size for entry in os.scandir(root) if entry.name.endswith(".tar")}
+    names, found = {shard.name for shard in shards}, {}
+    for entry in os.scandir(root):
+        if entry.name in names:
+            with suppress(FileNotFoundError):  # it is removed just now, or a link to nowhere
+                found[entry.name] = entry.stat().st_size
     problems = []
     for shard in shards:
         size = found.get(shard.name)

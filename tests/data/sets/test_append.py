@@ -176,7 +176,7 @@ def test_a_generation_that_was_never_finished_is_not_read_and_made_anew(source, 
 def test_what_a_finished_append_could_not_remove_disturbs_nothing(source, target, monkeypatch):
     draw(source, SECOND)
     with monkeypatch.context() as patched:  # as if killed between the manifest and the end
-        patched.setattr(run.shutil, "rmtree", lambda path, **options: None)
+        patched.setattr(run, "clear", lambda path, **options: None)
         pack(source, target)
     assert (target / ".packing" / "settings.json").exists()
     more = draw(source.parent / "more", {"cat/7.jpg": 7})

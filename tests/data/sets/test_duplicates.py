@@ -13,7 +13,7 @@ from lightning_ring.cli.main import main
 from lightning_ring.data.sets.change import annotate_images
 from lightning_ring.data.sets.duplicates import find_duplicates
 from lightning_ring.data.sets.near import near_pairs
-from lightning_ring.errors import ConfigurationError
+from lightning_ring.errors import ConfigurationError, ShardError
 from tests.data.photos import decode, encode, photo
 from tests.data.sets.daily import draw, pack
 
@@ -114,3 +114,13 @@ def test_a_column_names_the_splits_and_the_command_lists_as_csv(splits, tmp_path
     assert "no image is there twice" in capsys.readouterr().err
     assert main(["pack", "--check", "--split-by", "no", str(splits / "train")]) == 2
     assert "has no column of texts 'no'; it has fold" in capsys.readouterr().err
+
+
+def test_a_damaged_image_is_not_compared(splits):
+    (shard, *_) = sorted((splits / "val").glob("*.tar"))
+    data = bytearray(shard.read_bytes())
+    data[700] ^= 1
+    shard.write_bytes(data)
+    pytest.importorskip("imagehash")
+    with pytest.raises(ShardError, match=r"they are not those that were packed \(CRC-32\)"):
+        find_duplicates([splits / "val"])

@@ -151,11 +151,31 @@ def test_the_filters_above_tell_images_apart(target):
         ("9 ** 9 ** 9 > width", "is not understood"),
         ("(" * 300 + "1" + ")" * 300, "it is no expression"),
         ("1 < 2", "compares unlike things"),
+        ("(width > 3) + 1 > 0", "is no number"),
+        (f"width + 1{'0' * 400} > 0", "cannot be computed"),
+        ("not " * 700 + "label == 1", "cannot be computed|it is no expression"),
     ],
 )
 def test_what_is_no_filter_is_an_error_and_runs_nothing(target, where, message):
     with pytest.raises(ConfigurationError, match=message):
         ShardDataset(target, where=where)
+
+
+def test_a_division_by_zero_is_no_number(target):
+    assert len(ShardDataset(target, where="label < 1 / 0")) == 30
+    assert len(ShardDataset(target, where="label > 1 % 0 or bytes / (label - label) == 3")) == 0
+
+
+def test_each_text_is_looked_at_once_however_many_there_are(target, tmp_path, monkeypatch):
+    pack(target.parent / "src", tmp_path / "dst")
+    annotate_images(tmp_path / "dst", lambda name, class_name: {"note": f"of {name}", "notes": [name, f"b {name}"]})
+    looked = []
+    monkeypatch.setattr(expressions, "_AT_ONCE", 7)
+    monkeypatch.setitem(expressions._TEXT_FUNCTIONS, "contains", lambda text, part: looked.append(text) or part in text)
+    assert len(ShardDataset(tmp_path / "dst", where="contains(note, 'cat/')")) == 10
+    assert len(looked) == len(set(looked)) == 30
+    assert len(ShardDataset(tmp_path / "dst", where="'b cat/3.jpg' in notes")) == 1
+    assert len(ShardDataset(tmp_path / "dst", where="len(note) == 13")) == 10
 
 
 def test_a_filtered_data_set_is_one_of_its_own(target):
@@ -184,17 +204,20 @@ def test_tables_give_what_the_function_gave(target, tmp_path, kind):
     if kind == "parquet":
         pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
         rows = [{"path": name, **row_of(name)} for name in NAMES]
+        rows = [{**row, "path": f"./{row['path']}", "Label": "not a column"} for row in rows]
         parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "m.parquet")
     else:
         with open(tmp_path / "m.csv", "w", newline="") as file:
             writer = csv.writer(file)
-            writer.writerow(["Path", *KINDS])
+            writer.writerow(["Path", *KINDS, "LABEL"])
             for name in NAMES:
                 row = row_of(name)
                 cells = ["" if row[column] in (None, []) else row[column] for column in KINDS]
-                writer.writerow([f"./{name}", *(str(cell).replace("'", '"') for cell in cells)])
+                writer.writerow([f"./{name}", *(str(cell).replace("'", '"') for cell in cells), "x"])
     assert main(["annotate", str(tmp_path / "dst"), str(tmp_path / f"m.{kind}")]) == 0
-    check_values(ShardDataset(tmp_path / "dst"))
+    dataset = ShardDataset(tmp_path / "dst")
+    assert dataset.metadata.keys() == KINDS.keys()
+    check_values(dataset)
 
 
 def test_what_ls_writes_annotate_reads(target, tmp_path, capsys):
@@ -209,6 +232,9 @@ def test_what_ls_writes_annotate_reads(target, tmp_path, capsys):
     assert main(["ls", str(target), "--where", "label == 1", "--columns", "tags", "--limit", "2"]) == 0
     assert capsys.readouterr().out.count("cat/") == 2
     assert main(["ls", str(target), "--columns", "no"]) == 2
+    with pytest.raises(SystemExit):
+        main(["ls", str(target), "--limit", "-1"])
+    assert "-1: expected 0 or more" in capsys.readouterr().err
 
 
 def test_later_images_miss_values_and_further_annotations_add_to_them(target, tmp_path):
@@ -242,6 +268,8 @@ def test_later_images_miss_values_and_further_annotations_add_to_them(target, tm
         ({"w": {"no.jpg": 1}}, "the set has no image 'no.jpg'"),
         ({"a b": {"cat/0.jpg": 1}}, "'a b' is no name of a column"),
         ({"label": {"cat/0.jpg": 1}}, "'label' is no name of a column"),
+        ({"class": {"cat/0.jpg": 1}}, "'class' is no name of a column: .* no word of Python's"),
+        ({"Width": {"cat/0.jpg": 1}}, "the columns 'Width' and 'width', which some file systems take for one"),
     ],
 )
 def test_wrong_metadata_says_what_is_expected_and_changes_nothing(target, columns, message):

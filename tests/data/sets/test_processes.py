@@ -26,6 +26,7 @@ KILLED = """
 import itertools, os, shutil, signal, sys
 from lightning_ring.cli.main import main
 import lightning_ring.data.packing.run, lightning_ring.data.sets.merge, lightning_ring.data.sets.prune
+import lightning_ring.data.sets.compact
 import lightning_ring.data.sets.change, lightning_ring.data.sets.tables
 
 CHANGES = {"open", "os.rename", "os.remove", "os.link", "os.mkdir", "os.rmdir"}
@@ -77,6 +78,7 @@ COMMANDS = (
     "merge other --into dst",
     "merge other dst --into new",
     "prune dst",
+    "compact dst",
 )
 
 
@@ -86,7 +88,7 @@ def test_killed_at_any_change_of_the_disk_the_old_generation_is_whole_and_the_co
 ):
     for number, command in enumerate(COMMANDS):
         shutil.copytree(whole, tmp_path / str(number) / "ready")
-        if command == "prune dst":
+        if command in ("prune dst", "compact dst"):
             delete_images(tmp_path / str(number) / "ready/dst", where="class_name == 'bird'")
     result = subprocess.run([sys.executable, "-c", KILLED, tmp_path, *COMMANDS], env=clean_env(), timeout=200)
     assert result.returncode == 0
