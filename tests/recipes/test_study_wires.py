@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from omegaconf import OmegaConf
 from benchmarks.hosts import why_not
 from recipes.wires.report import cell_of, plot, seconds_until, table
 from recipes.wires.run import Method, Run, Settings
+from tests import forked
 from tests.processes import ROOT, run
 
 
@@ -60,10 +60,10 @@ def test_a_study_goes_on_where_it_stopped(tmp_path: Path) -> None:
         "target=0.01",
         f"hydra.run.dir={tmp_path}",
     ]
-    command = [sys.executable, str(ROOT / "recipes" / "study_wires.py"), *options]
-    first = run([*command, "only=[ddp]"], timeout=100)
+    command = [*forked.python(), str(ROOT / "recipes" / "study_wires.py"), *options]
+    first = run([*command, "only=[ddp]"], timeout=100, **forked.ranks())
     assert first.returncode == 0, first.stdout
-    again = run([*command, "only=[ddp,fp16]"], timeout=100)
+    again = run([*command, "only=[ddp,fp16]"], timeout=100, **forked.ranks())
     assert again.returncode == 0, again.stdout
     assert "1/1 200mbit, slow rank: ring, fp16, seed 1" in again.stdout
     results = list(map(json.loads, (tmp_path / "runs.jsonl").read_text().splitlines()))
