@@ -134,14 +134,13 @@ class Battery:
 
     def left_by(self, module: str, world_size: int, check: str) -> Path:
         """The ``tmp_path`` of a check that has run."""
-        (folder,) = self._tmp.glob(f"{module}-{world_size}-*/{check}")
-        return folder
+        return max(self._tmp.glob(f"{module}-{world_size}-*/{check}"), key=lambda folder: folder.stat().st_mtime)
 
     def __call__(
         self, module: str, world_size: int, check: str, timeout: float = 240, only: tuple[str, ...] = (), **env: str
     ) -> None:
         """Fail with the traceback of every rank on which ``check`` failed, or with the output if it never ended."""
-        key = (module, world_size, *sorted(env.items()))
+        key = (module, world_size, only, *sorted(env.items()))
         if key not in self._results:
             out = self._tmp / f"{module}-{world_size}-{len(self._results)}"
             out.mkdir()

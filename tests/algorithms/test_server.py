@@ -18,6 +18,7 @@ from lightning_ring import RingStrategy
 from lightning_ring.algorithms.server import ParameterServer
 from lightning_ring.errors import CollectiveError, ConfigurationError, RingError
 from lightning_ring.optim import LARS
+from tests import forked
 from tests.algorithms.test_local import loss
 from tests.algorithms.test_local import network as new_network
 from tests.battery import check_names
@@ -68,9 +69,8 @@ def sequential(optimizer: str, world_size: int, lr: Callable[[int], float] | Non
     return vector(net), steps.state_dict()
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize(("world_size", "servers"), [(2, None), (3, None), (3, 1), (4, 2)])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("servers", [None, 1, 2])
 def test_bulk_is_the_step_with_the_mean_in_one_process(world_size: int, optimizer: str, servers: int | None) -> None:
     def rank(comm: Any) -> tuple[Tensor, Any, Any]:
         net, algorithm = network(), ParameterServer(servers)
@@ -302,7 +302,8 @@ def test_a_killed_rank_ends_the_job(mode: str, victim: int, tmp_path: Path) -> N
         "        time.sleep(0.01)\n"
         "print('the end')\n"
     )
-    done = run([sys.executable, "-m", "lightning_ring.cli.ringrun", "--no-mpi", "-n", "3", str(script)], timeout=100)
+    command = [sys.executable, "-m", "lightning_ring.cli.ringrun", "--no-mpi", "-n", "3", str(script)]
+    done = run(command, timeout=100, **forked.ranks())
     assert done.returncode == 137, done.stdout
     assert "the end" not in done.stdout
     assert f"rank {victim} (host" in done.stdout

@@ -10,7 +10,6 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import ModelCheckpoint
 from mpi4py import MPI
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
@@ -18,13 +17,13 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_ring import RingFabricStrategy, RingStrategy, distribute
+from lightning_ring import RingStrategy, distribute
 from lightning_ring.algorithms.local import DiLoCo, Gossip, LocalSGD
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.monitor import RingProfile
-from tests.checks.fabric import ring
 from tests.checks.loops import batches, loss_of, network
 from tests.checks.models import Classifier, assert_all_ranks_equal, loader, parameters, trainer
+from tests.checks.stepping_alone import FabricLoop, Noted, fit_and_save, saved_parameters
 from tests.checks.strategy.references import scaler_plugin
 
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
@@ -65,14 +64,10 @@ def check_a_plain_loop_is_that_of_torchs_post_local_sgd_optimizer() -> None:
     assert len({MPI.COMM_WORLD.bcast(values[4].sum().item(), root=rank) for rank in range(SIZE)}) == SIZE  # local steps
 
 
-class Noted(Classifier):
+class NotedToTheEnd(Noted):
     def __init__(self) -> None:
-        super().__init__(batch_norm=True)
-        self.validated: list[Tensor] = []
+        super().__init__()
         self.trained: list[Tensor] = []
-
-    def on_validation_start(self) -> None:
-        self.validated.append(parameters(self))
 
     def on_train_end(self) -> None:
         self.validated.append(parameters(self))
@@ -88,20 +83,12 @@ class NoteOwn(L.Callback):
 def check_evaluations_and_checkpoints_see_averages_and_resume_within_a_round(tmp_path: Path) -> None:
     folder = Path(MPI.COMM_WORLD.bcast(str(tmp_path)))
 
-    def run(make: Any, name: str, ckpt_path: str | None = None) -> Noted:
+    def run(make: Any, name: str, ckpt_path: str | None = None) -> NotedToTheEnd:
         L.seed_everything(5, verbose=False)
-        module = Noted()
-        saved = ModelCheckpoint(folder / name, save_top_k=-1, save_on_train_epoch_end=True, filename="{epoch}")
-        job = trainer(
-            RingStrategy(algorithm=make()),
-            callbacks=[saved, NoteOwn()],
-            enable_checkpointing=True,
-            max_epochs=2,
-            limit_train_batches=4,
-            val_check_interval=2,
-            limit_val_batches=1,
-        )
-        job.fit(module, loader(), loader(), ckpt_path=ckpt_path)
+        module = NotedToTheEnd()
+        limits = {"limit_train_batches": 4, "val_check_interval": 2, "limit_val_batches": 1}
+        strategy = RingStrategy(algorithm=make())
+        fit_and_save(strategy, module, folder / name, ckpt_path=ckpt_path, callbacks=[NoteOwn()], **limits)
         return module
 
     for number, make in enumerate(
@@ -120,9 +107,7 @@ def check_evaluations_and_checkpoints_see_averages_and_resume_within_a_round(tmp
         own = MPI.COMM_WORLD.allgather(whole.trained[3])  # after step 4, the first epoch's last
         assert not torch.equal(own[0], own[-1])
         path = folder / f"whole {number}" / "epoch=0.ckpt"
-        checkpoint = torch.load(path, weights_only=True)
-        saved = torch.cat([checkpoint["state_dict"][name].reshape(-1).double() for name, _ in whole.named_parameters()])
-        torch.testing.assert_close(saved, torch.stack(own).mean(0), rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(saved_parameters(path, whole), torch.stack(own).mean(0), rtol=1e-5, atol=1e-7)
         resumed = run(make, f"resumed {number}", str(path))
         assert len(resumed.trained) == 4
         assert torch.equal(torch.stack(resumed.trained), torch.stack(whole.trained[4:])), number
@@ -131,31 +116,17 @@ def check_evaluations_and_checkpoints_see_averages_and_resume_within_a_round(tmp
 
 def check_fabric_saves_averages_and_resumes_within_a_round(tmp_path: Path) -> None:
     path = MPI.COMM_WORLD.bcast(str(tmp_path / "saved.ckpt"))
-    inputs = batches(8)
-
-    def build(seed: int) -> tuple[Any, Any, Any]:
-        fabric = ring(RingFabricStrategy(algorithm=LocalSGD(every=3)))
-        module = network(norm=True, seed=seed)
-        return fabric, *fabric.setup(module, torch.optim.AdamW(module.parameters(), 0.01))
-
-    def train(fabric: Any, model: Any, optimizer: Any, steps: range) -> Tensor:
-        for step in steps:
-            fabric.backward(loss_of(model(inputs[step])))
-            optimizer.step()
-            optimizer.zero_grad()
-        return parameters(model)
-
-    fabric, model, optimizer = build(3)
-    own = MPI.COMM_WORLD.allgather(train(fabric, model, optimizer, range(4)))
+    loop = FabricLoop(LocalSGD(every=3), seed=3)
+    own = MPI.COMM_WORLD.allgather(loop.train(range(4)))
     assert not torch.equal(own[0], own[-1])
-    fabric.save(path, {"model": model, "optimizer": optimizer})
-    torch.testing.assert_close(parameters(model), torch.stack(own).mean(0), rtol=1e-5, atol=1e-7)
-    straight = train(fabric, model, optimizer, range(4, 8))
-    fabric, model, optimizer = build(9)
-    fabric.load(path, {"model": model, "optimizer": optimizer})
-    assert torch.equal(train(fabric, model, optimizer, range(4, 8)), straight)
-    fabric.strategy.show_averages()
-    assert_all_ranks_equal(parameters(model))
+    loop.fabric.save(path, loop.state)
+    torch.testing.assert_close(parameters(loop.model), torch.stack(own).mean(0), rtol=1e-5, atol=1e-7)
+    straight = loop.train(range(4, 8))
+    again = FabricLoop(LocalSGD(every=3), seed=9)
+    again.fabric.load(path, again.state)
+    assert torch.equal(again.train(range(4, 8)), straight)
+    again.fabric.strategy.show_averages()  # type: ignore[attr-defined]
+    assert_all_ranks_equal(parameters(again.model))
 
 
 def check_what_cannot_work_is_refused() -> None:

@@ -10,38 +10,33 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from mpi4py import MPI
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_ring import RingFabricStrategy, RingStrategy, distribute
+from lightning_ring import RingStrategy, distribute
 from lightning_ring.algorithms.local import AsynchronousGossip
 from lightning_ring.algorithms.server import ParameterServer
 from lightning_ring.errors import ConfigurationError
-from tests.checks.fabric import ring
 from tests.checks.loops import batches, loss_of, network
 from tests.checks.models import Classifier, assert_all_ranks_equal, data, loader, parameters, trainer
+from tests.checks.stepping_alone import FabricLoop, Noted, fit_and_save, saved_parameters
 from tests.checks.strategy.references import scaler_plugin
 
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 
 
-class Noted(Classifier):
-    """Notes its parameters at validations; a rank may be slow. Its logs wait for no rank."""
+class Timed(Noted):
+    """A rank may be slow. Its logs wait for no rank."""
 
     def __init__(self, slow_seconds: float = 0.0) -> None:
-        super().__init__(batch_norm=True)
+        super().__init__()
         self.slow_seconds = slow_seconds
-        self.validated: list[Tensor] = []
         self.times: list[float] = []
 
     def training_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> Tensor:
         time.sleep(self.slow_seconds)
         return self.loss(batch)
-
-    def on_validation_start(self) -> None:
-        self.validated.append(parameters(self))
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.times.append(time.perf_counter())
@@ -50,19 +45,11 @@ class Noted(Classifier):
 def check_bulk_mode_has_the_bits_of_ring_in_checkpoints_too(tmp_path: Path) -> None:
     folder = Path(MPI.COMM_WORLD.bcast(str(tmp_path)))
 
-    def run(strategy: Any, name: str, ckpt_path: str | None = None) -> Noted:
+    def run(strategy: Any, name: str, ckpt_path: str | None = None) -> Timed:
         L.seed_everything(5, verbose=False)
-        module = Noted()
-        saved = ModelCheckpoint(folder / name, save_top_k=-1, save_on_train_epoch_end=True, filename="{epoch}")
-        job = trainer(
-            strategy,
-            callbacks=[saved],
-            enable_checkpointing=True,
-            limit_train_batches=4,
-            limit_val_batches=1,
-            accumulate_grad_batches=2,
-        )
-        job.fit(module, loader(), loader(), ckpt_path=ckpt_path)
+        module = Timed()
+        limits = {"limit_train_batches": 4, "limit_val_batches": 1, "accumulate_grad_batches": 2}
+        fit_and_save(strategy, module, folder / name, ckpt_path=ckpt_path, **limits)
         return module
 
     def compare(found: Any, expected: Any) -> None:
@@ -96,17 +83,10 @@ def check_a_slow_rank_with_fewer_batches_holds_nobody_up(tmp_path: Path) -> None
         ("gossip", 1, AsynchronousGossip()),
     ):
         L.seed_everything(5, verbose=False)
-        module = Noted(0.3 if slow else 0.0)
-        saved = ModelCheckpoint(folder / name, save_top_k=-1, filename="{epoch}")
-        job = trainer(
-            RingStrategy(algorithm=algorithm),
-            use_distributed_sampler=False,
-            callbacks=[saved],
-            enable_checkpointing=True,
-            gradient_clip_val=1.0,
-            max_epochs=num_epochs,
-        )
-        job.fit(module, DataLoader(data(4 * (5 if slow else 9)), 4), loader())
+        module = Timed(0.3 if slow else 0.0)
+        arguments = {"use_distributed_sampler": False, "gradient_clip_val": 1.0, "max_epochs": num_epochs}
+        batches_here = DataLoader(data(4 * (5 if slow else 9)), 4)
+        fit_and_save(RingStrategy(algorithm=algorithm), module, folder / name, batches_here, **arguments)
         assert len(module.times) == num_epochs * (5 if slow else 9)
         *others, slowest = MPI.COMM_WORLD.allgather(module.times)  # by one clock
         for times in others:
@@ -117,9 +97,7 @@ def check_a_slow_rank_with_fewer_batches_holds_nobody_up(tmp_path: Path) -> None
         for shown in module.validated:
             assert_all_ranks_equal(shown)
         assert_all_ranks_equal(parameters(module))
-        checkpoint = torch.load(folder / name / "epoch=0.ckpt", weights_only=True)["state_dict"]
-        weights = torch.cat([checkpoint[name].reshape(-1).double() for name, _ in module.named_parameters()])
-        assert torch.equal(weights, module.validated[0])
+        assert torch.equal(saved_parameters(folder / name / "epoch=0.ckpt", module), module.validated[0])
 
 
 def check_loops_over_every_backend() -> None:
@@ -144,33 +122,20 @@ def check_loops_over_every_backend() -> None:
 
 def check_fabric_saves_the_servers_weights_and_goes_on_from_them(tmp_path: Path) -> None:
     path = MPI.COMM_WORLD.bcast(str(tmp_path / "saved.ckpt"))
-    inputs = batches(8)
-
-    def train(fabric: Any, model: Any, optimizer: Any, steps: range) -> Tensor:
-        for step in steps:
-            fabric.backward(loss_of(model(inputs[step])))
-            optimizer.step()
-            optimizer.zero_grad()
-        return parameters(model)
-
-    def build(mode: Any, seed: int) -> tuple[Any, Any, Any]:
-        fabric = ring(RingFabricStrategy(algorithm=ParameterServer(mode=mode)))
-        module = network(norm=True, seed=seed)
-        return fabric, *fabric.setup(module, torch.optim.AdamW(module.parameters(), 0.01))
-
-    for mode in ("bulk", "async"):
-        fabric, model, optimizer = build(mode, 3)
-        train(fabric, model, optimizer, range(4))
-        fabric.save(path, {"model": model, "optimizer": optimizer})
-        shown = parameters(model)
+    modes: tuple[Any, ...] = ("bulk", "async")
+    for mode in modes:
+        loop = FabricLoop(ParameterServer(mode=mode), seed=3)
+        loop.train(range(4))
+        loop.fabric.save(path, loop.state)
+        shown = parameters(loop.model)
         assert_all_ranks_equal(shown)
-        straight = train(fabric, model, optimizer, range(4, 8))
-        other, again, others = build(mode, 9)
-        train(other, again, others, range(2))  # what is loaded replaces it
-        other.load(path, {"model": again, "optimizer": others})
-        assert torch.equal(parameters(again), shown)
+        straight = loop.train(range(4, 8))
+        again = FabricLoop(ParameterServer(mode=mode), seed=9)
+        again.train(range(2))  # what is loaded replaces it
+        again.fabric.load(path, again.state)
+        assert torch.equal(parameters(again.model), shown)
         if mode == "bulk":
-            assert torch.equal(train(other, again, others, range(4, 8)), straight)
+            assert torch.equal(again.train(range(4, 8)), straight)
 
 
 def check_what_cannot_work_is_refused() -> None:

@@ -106,7 +106,8 @@ class Server:
                 return request["arguments"]
         for file in files:
             os.close(file)
-        client.sendall(f"{pid}\n".encode())
+        with contextlib.suppress(OSError):  # it was killed meanwhile, and its rank will be
+            client.sendall(f"{pid}\n".encode())
         if not pid:
             client.close()
         return None

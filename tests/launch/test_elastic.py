@@ -22,6 +22,7 @@ from lightning_ring.launch.respawn import RespawnLimits, Respawns
 from tests.processes import ROOT, clean_env, run
 
 RANK = str(ROOT / "tests" / "membership" / "counting_rank.py")
+KILL = "lambda: os.kill(os.getpid(), signal.SIGKILL)"
 START = (
     "import sys; from lightning_ring.launch.elastic import *; from lightning_ring.membership.silence import *; "
     "from lightning_ring.launch.hosts import Host; "
@@ -34,7 +35,7 @@ def counting(folder: Path, text: str, steps: int = 100000) -> str:
     """A script of ``text``, in which ``count()`` takes part (`counting_rank`); ``when_counting(call)`` calls later."""
     script = folder / "script.py"
     script.write_text(
-        "import os, runpy, signal, subprocess, sys, threading, time\nnumber = os.environ['RING_MEMBER']\n"
+        "import os, runpy, signal, subprocess, sys, threading, time\nnumber = os.environ.get('RING_MEMBER')\n"
         "def when_counting(call):\n"
         "    def wait():\n"
         f"        while not os.path.exists(f'{folder}/{{number}}.log'): time.sleep(0.01)\n"
@@ -95,14 +96,11 @@ def test_a_killed_process_is_seen_to_be_dead_before_its_memory_is_free() -> None
 
 @pytest.mark.ranks
 def test_a_rank_that_fails_by_itself_ends_the_job(tmp_path: Path) -> None:
-    script = tmp_path / "failing.py"
-    script.write_text(
-        "import os, runpy, sys, time\n"
-        f"if os.environ['RING_MEMBER'] != '1': sys.argv = ['', {str(tmp_path)!r}, '100000']; "
-        f"runpy.run_path({RANK!r}, run_name='__main__')\n"
-        "time.sleep(0.5); raise ValueError('no such column')\n"
+    script = counting(
+        tmp_path,
+        "if number == '1': time.sleep(0.5); raise ValueError('no such column')\ncount()\n",
     )
-    done = start("ElasticLimits(2)", str(script), RING_STOP_GRACE="2")
+    done = start("ElasticLimits(2)", script, RING_STOP_GRACE="2")
     assert done.returncode == 1, done.stdout
     assert "ValueError: no such column" in done.stdout
     assert "process 1 (pid" in done.stdout
@@ -160,7 +158,7 @@ def test_a_rank_that_failed_ends_the_job_and_is_named_before_its_memory_is_free(
 def test_a_replacement_that_fails_after_the_training_has_finished_is_no_failure_of_the_job(tmp_path: Path) -> None:
     script = counting(
         tmp_path,
-        "if number == '1': when_counting(lambda: os.kill(os.getpid(), signal.SIGKILL))\n"
+        f"if number == '1': when_counting({KILL})\n"
         "if number == '2':\n"
         f"    while not os.path.exists({str(tmp_path / '0.json')!r}): time.sleep(0.01)\n"
         "    time.sleep(0.5); os._exit(1)\n"
@@ -177,14 +175,8 @@ def test_a_replacement_that_fails_after_the_training_has_finished_is_no_failure_
     ("limits", "waited"), [("", ""), (", wait_for_ranks=1.0, respawn=RespawnLimits(delay=60.0)", " for 1 s")]
 )
 def test_too_few_ranks_end_the_job_with_the_names_of_the_dead(limits: str, waited: str, tmp_path: Path) -> None:
-    script = tmp_path / "dying.py"
-    script.write_text(
-        "import os, runpy, signal, sys, threading\n"
-        "if os.environ['RING_MEMBER'] == '0': "
-        "threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()\n"
-        f"sys.argv = ['', {str(tmp_path)!r}, '100000', '0.01']; runpy.run_path({RANK!r}, run_name='__main__')\n"
-    )
-    done = start(f"ElasticLimits(2, min_ranks=2{limits})", str(script))
+    script = counting(tmp_path, f"if number == '0': when_counting({KILL})\ncount()\n")
+    done = start(f"ElasticLimits(2, min_ranks=2{limits})", script)
     assert done.returncode == 1, done.stdout
     last = done.stdout.strip().splitlines()[-1]
     told = (
@@ -214,14 +206,8 @@ def test_a_process_that_is_killed_while_the_job_begins_again_is_replaced(tmp_pat
 
 @pytest.mark.ranks
 def test_a_rank_that_keeps_dying_is_replaced_until_the_limit(tmp_path: Path) -> None:
-    script = tmp_path / "dying.py"
-    script.write_text(
-        "import os, runpy, sys\n"
-        f"if os.environ['RING_MEMBER'] == '0': sys.argv = ['', {str(tmp_path)!r}, '60', '0.02']; "
-        f"runpy.run_path({RANK!r}, run_name='__main__')\n"
-        "os.kill(os.getpid(), 11)\n"
-    )
-    done = start("ElasticLimits(2, respawn=RespawnLimits(limit=2, delay=0.01))", str(script))
+    script = counting(tmp_path, "if number == '0': count()\nos.kill(os.getpid(), signal.SIGSEGV)\n", steps=60)
+    done = start("ElasticLimits(2, respawn=RespawnLimits(limit=2, delay=0.01))", script)
     assert done.returncode == 0, done.stdout
     assert done.stdout.count("killed by signal 11 (SIGSEGV); ") == 3, done.stdout
     assert done.stdout.count("a new process replaces it") == 2
@@ -253,17 +239,13 @@ def test_no_steward_no_job(tmp_path: Path) -> None:
 
 @pytest.mark.ranks
 def test_the_cause_of_the_end_is_the_failure_and_not_an_earlier_death(tmp_path: Path) -> None:
-    script = tmp_path / "failing.py"
-    script.write_text(
-        "import os, runpy, signal, sys, threading, time\n"
-        "number = os.environ['RING_MEMBER']\n"
-        "def end():\n"
-        "    if number == '0': os.kill(os.getpid(), signal.SIGKILL)\n"
-        "    if number == '1': time.sleep(1.0); os._exit(3)\n"
-        "threading.Timer(1.0, end).start()\n"
-        f"sys.argv = ['', {str(tmp_path)!r}, '100000', '0.01']; runpy.run_path({RANK!r}, run_name='__main__')\n"
+    script = counting(
+        tmp_path,
+        f"if number == '0': when_counting({KILL})\n"
+        "if number == '1': when_counting(lambda: (time.sleep(1.0), os._exit(3)))\n"
+        "count()\n",
     )
-    done = start("ElasticLimits(3)", str(script))
+    done = start("ElasticLimits(3)", script)
     assert done.returncode == 3, done.stdout
     assert "process 0 (pid" in done.stdout
     assert "ended with exit code 3; the job ends" in done.stdout
@@ -307,7 +289,7 @@ def test_the_rank_in_a_wrapper_is_watched_and_its_session_ends_with_it(tmp_path:
         "if number == '1':\n"
         f"    child = subprocess.Popen(['sleep', '300']); open({str(tmp_path / 'pids')!r}, 'w').write("
         "f'{child.pid} {os.getppid()} {os.getpid()}')\n"
-        "    when_counting(lambda: os.kill(os.getpid(), signal.SIGKILL))\n"
+        f"    when_counting({KILL})\n"
         "count()\n",
         steps=100,
     )
@@ -328,7 +310,7 @@ def test_what_a_dead_rank_started_ends_though_the_job_succeeds(tmp_path: Path) -
         tmp_path,
         "if number == '1':\n"
         f"    child = subprocess.Popen(['sleep', '300']); open({str(tmp_path / 'pid')!r}, 'w').write(str(child.pid))\n"
-        "    when_counting(lambda: os.kill(os.getpid(), signal.SIGKILL))\n"
+        f"    when_counting({KILL})\n"
         "count()\n",
         steps=80,
     )
@@ -350,9 +332,7 @@ def test_a_rank_that_leaves_without_having_finished_fails_the_job(tmp_path: Path
 def test_a_newcomer_that_fails_does_not_end_the_job(tmp_path: Path) -> None:
     script = counting(
         tmp_path,
-        "if int(number) > 1: raise RuntimeError('no GPU here')\n"
-        "if number == '1': when_counting(lambda: os.kill(os.getpid(), signal.SIGKILL))\n"
-        "count()\n",
+        f"if int(number) > 1: raise RuntimeError('no GPU here')\nif number == '1': when_counting({KILL})\ncount()\n",
         steps=120,
     )
     done = start("ElasticLimits(2, respawn=RespawnLimits(limit=2, delay=0.01))", script)
@@ -395,23 +375,19 @@ def test_other_systems_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.ranks
 def test_plain_python_is_the_steward_of_its_own_ranks(tmp_path: Path) -> None:
     """The script starts itself as ranks; one of them is killed and replaced."""
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import os, runpy, signal, sys, threading, time\n"
+    script = counting(
+        tmp_path,
         "from lightning_ring.job.launchers.elastic import started_by_steward\n"
         "from lightning_ring.launch.script import JobFinished, elastic_script_job\n"
         "from lightning_ring.launch.elastic import ElasticLimits, RespawnLimits\n"
         "if not started_by_steward(os.environ):\n"
         "    with elastic_script_job(ElasticLimits(2, min_ranks=1, respawn=RespawnLimits())) as job:\n"
         "        raise JobFinished(job.run())\n"
-        "def kill():\n"
-        f"    while not os.path.exists({str(tmp_path / '1.log')!r}): time.sleep(0.01)\n"
-        "    os.kill(os.getpid(), signal.SIGKILL)\n"
-        "if os.environ['RING_MEMBER'] == '1': threading.Thread(target=kill, daemon=True).start()\n"
-        f"sys.argv = ['', {str(tmp_path)!r}, sys.argv[1], '0.02']\n"
-        f"runpy.run_path({RANK!r}, run_name='__main__')\n"
+        f"if number == '1': when_counting({KILL})\n"
+        "count()\n",
+        steps=200,
     )
-    done = run([sys.executable, str(script), "200"], timeout=60)
+    done = run([sys.executable, script], timeout=60)
     assert done.returncode == 0, done.stdout
     assert "2 ranks, 1 of them new" in done.stdout
     assert len(json.loads((tmp_path / "2.json").read_text())) == 200
@@ -422,7 +398,7 @@ def test_ranks_that_do_not_end_with_their_job_are_ended(tmp_path: Path) -> None:
     script = counting(
         tmp_path,
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        "if number == '1': when_counting(lambda: os.kill(os.getpid(), signal.SIGKILL))\n"
+        f"if number == '1': when_counting({KILL})\n"
         "try: count()\n"
         "finally: time.sleep(3600)\n",
     )

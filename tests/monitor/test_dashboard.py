@@ -99,7 +99,7 @@ def test_bars_show_it_and_a_users_own_decides(tmp_path: Path, bar: Any, shown: b
 def test_pages_open_in_a_browser(battery: Battery, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     check = "check_tensorboard_pages_are_written"
-    battery("tests.checks.monitor", 2, check, timeout=150)
+    battery("tests.checks.monitor", 2, check, timeout=150, only=(check,))
     logs = battery.left_by("tests.checks.monitor", 2, check) / "logs"
     with open_tensorboard(logs) as address, open_browser(tmp_path) as browser:
         browser.size(1500, 1000)

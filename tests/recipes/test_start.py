@@ -9,6 +9,7 @@ import pytest
 
 from lightning_ring.errors import ConfigurationError
 from recipes.start import check, start_ranks
+from tests import forked
 from tests.processes import ROOT, run
 
 TRAIN = str(ROOT / "recipes" / "train.py")
@@ -52,7 +53,9 @@ def typed(tmp_path):
     script = tmp_path / "typed.py"
     script.write_text(TYPED)
     return lambda *overrides: run(
-        [sys.executable, str(script), TRAIN, f"hydra.run.dir={tmp_path / 'run'}", *overrides], timeout=120
+        [sys.executable, str(script), TRAIN, f"hydra.run.dir={tmp_path / 'run'}", *overrides],
+        timeout=120,
+        **forked.ranks(),
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from lightning_ring.tools.plan.profile import Profile
 from recipes.wires.predict import predicted_seconds
 from recipes.wires.report import cell_of, plot, seconds_until, step_table, table
 from recipes.wires.run import Method, Run, Settings
+from tests import forked
 from tests.processes import ROOT, run
 from tests.tools.plan.profiles import gradient, link, profile
 
@@ -105,10 +105,10 @@ def test_a_study_goes_on_where_it_stopped(tmp_path: Path) -> None:
         "target=0.01",
         f"hydra.run.dir={tmp_path}",
     ]
-    command = [sys.executable, str(ROOT / "recipes" / "study_wires.py"), *options]
-    first = run([*command, "only=[ddp]"], timeout=100)
+    command = [*forked.python(), str(ROOT / "recipes" / "study_wires.py"), *options]
+    first = run([*command, "only=[ddp]"], timeout=100, **forked.ranks())
     assert first.returncode == 0, first.stdout
-    again = run([*command, "only=[ddp,fp16]"], timeout=100)
+    again = run([*command, "only=[ddp,fp16]"], timeout=100, **forked.ranks())
     assert again.returncode == 0, again.stdout
     assert "1/1 200mbit, slow rank: ring, fp16, seed 1" in again.stdout
     results = list(map(json.loads, (tmp_path / "runs.jsonl").read_text().splitlines()))

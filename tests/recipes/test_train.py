@@ -13,6 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from recipes.data.digits import Digits
 from recipes.models.resnet import SmallResNet
+from tests import forked
 from tests.processes import ROOT, mpirun_command, run
 
 pytestmark = pytest.mark.ranks
@@ -62,7 +63,7 @@ def accuracy_in_one_process(checkpoint: Path) -> float:
 
 
 def test_default_recipe_starts_two_ranks_and_reads_digits():
-    result = run([sys.executable, SCRIPT], timeout=180)
+    result = run([sys.executable, SCRIPT], timeout=180, **forked.ranks())
     assert result.returncode == 0, result.stdout
     assert accuracy_of(result.stdout) >= 0.97
     assert "on 2 ranks" in result.stdout
@@ -79,12 +80,12 @@ def test_default_recipe_starts_two_ranks_and_reads_digits():
 
 @pytest.mark.parametrize("launcher", ["mpirun", "torchrun"])
 def test_ranks_of_a_launcher_share_one_folder_and_count_each_image_once(launcher):
-    command = [sys.executable, SCRIPT, "trainer.max_epochs=1"]
+    command = [*forked.python(), SCRIPT, "trainer.max_epochs=1"]
     if launcher == "torchrun":
-        command[:1] = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+        command = [*forked.python(), "-m", "torch.distributed.run", "--nproc-per-node", "2", *command[-2:]]
     else:
         command = mpirun_command(2, *command)
-    result = run(command, timeout=120)
+    result = run(command, timeout=120, **forked.ranks())
     assert result.returncode == 0, result.stdout
     assert [path.name for path in Path().iterdir()] == ["logs"]
     expected = accuracy_in_one_process(only_run_folder("digits") / "checkpoints" / "best.ckpt")

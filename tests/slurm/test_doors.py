@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import forked
 from tests.processes import ROOT
 from tests.slurm.cluster import Cluster
 from tests.slurm.test_slurm import JOB_SECONDS, Job
@@ -24,7 +25,8 @@ def test_srun_starts_loops_and_scripts_for_horovod(cluster: Cluster, tmp_path: P
         "print(f'hvd {hvd.rank()} of {hvd.size()}, {hvd.local_rank()} of {hvd.local_size()}: {total}', flush=True)\n"
     )
     command = f"srun {sys.executable} {LOOP} 0 train; srun {sys.executable} {script}; echo code $?"
-    output = Job(cluster, tmp_path, command, "--nodes=2", "--ntasks=4", "--ntasks-per-node=2").ended()
+    options = ["--nodes=2", "--ntasks=4", "--ntasks-per-node=2"]
+    output = Job(cluster, tmp_path, command, *options, **forked.ranks()).ended()
     assert "code 0" in output, output
     for rank in range(4):
         assert f"rank {rank} of 4: equal=True" in output, output

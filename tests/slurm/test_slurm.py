@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests import forked
 from tests.processes import ROOT, clean_env
 from tests.slurm.cluster import Cluster, slurm
 
@@ -27,12 +28,12 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(JOB_SECONDS + 50)]
 class Job:
     """A batch job of ``script``; its output in ``output``."""
 
-    def __init__(self, cluster: Cluster, folder: Path, script: str, *options: str) -> None:
+    def __init__(self, cluster: Cluster, folder: Path, script: str, *options: str, **env: str) -> None:
         self.cluster = cluster
         self._file = folder / "output"
         body = folder / "job.sh"
         body.write_text(f"#!/bin/bash\n{script}\n")
-        environ = clean_env(PATH=f"{BESIDE}{os.pathsep}{os.environ['PATH']}", **cluster.environ)
+        environ = clean_env(PATH=f"{BESIDE}{os.pathsep}{os.environ['PATH']}", **cluster.environ, **env)
         command = ["sbatch", "--parsable", "--open-mode=append", f"--output={self._file}", *options, str(body)]
         submitted = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=30, cwd=folder)
         assert submitted.returncode == 0, submitted.stderr
@@ -69,7 +70,7 @@ def facts(folder: Path, step: int = 0) -> list[dict[str, Any]]:
 
 def test_srun_as_the_readme_shows_it_on_uneven_nodes_and_two_steps_at_a_time(cluster: Cluster, tmp_path: Path) -> None:
     script = f"srun --overlap {TRAIN} plain {tmp_path} & srun --overlap -N 1 -n 2 {TRAIN} plain {tmp_path} & wait"
-    output = Job(cluster, tmp_path, script, "--nodes=2", "--ntasks=3").ended()
+    output = Job(cluster, tmp_path, script, "--nodes=2", "--ntasks=3", **forked.ranks()).ended()
     by_step = sorted((facts(tmp_path, 0), facts(tmp_path, 1)), key=len)
     assert [len(ranks) for ranks in by_step] == [2, 3], output
     assert [rank["place"] for rank in by_step[1]] in (

@@ -27,6 +27,7 @@ from tests.checks.compression.ways import (
     parameters,
     send,
 )
+from tests.checks.marks import on_two_ranks
 from tests.checks.world import communicator
 
 
@@ -158,6 +159,7 @@ def check_large_values() -> None:
             assert len(records) == (way == "fp16" and communicator().rank == 0), records
 
 
+@on_two_ranks
 def check_converges_as_without() -> None:
     """A small classification problem that needs all of its gradient; every rank sees other data."""
     comm = communicator()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_ring import RingStrategy
 from lightning_ring.errors import CollectiveError, RingError
-from tests.checks.marks import by_world_size
+from tests.checks.marks import by_world_size, on_one_rank
 from tests.checks.models import RANK, SIZE, Classifier, assert_all_ranks_equal, fit, loader, parameters, trainer
 from tests.checks.strategy.references import WORLD, assert_like_ddp, both
 
@@ -103,9 +103,8 @@ def check_devices_that_disagree_with_the_launcher() -> None:
     assert trainer("ring").world_size == trainer("ring", devices=SIZE).world_size == SIZE
 
 
+@on_one_rank
 def check_one_rank_communicates_nothing() -> None:
-    if SIZE > 1:
-        return
     import torch.distributed as dist
 
     calls: list[str] = []
@@ -125,10 +124,10 @@ def check_one_rank_communicates_nothing() -> None:
     assert torch.equal(_trained_alone("ring"), _trained_alone("auto"))
 
 
+@on_one_rank
 def check_forced_communication_on_one_rank() -> None:
-    if SIZE == 1:
-        forced = _trained_alone(RingStrategy(force_communication=True))
-        assert torch.equal(forced, _trained_alone("auto"))
+    forced = _trained_alone(RingStrategy(force_communication=True))
+    assert torch.equal(forced, _trained_alone("auto"))
 
 
 def _trained_alone(strategy: Any) -> Tensor:
