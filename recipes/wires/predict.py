@@ -27,7 +27,6 @@ def predicted_seconds(
     """
     if study.hosts != study.ranks or profile.link is None:
         return None
-    profile = _at_speed_of(profile, batch_seconds)
     link = Link("measured", profile.link)
     profile = _at_speed_of(profile, batch_seconds)
     cluster = Cluster(study.ranks, 1, link, link)
