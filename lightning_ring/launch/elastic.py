@@ -16,10 +16,11 @@ from lightning_ring.launch.child import Child
 from lightning_ring.launch.deaths import Deaths
 from lightning_ring.launch.discovery import Discovery
 from lightning_ring.launch.hosts import Host
-from lightning_ring.launch.job_process import JobProcess, by_signal
+from lightning_ring.launch.job_process import JobProcess
 from lightning_ring.launch.limits import ElasticLimits
 from lightning_ring.launch.new_start import NewStarts
 from lightning_ring.launch.orphan_guard import OrphanGuard
+from lightning_ring.launch.process_ends import ProcessEnds
 from lightning_ring.launch.remote import HostLine, RemoteChild, ssh_line
 from lightning_ring.launch.respawn import RespawnLimits
 from lightning_ring.launch.slots import Slots
@@ -30,7 +31,6 @@ from lightning_ring.membership.steward import Steward
 
 LOOK_SECONDS = 0.01  # how often the kernel is asked whether a process is on its way out
 _IDLE_SECONDS = 1.0  # how often it is asked for processor time
-_WRAPPER_SECONDS = 2.0  # for the end of a wrapper whose rank has died
 _FAIL_SECONDS = 1.0  # for the exit code of a rank that failed
 
 __all__ = ["ElasticJob", "ElasticLimits", "RespawnLimits"]
@@ -38,11 +38,8 @@ __all__ = ["ElasticJob", "ElasticLimits", "RespawnLimits"]
 
 @dataclass(slots=True)
 class ElasticJob:
-    """Runs ``command`` as the ranks of one job. A rank that is killed leaves; one that fails by itself ends the job.
-
-    The two are told apart by the exit code: a signal's, also as a shell reports it (128 + n), is a death. A process
-    that no view has had yet may fail: the others do not need it. An exit code of 0 is a failure where the rank has not
-    said that it has finished.
+    """Runs ``command`` as the ranks of one job. A rank that is killed leaves; one that fails by itself ends the job
+    (`ProcessEnds`).
 
     Without ``hosts`` all ranks are on this host. Each other one gets an agent, which is started by ``line``; this
     host, where the steward is, stays the one that must not die. ``discovery`` takes the place of ``hosts``: ranks start
@@ -61,9 +58,6 @@ class ElasticJob:
     _processes: list[JobProcess] = field(default_factory=list, init=False)  # by number
     _by_child: dict[Child | RemoteChild, JobProcess] = field(default_factory=dict, init=False)
     _filled: set[int] = field(default_factory=set, init=False)  # slots that have had a process
-    _failing: JobProcess | None = field(default=None, init=False)  # that ended the job without a word
-    _failed: str = field(default="", init=False)  # how it ended
-    _left: str = field(default="", init=False)  # who ended with exit code 0 and had not finished
     _below_since: float | None = field(default=None, init=False)
     _ended_since: float | None = field(default=None, init=False)
     _next_idle: float = field(default=0.0, init=False)
@@ -71,6 +65,7 @@ class ElasticJob:
     _new_starts: NewStarts = field(default_factory=NewStarts, init=False)
     _slots: Slots = field(init=False)
     _deaths: Deaths = field(init=False)
+    _ends: ProcessEnds = field(init=False)
     _supervisor: Supervisor = field(init=False)
     _steward: Steward = field(init=False)
     _guard: OrphanGuard = field(init=False)
@@ -92,18 +87,24 @@ class ElasticJob:
         self._slots = Slots(
             ranks, self.command, self.environ, hosts, self.line, grows=grows, start_seconds=limits.start_seconds
         )
-        self._steward = Steward(membership, self._kill, self._slots.listens[0], limits.silence, self._idle)
+        self._steward = Steward(
+            membership, lambda *removal: self._ends.kill(*removal), self._slots.listens[0], limits.silence, self._idle
+        )
         if self._slots.remote is not None:
             self._slots.remote.steward_port = self._steward.port
         self._deaths = Deaths(limits.respawn)
         self._guard = OrphanGuard(f"the process that started the ranks (pid {os.getpid()}) has gone: they end")
+        self._ends = ProcessEnds(
+            *(self._processes, self._steward, self._deaths, self._new_starts, self._slots, self._guard),
+            ending=lambda: self._supervisor.ending,
+        )
         children = [self._next_child(slot) for slot in range(ranks)]
         self._supervisor = Supervisor(
             children,
             grace=stop_grace(self.environ),
-            excuses=self._outlives,
+            excuses=lambda child, code: self._ends.is_outlived(self._by_child[child], code),
             wait=self._look_after,
-            goes_on=lambda: self._begins_again,
+            goes_on=lambda: self._ends.begins_again,
         )
         try:
             code = self._supervisor.run(cwd)
@@ -128,8 +129,7 @@ class ElasticJob:
 
     def pids(self) -> dict[int, int]:
         """The running processes, by number."""
-        running = [process for process in list(self._processes) if process.child.is_running]
-        return {process.number: process.child.pid for process in running if process.died is None}
+        return {process.number: process.child.pid for process in self._ends.living}
 
     def _next_child(self, slot: int) -> Child | RemoteChild:
         number = len(self._processes)
@@ -153,12 +153,12 @@ class ElasticJob:
             self._slots.remote.look(now)
         running = self._unended
         for process in running:
-            self._look_at(process, now)
+            self._ends.look_at(process, now)
         if now >= self._next_idle:
             self._next_idle = now + _IDLE_SECONDS
             for process in running:
                 process.child.idle(now)
-        if not self._is_over:
+        if not self._ends.is_over:
             for slot in self._deaths.take_due(now):
                 if self._slots.is_open(slot):
                     self._supervisor.start(self._next_child(slot))
@@ -166,19 +166,16 @@ class ElasticJob:
                 self._grow(self.discovery, now)
         self._show_view()
         self._end_if_below_min_ranks(now)
-        if self._left and self._steward.pids and not self._is_over:  # else none of the ranks takes part: a plain script
+        left = self._ends.left
+        if left and self._steward.pids and not self._ends.is_over:  # else none of the ranks takes part: a plain script
             self._steward.end(
-                f"{self._left} left with exit code 0 without having finished its training. Leave a fit by "
+                f"{left} left with exit code 0 without having finished its training. Leave a fit by "
                 "trainer.should_stop on all ranks, not by sys.exit() on one"
             )
-        if self._begins_again:
+        if self._ends.begins_again:
             self._begin_again(now)
         elif self._steward.ended is not None:
             self._end(now)
-
-    @property
-    def _begins_again(self) -> bool:
-        return self._steward.resume_from is not None and not self._supervisor.ending
 
     def _begin_again(self, now: float) -> None:
         """From a checkpoint, with new processes, once those that have lost their state have ended."""
@@ -206,103 +203,6 @@ class ElasticJob:
     @property
     def _unended(self) -> list[JobProcess]:
         return [process for process in self._processes if not process.ended]
-
-    @property
-    def _is_over(self) -> bool:
-        return self._supervisor.ending or self._steward.ended is not None
-
-    def _look_at(self, process: JobProcess, now: float) -> None:
-        child, number, steward = process.child, process.number, self._steward
-        if not child.is_started:
-            return
-        if not process.guarded and isinstance(child, Child):
-            process.guarded = True
-            self._guard.watch(child.pid)
-        if not process.identified and number in steward.pids:
-            process.identified = True
-            child.identify(steward.pids[number])
-        if process.died is None and child.is_dead():
-            process.died = now
-            steward.step(0)  # its last words may have arrived
-            if number not in steward.membership.finishers:
-                failure = child.failure()
-                if failure and not by_signal(failure) and not self._is_new(process):
-                    self._fail(process, failure)  # before the others connect anew
-                steward.gone(number, "its process is ending")
-                process.kill_at = now + _WRAPPER_SECONDS
-        if (code := child.poll()) is not None:
-            self._note_end(process, code)
-        elif process.kill_at is not None and now >= process.kill_at:
-            process.kill_at = now + _WRAPPER_SECONDS
-            child.kill_session()
-
-    def _note_end(self, process: JobProcess, code: int) -> None:
-        """A process has ended: tell whether the job outlives that, and start another one in its slot."""
-        if process.ended:
-            return
-        process.ended = True
-        steward, number = self._steward, process.number
-        if process.died is None:
-            steward.step(0)  # its last words may have arrived
-        steward.gone(number, "its process has ended")
-        finished = number in steward.membership.finishers
-        if not finished:
-            process.child.kill_session()  # what it started
-        if isinstance(process.child, Child):
-            self._guard.forget(process.child.pid)
-        if self._begins_again:
-            process.outlived = True
-            if not self._new_starts.note_end(process, code):
-                self._note_death(process, code)
-            return
-        is_new = self._is_new(process)
-        if self._is_over or (finished and code == 0):
-            no_failure = by_signal(code) or (code and is_new and steward.membership.finished)
-            process.outlived = bool(no_failure) and not self._supervisor.ending  # the job ends for another reason
-            if process.outlived:
-                self._note_death(process, code)
-            return
-        if code == 0:
-            self._left = self._left or process.name
-            return
-        others = (other.child.poll() for other in self._processes if other is not process)
-        if (by_signal(code) or is_new) and any(other in (None, 0) for other in others):
-            process.outlived = True
-            self._note_death(process, code)
-        elif not finished:
-            self._fail(process, code)
-
-    def _is_new(self, process: JobProcess) -> bool:
-        """Whether it came to a job that trains, and is in no view yet."""
-        return process.joins and not self._steward.membership.was_member(process.number)
-
-    def _fail(self, process: JobProcess, code: int) -> None:
-        """It may not have said so itself, as an uncaught exception does: os._exit, a C library."""
-        if not self._is_over:
-            self._failing, self._failed = process, process.death(code, "")
-            self._steward.end(self._failed)
-
-    def _note_death(self, process: JobProcess, code: int) -> None:
-        death = process.death(code, process.removed or self._steward.last_words.get(process.number, ""))
-        trains = (self._begins_again or not self._is_over) and not self._steward.membership.finishers
-        replaced = trains and self._slots.is_open(process.slot)
-        rest = self._deaths.add(death, process.slot, time.monotonic() - process.started, replaced=replaced)
-        say(f"{death}; {len(self.pids())} ranks are left{rest}")
-
-    def _outlives(self, child: Child | RemoteChild, code: int) -> bool:
-        process = self._by_child[child]
-        self._note_end(process, code)
-        return process.outlived or self._failing not in (None, process)  # the others end because of it, perhaps earlier
-
-    def _kill(self, number: int, why: str, after: float) -> None:
-        """The steward has removed process ``number``, which gets ``after`` seconds to end by itself."""
-        process = self._processes[number]
-        if process.died is not None or process.child.is_dead():
-            return
-        process.kill_at = time.monotonic() + after
-        if not after:
-            process.removed = why
-            process.child.kill_session()
 
     def _idle(self, number: int) -> float:
         return self._processes[number].child.idle(time.monotonic())
@@ -336,8 +236,10 @@ class ElasticJob:
         self._ended_since = self._ended_since or now
         membership = self._steward.membership
         if not membership.finished:
-            if now - self._ended_since > _FAIL_SECONDS:
-                self._supervisor.fail(PEERS_SECONDS)
+            if now - self._ended_since > _FAIL_SECONDS and not self._supervisor.ending:
+                if self._ends.failed:  # the kernel still frees its memory
+                    say(f"{self._ends.failed}; the job ends")
+                self._supervisor.fail(PEERS_SECONDS, self._ends.code)
         elif now - self._ended_since > PEERS_SECONDS:
             for process in self._processes:
                 if not process.ended and not membership.was_member(process.number):
@@ -347,6 +249,6 @@ class ElasticJob:
         for line in self._deaths.given_up.values():
             say(line)
         ended = self._steward.ended
-        told = (self._supervisor.cause, self._failed)
+        told = (self._supervisor.cause, self._ends.failed)
         if code and ended is not None and not self._steward.membership.finished and ended not in told:
             say(f"the job has ended: {ended}")
