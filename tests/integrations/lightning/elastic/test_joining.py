@@ -1,0 +1,27 @@
+"""A sender and a newcomer may die while the newcomer catches up: nobody hangs, no step is lost, all ranks agree."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from tests.processes import run
+
+CASES = ("the sender is killed", "the newcomer is stopped", "both are killed")
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(200)
+def test_deaths_while_a_process_catches_up_lose_nothing() -> None:
+    done = run([sys.executable, "-m", "tests.integrations.lightning.elastic.joining", *CASES], timeout=180)
+    assert done.returncode == 0, done.stdout
+    results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"case"')]
+    assert [result["wrong"] for result in results] == [[], [], []]
+    assert [sorted(fault[0] for fault in result["faults"]) for result in results] == [
+        ["feed", "forward"],
+        ["catch_up", "forward"],
+        ["catch_up", "feed", "forward"],
+    ]
+    assert all(result["joined"] for result in results)
