@@ -99,7 +99,7 @@ def check_terngrad_draws_the_scalers_multiples_with_the_right_mean() -> None:
     send, size = Sender(TernGrad(min_numel=0), comm), comm.world_size
     every = [gradient(rank, 0).numpy() for rank in range(size)]
     scalers = references.terngrad_scalers(every, LAYERS, 2.5)
-    total, num_draws = torch.zeros(sum(SIZES), dtype=torch.float64), 400
+    total, num_draws = torch.zeros(sum(SIZES), dtype=torch.float64), 100
     for _ in range(num_draws):
         found = send(gradient(comm.rank, 0))
         for layer, scaler in zip(LAYERS, scalers, strict=True):
