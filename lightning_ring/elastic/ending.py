@@ -23,13 +23,13 @@ def end_job_on_error(member: Member) -> Callable[[], None]:
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> Any:
         if os.getpid() != pid:  # a forked child
             return previous(kind, error, trace)
+        if isinstance(sys.stderr, io.StringIO) and sys.__stderr__ is not None:
+            # torch.distributed wraps this hook in one that collects its output, to be printed when it returns
+            sys.stderr = sys.__stderr__
         if isinstance(error, JobEnded):
             if not error.finished:
                 say(f"process {member.number} ends: {error}")
             end_process(0 if error.finished else 1)
-        if isinstance(sys.stderr, io.StringIO) and sys.__stderr__ is not None:
-            # torch.distributed wraps this hook in one that collects its output, to be printed when it returns
-            sys.stderr = sys.__stderr__
         previous(kind, error, trace)
         first_line = (str(error).strip().splitlines() or [""])[0]
         summary = f"process {member.number} (pid {pid}) failed: {kind.__name__}: {first_line}"

@@ -236,8 +236,10 @@ class ElasticJob:
         self._ended_since = self._ended_since or now
         membership = self._steward.membership
         if not membership.finished:
-            if now - self._ended_since > _FAIL_SECONDS:
-                self._supervisor.fail(PEERS_SECONDS)
+            if now - self._ended_since > _FAIL_SECONDS and not self._supervisor.ending:
+                if self._ends.failed:  # the kernel still frees its memory
+                    say(f"{self._ends.failed}; the job ends")
+                self._supervisor.fail(PEERS_SECONDS, self._ends.code)
         elif now - self._ended_since > PEERS_SECONDS:
             for process in self._processes:
                 if not process.ended and not membership.was_member(process.number):

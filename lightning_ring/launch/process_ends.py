@@ -13,6 +13,7 @@ from lightning_ring.launch.job_process import JobProcess, by_signal
 from lightning_ring.launch.new_start import NewStarts
 from lightning_ring.launch.orphan_guard import OrphanGuard
 from lightning_ring.launch.slots import Slots
+from lightning_ring.launch.supervisor import exit_code
 from lightning_ring.membership.steward import Steward
 
 _WRAPPER_SECONDS = 2.0  # for the end of a wrapper whose rank has died
@@ -28,7 +29,7 @@ class ProcessEnds:
 
     Attributes:
         failing: The process that ended the job without a word.
-        failed: How it ended.
+        failed: How it ended, and with which ``code``.
         left: Who ended with exit code 0 and had not finished.
     """
 
@@ -41,6 +42,7 @@ class ProcessEnds:
     ending: Callable[[], bool]
     failing: JobProcess | None = field(default=None, init=False)
     failed: str = field(default="", init=False)
+    code: int = field(default=1, init=False)
     left: str = field(default="", init=False)
 
     @property
@@ -140,7 +142,7 @@ class ProcessEnds:
     def _fail(self, process: JobProcess, code: int) -> None:
         """It may not have said so itself, as an uncaught exception does: os._exit, a C library."""
         if not self.is_over:
-            self.failing, self.failed = process, process.death(code, "")
+            self.failing, self.failed, self.code = process, process.death(code, ""), exit_code(code)
             self.steward.end(self.failed)
 
     def _note_death(self, process: JobProcess, code: int) -> None:

@@ -128,10 +128,11 @@ class Supervisor:
         for child in self._running():
             child.send_signal(signum)
 
-    def fail(self, seconds: float) -> None:
-        """The job has failed, without that a child has: all children end within ``seconds``, by themselves or not."""
+    def fail(self, seconds: float, code: int = 1) -> None:
+        """The job has failed with ``code``, without that a child has ended so: all of them end within ``seconds``, by
+        themselves or not."""
         if self._exit_code is None:
-            self._exit_code = 1
+            self._exit_code = code
             self._end_in(seconds)
 
     def _start(self, child: Supervised) -> None:
@@ -143,7 +144,7 @@ class Supervisor:
     def _step(self) -> None:
         if self._exit_code is None and (failed := self._failed()) is not None:
             child, code = failed
-            self._exit_code = code if code > 0 else 128 - code
+            self._exit_code = exit_code(code)
             self._on_failure(child, code)
         while self._handled < len(self._signals):
             self._on_signal(self._signals[self._handled], times=self._handled)
@@ -217,6 +218,11 @@ class Supervisor:
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
         self._signals.append(signum)
+
+
+def exit_code(code: int) -> int:
+    """A job's for a child that ended with ``code``: 128 + n where signal n ended it (-n)."""
+    return code if code > 0 else 128 - code
 
 
 def signal_name(signum: int) -> str:

@@ -24,7 +24,8 @@ from tests.processes import ROOT, clean_env, run
 RANK = str(ROOT / "tests" / "membership" / "counting_rank.py")
 START = (
     "import sys; from lightning_ring.launch.elastic import *; from lightning_ring.membership.silence import *; "
-    "from lightning_ring.launch.hosts import Host; "
+    "from lightning_ring.launch import elastic; from lightning_ring.launch.hosts import Host; "
+    "import os; elastic._FAIL_SECONDS = float(os.environ.get('FAIL_SECONDS', elastic._FAIL_SECONDS)); "
     "sys.exit(ElasticJob([sys.executable, *sys.argv[2:]], **eval(f'dict(limits={sys.argv[1]})')).run())"
 )
 AGENT = ", hosts=[Host('localhost', 1), Host('elsewhere', 2)], line=lambda host, line: ['sh', '-c', line]"
@@ -150,9 +151,11 @@ def test_a_rank_that_failed_ends_the_job_and_is_named_before_its_memory_is_free(
         tmp_path,
         "if number == '1':\n    memory = b'1' * 2**30\n    when_counting(lambda: os._exit(9))\ncount()\n",
     )
-    done = start(f"ElasticLimits(3){hosts}", script)
+    done = start(f"ElasticLimits(3){hosts}", script, FAIL_SECONDS="0")  # the kernel takes longer
     assert done.returncode == 9, done.stdout
-    assert re.search(r"process 1 \(pid \d+\) ended with exit code 9; the job ends", done.stdout), done.stdout
+    assert re.search(r"process 1 \((host \w+, )?pid \d+\) ended with exit code 9; the job ends", done.stdout), (
+        done.stdout
+    )
     assert "generation 1: " not in done.stdout  # the others do not connect anew
 
 

@@ -39,6 +39,8 @@ def test_too_few_ranks_save_a_checkpoint_and_say_who_died(tmp_path: Path) -> Non
     code, output = job(tmp_path, "1", "2:3:9", MIN="3")
     assert code == 1
     assert "process 2" in output.rpartition("Dead: ")[2]
+    for number in (0, 1):
+        assert f"process {number} ends: The job ends: 2 of its ranks are left" in output
     saved = torch.load(tmp_path / "too-few-ranks-step=3.ckpt", weights_only=False)
     assert saved["global_step"] == 3
     assert saved["optimizer_states"][0]["state"]
