@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from pathlib import Path
@@ -11,6 +12,8 @@ import pytest
 import torch
 
 from benchmarks import hosts, step
+from benchmarks.outlive import Outcome, outcome
+from benchmarks.outlive_rank import DEADLY
 from benchmarks.turns import Conductor
 from tests.processes import run
 
@@ -96,6 +99,23 @@ def test_ddp_and_the_ring_are_timed_side_by_side(tmp_path: Path) -> None:
     assert all(fact["state_bytes"] == 4 * elements for facts in found["facts"].values() for fact in facts)
     assert sum(fact["state_bytes"] for fact in sharded) == 4 * elements  # one part a rank
     assert "of the time of ddp" in result.stdout
+
+
+def test_a_death_is_timed_to_the_next_step_and_lost_steps_are_counted() -> None:
+    before = [(step, 80.0 + step) for step in range(1, DEADLY)]
+    late = [*before[:-1], (DEADLY - 1, 100.01)]  # another rank ends the victim's last step behind its death
+    goes_on = outcome(100.0, [before, [*late, (DEADLY, 101.5)], [*before, (DEADLY, 101.0)]])
+    assert goes_on == Outcome(step=1.0, next_step=1.0, new_step=1.0, lost=0)
+    starts_again = [(step, 100.0 + step) for step in range(DEADLY - 2, DEADLY + 2)]
+    assert outcome(100.0, [before, late, starts_again]) == Outcome(1.0, DEADLY - 2.0, float(DEADLY), lost=2)
+
+
+@pytest.mark.ranks
+def test_a_rank_is_killed_and_the_next_step_is_timed() -> None:
+    words = ["--contenders", "ring_elastic:gloo", "--ranks", "2", "--mib", "4", "--jobs", "1"]
+    result = run([sys.executable, "-m", "benchmarks.outlive", *words], timeout=100)
+    assert result.returncode == 0, result.stdout
+    assert re.search(r"\| ring_elastic:gloo \| \d+ ms \| (\d\.\d\d s \(largest \d\.\d\d\) \| ){2}0 \|", result.stdout)
 
 
 @pytest.mark.ranks
