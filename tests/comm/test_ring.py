@@ -48,7 +48,7 @@ def test_many_small_pieces_change_nothing(world_size):
     run_ranks(world_size, rank)
 
 
-@pytest.mark.parametrize("dtype", dict.fromkeys(dtype for dtype, _ in allowed()))
+@pytest.mark.parametrize("dtype", dict.fromkeys(dtype for dtype, _ in allowed()), ids=str)
 def test_every_dtype_and_op(dtype):
     inputs, ops = values(301, dtype, 3), [op for other, op in allowed() if other is dtype]
 
