@@ -45,9 +45,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What is imported by now stays: garbage collections, some of which tests ask for, need not visit it."""
+    """What is imported by now stays: garbage collections, some of which tests ask for, need not visit it.
+
+    Networks of tests gain nothing from torch's threads, of which each rank that is a thread would have its own.
+    """
     gc.collect()
     gc.freeze()
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)

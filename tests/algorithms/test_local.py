@@ -71,8 +71,7 @@ def reference(
     return found
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(("world_size", "optimizer"), [(2, "sgd"), (3, "adamw"), (4, "sgd")])
 @pytest.mark.parametrize(
     ("algorithm", "settings"),
     [
@@ -102,11 +101,12 @@ def test_equals_the_formula_in_one_process(
     ],
 )
 def test_averages_are_shown_without_a_trace_and_a_round_is_resumed_exactly(make: Callable[[], LocalSGD]) -> None:
-    """After each of the first 7 steps averages are shown, and a checkpoint is written; another job goes on from it."""
+    """After each of the first 7 steps averages are shown. After some a checkpoint is written, from which another job
+    goes on: in the middle of a round, before its last step, after it."""
     straight = trained(3, make(), "adamw")
     start = network()
 
-    def rank(comm: Any) -> list[tuple[Tensor, list[Tensor]]]:
+    def rank(comm: Any) -> list[tuple[Tensor, Tensor | None]]:
         net, algorithm = copy.deepcopy(start), make()
         steps = OPTIMIZERS["adamw"](net)
         algorithm.attach(net, [steps], comm)
@@ -116,6 +116,9 @@ def test_averages_are_shown_without_a_trace_and_a_round_is_resumed_exactly(make:
             algorithm.show_averages()
             algorithm.show_averages()  # once is enough
             shown = parameters_to_vector(net.parameters()).detach().clone()
+            if step not in (1, 2, 3, 5):
+                found.append((shown, None))
+                continue
             state = comm.broadcast_object(algorithm.state_dict())  # from a file of rank 0's
             other, resumed = copy.deepcopy(net), make()
             again = OPTIMIZERS["adamw"](other)
@@ -125,7 +128,7 @@ def test_averages_are_shown_without_a_trace_and_a_round_is_resumed_exactly(make:
             for _ in range(step + 1, NUM_STEPS):
                 one_step(other, again, resumed, comm.rank)
             resumed.detach()
-            found.append((shown, [parameters_to_vector(other.parameters()).detach()]))
+            found.append((shown, parameters_to_vector(other.parameters()).detach()))
         algorithm.detach()
         return found
 
@@ -133,10 +136,10 @@ def test_averages_are_shown_without_a_trace_and_a_round_is_resumed_exactly(make:
     for step in range(7):
         mean = torch.stack([own[step] for own in straight]).mean(0)
         for own, results in zip(straight, by_rank, strict=True):
-            shown, (end,) = results[step]
+            shown, end = results[step]
             torch.testing.assert_close(shown, mean, rtol=1e-5, atol=1e-7)
             assert torch.equal(shown, by_rank[0][step][0])
-            assert torch.equal(end, own[-1]), step
+            assert end is None or torch.equal(end, own[-1]), step
 
 
 def test_another_number_of_ranks_goes_on_from_the_average() -> None:

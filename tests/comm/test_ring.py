@@ -24,81 +24,80 @@ def assert_reduced(outputs: list[Tensor], inputs: list[Tensor], op: ReduceOp) ->
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.parametrize("numel", LENGTHS)
 @pytest.mark.parametrize("reduce", [all_reduce_, all_reduce_directly_])
-def test_all_reduce_equals_sum(world_size, numel, reduce):
-    inputs = values(numel, torch.float64, world_size)
-    outputs = run_ranks(world_size, lambda comm: reduce(inputs[comm.rank].clone(), comm.transport))
-    assert_reduced(outputs, inputs, ReduceOp.SUM)
+def test_all_reduce_equals_sum(world_size, reduce):
+    every = [values(numel, torch.float64, world_size) for numel in LENGTHS]
+    results = run_ranks(
+        world_size, lambda comm: [reduce(inputs[comm.rank].clone(), comm.transport) for inputs in every]
+    )
+    for inputs, *outputs in zip(every, *results, strict=True):
+        assert_reduced(outputs, inputs, ReduceOp.SUM)
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.parametrize("numel", LENGTHS)
-def test_many_small_pieces_change_nothing(world_size, numel):
-    inputs = values(numel, torch.float32, world_size)
+def test_many_small_pieces_change_nothing(world_size):
+    every = [values(numel, torch.float32, world_size) for numel in LENGTHS]
 
     def rank(comm):
         scratch = torch.empty(scratch_bytes(SMALL_PIECES), dtype=torch.uint8)
-        cut = inputs[comm.rank].clone()
-        all_reduce_(cut, comm.transport, piece_bytes=SMALL_PIECES, scratch=scratch)
-        return cut, all_reduce_(inputs[comm.rank].clone(), comm.transport)
+        for inputs in every:
+            cut = inputs[comm.rank].clone()
+            all_reduce_(cut, comm.transport, piece_bytes=SMALL_PIECES, scratch=scratch)
+            assert torch.equal(cut, all_reduce_(inputs[comm.rank].clone(), comm.transport))
 
-    for cut, whole in run_ranks(world_size, rank):
-        assert torch.equal(cut, whole)
+    run_ranks(world_size, rank)
 
 
-@pytest.mark.parametrize(("dtype", "op"), allowed())
-def test_every_dtype_and_op(dtype, op):
-    inputs = values(301, dtype, 3)
+@pytest.mark.parametrize("dtype", dict.fromkeys(dtype for dtype, _ in allowed()), ids=str)
+def test_every_dtype_and_op(dtype):
+    inputs, ops = values(301, dtype, 3), [op for other, op in allowed() if other is dtype]
 
-    def rank(comm):
+    def rank(comm, op):
         ring = all_reduce_(inputs[comm.rank].clone(), comm.transport, op, piece_bytes=SMALL_PIECES)
         return ring, all_reduce_directly_(inputs[comm.rank].clone(), comm.transport, op)
 
-    results = run_ranks(3, rank)
-    assert_reduced([ring for ring, _ in results], inputs, op)
-    assert_reduced([direct for _, direct in results], inputs, op)
+    results = run_ranks(3, lambda comm: [rank(comm, op) for op in ops])
+    for op, *outputs in zip(ops, *results, strict=True):
+        assert_reduced([ring for ring, _ in outputs], inputs, op)
+        assert_reduced([direct for _, direct in outputs], inputs, op)
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.parametrize("numel", LENGTHS)
-def test_reduce_scatter_leaves_rank_r_with_shard_r(world_size, numel):
-    inputs = values(numel, torch.float64, world_size)
+def test_reduce_scatter_leaves_rank_r_with_shard_r(world_size):
+    every = [values(numel, torch.float64, world_size) for numel in LENGTHS]
 
     def rank(comm):
-        return reduce_scatter_(inputs[comm.rank].clone(), comm.transport, ReduceOp.AVG, piece_bytes=SMALL_PIECES)
+        for inputs in every:
+            output = inputs[comm.rank].clone()
+            reduce_scatter_(output, comm.transport, ReduceOp.AVG, piece_bytes=SMALL_PIECES)
+            expected = plain(inputs, ReduceOp.AVG)
+            own, right = (shard(flat, world_size, comm.rank) for flat in (output, expected))
+            torch.testing.assert_close(own, right)
 
-    expected = plain(inputs, ReduceOp.AVG)
-    for index, output in enumerate(run_ranks(world_size, rank)):
-        torch.testing.assert_close(shard(output, world_size, index), shard(expected, world_size, index))
+    run_ranks(world_size, rank)
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.parametrize("numel", LENGTHS)
-def test_all_gather_fills_from_the_shards(world_size, numel):
-    whole = torch.arange(numel, dtype=torch.float32)
-
+def test_all_gather_fills_from_the_shards(world_size):
     def rank(comm):
-        flat = torch.full((numel,), -1.0)
-        shard(flat, world_size, comm.rank).copy_(shard(whole, world_size, comm.rank))
-        return all_gather_(flat, comm.transport, piece_bytes=SMALL_PIECES)
+        for numel in LENGTHS:
+            whole, flat = torch.arange(numel, dtype=torch.float32), torch.full((numel,), -1.0)
+            shard(flat, world_size, comm.rank).copy_(shard(whole, world_size, comm.rank))
+            assert torch.equal(all_gather_(flat, comm.transport, piece_bytes=SMALL_PIECES), whole)
 
-    for output in run_ranks(world_size, rank):
-        assert torch.equal(output, whole)
+    run_ranks(world_size, rank)
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.parametrize("numel", LENGTHS)
-@pytest.mark.parametrize("last", [False, True])
-def test_broadcast(world_size, numel, last):
-    src = world_size - 1 if last else 0
-
+def test_broadcast(world_size):
     def rank(comm):
-        flat = torch.arange(numel) + 10_000 * comm.rank
-        return broadcast_(flat, comm.transport, src, piece_bytes=SMALL_PIECES)
+        for numel in LENGTHS:
+            for src in {0, world_size - 1}:
+                flat = torch.arange(numel) + 10_000 * comm.rank
+                output = broadcast_(flat, comm.transport, src, piece_bytes=SMALL_PIECES)
+                assert torch.equal(output, torch.arange(numel) + 10_000 * src)
 
-    for output in run_ranks(world_size, rank):
-        assert torch.equal(output, torch.arange(numel) + 10_000 * src)
+    run_ranks(world_size, rank)
 
 
 def test_average_of_two_has_the_bits_of_halves_added():

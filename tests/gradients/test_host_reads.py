@@ -15,7 +15,7 @@ from lightning_ring.gradients.compression import DGC, Int8, OneBit, PowerSGD, Te
 from tests.fake_device import on_fake_device
 from tests.thread_ranks import run_ranks
 
-NUM_LAYERS = 80
+NUM_LAYERS = 40
 WAYS = {
     "ring": lambda cap=0.002: Averaging(bucket_cap_mb=cap),
     "ring, fp16": lambda cap=0.002: Averaging(bucket_cap_mb=cap, compression="fp16"),

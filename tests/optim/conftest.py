@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from lightning_ring.optim.engine import compiler
@@ -7,9 +9,12 @@ from lightning_ring.optim.engine import compiler
 
 @pytest.fixture(scope="session", autouse=True)
 def kernel_cache(tmp_path_factory: pytest.TempPathFactory):
-    """Compiled kernels of this session go to a folder of its own; without a compiler the fused way is skipped."""
+    """Compiled kernels of this session go to a folder of its own, one for all of xdist's workers; without a compiler
+    the fused way is skipped."""
+    folder = tmp_path_factory.getbasetemp()
+    folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LIGHTNING_RING_CACHE", str(tmp_path_factory.mktemp("kernels")))
+        patch.setenv("LIGHTNING_RING_CACHE", str(folder / "kernels"))
         yield
 
 

@@ -3,7 +3,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, open_dict
@@ -33,12 +32,3 @@ def composed(tmp_path: Path):
 def catalogue(tmp_path_factory):
     """Where the first test that needs it draws the tiny catalogue."""
     return f"data.folder={tmp_path_factory.mktemp('data') / 'catalogue'}"
-
-
-@pytest.fixture(autouse=True, scope="package")
-def _one_thread():
-    """Networks this small gain nothing from threads, and lose much where other processes want the cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
