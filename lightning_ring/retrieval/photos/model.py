@@ -26,7 +26,10 @@ def read_checkpoint(file: Path) -> Mapping[str, Any]:
     try:
         saved = torch.load(file, map_location="cpu")
     except Exception as error:
-        raise ConfigurationError(f"{file} cannot be read as a checkpoint ({in_one_line(error)}).") from error
+        raise ConfigurationError(
+            f"{file} cannot be read as a checkpoint ({type(error).__name__}). If it holds other objects than tensors "
+            "and plain values, and you trust it, set TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1."
+        ) from error
     if not isinstance(saved, Mapping) or "state_dict" not in saved:
         raise ConfigurationError(f"{file} has no state_dict. Expected a checkpoint that Lightning's Trainer saved.")
     return saved
