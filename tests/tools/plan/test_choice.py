@@ -158,13 +158,13 @@ def test_a_limiter_that_lets_short_messages_pass_at_once_does_not_hide_the_rate(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """256 KiB pass after a pause, as through tc's token bucket: the large ones, which come first, use them up."""
-    left = {}
+    left: dict[tuple[int, str], int] = {}
 
     def timed(comm: Any, collective: str, flat: Tensor, repeats: int, name: str) -> list[float]:
         seconds = []
         for _ in range(1 + repeats):
-            at_once = min(left.setdefault("bytes", 2**18), flat.nbytes)
-            left["bytes"] -= at_once
+            at_once = min(left.setdefault((comm.rank, collective), 2**18), flat.nbytes)
+            left[comm.rank, collective] -= at_once
             seconds.append(1e-3 + (flat.nbytes - at_once) / 1e7)
         return seconds[1:]
 
