@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -112,3 +113,34 @@ def test_every_auto_measures_two_rounds_and_is_kept_by_checkpoints() -> None:
     (every, first, said, _), (_, other, _, _) = run_ranks(2, rank)
     assert [torch.equal(*pair) for pair in zip(first, other, strict=True)] == [False] * (every - 1) + [True]
     assert f"averages follow every {every} steps from now on" in said[-1]
+
+
+def test_every_auto_tells_steps_and_averages_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = 0.5  # of an average
+    chosen: list[Pace] = []
+    choose, average = Pace.choose, LocalSGD._average_parameters
+
+    def noted(pace: Pace, comm: Any) -> tuple[int, str]:
+        chosen.append(pace)
+        return choose(pace, comm)
+
+    def slow(algorithm: LocalSGD) -> None:
+        time.sleep(seconds)
+        average(algorithm)
+
+    monkeypatch.setattr(Pace, "choose", noted)
+    monkeypatch.setattr(LocalSGD, "_average_parameters", slow)
+
+    def rank(comm: Any) -> None:
+        net, algorithm = network(), LocalSGD("auto")
+        optimizer = OPTIMIZERS["sgd"](net)
+        algorithm.attach(net, [optimizer], comm)
+        for _ in range(8):
+            one_step(net, optimizer, algorithm, comm.rank)
+
+    run_ranks(2, rank)
+    assert len(chosen) == 2
+    for pace in chosen:
+        assert len(pace._steps) == 7
+        assert max(ended - began for began, ended in pace._steps) < seconds
+        assert min(pace.averages) >= seconds

@@ -26,6 +26,7 @@ from lightning_ring.algorithms.server import ParameterServer
 from lightning_ring.comm.cost import CostModel
 from lightning_ring.gradients.compression import PowerSGD
 from lightning_ring.gradients.compression.registry import COMPRESSORS
+from lightning_ring.tools.plan import probing
 from lightning_ring.tools.plan.choice import choices, predict_exchange, recommended, sent_bytes
 from lightning_ring.tools.plan.model import Cluster, Link, Settings, predict
 from lightning_ring.tools.plan.probing import Layout, SilentCommunicator
@@ -151,6 +152,26 @@ def test_calls_cost_what_the_profile_measured_among_ranks_that_compute(step: Any
     assert step(slower, cluster).exposed - step(known, cluster).exposed == pytest.approx(calls * 2.3e-3)
     assert replace(slower, call=0.5e-3).call_beside_link == 0
     assert replace(slower, link=None).call_beside_link == 0
+
+
+def test_a_limiter_that_lets_short_messages_pass_at_once_does_not_hide_the_rate(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """256 KiB pass after a pause, as through tc's token bucket: the large ones, which come first, use them up."""
+    left: dict[tuple[int, str], int] = {}
+
+    def timed(comm: Any, collective: str, flat: Tensor, repeats: int, name: str) -> list[float]:
+        seconds = []
+        for _ in range(1 + repeats):
+            at_once = min(left.setdefault((comm.rank, collective), 2**18), flat.nbytes)
+            left[comm.rank, collective] -= at_once
+            seconds.append(1e-3 + (flat.nbytes - at_once) / 1e7)
+        return seconds[1:]
+
+    monkeypatch.setattr(probing, "time_collective", timed)
+    cost = run_ranks(2, lambda comm: probing.measure_collectives(comm, torch.device("cpu"), (2**16, 2**20, 2**22)))[0]
+    assert cost["all_gather"].bandwidth == pytest.approx(0.5e7, rel=0.01)
+    assert cost["all_gather"].alpha_seconds == pytest.approx(1e-3, rel=0.05)
 
 
 def test_outer_gradients_are_encoded() -> None:
