@@ -128,8 +128,9 @@ class ElasticJob:
         self._supervisor.kill(signum)
 
     def pids(self) -> dict[int, int]:
-        """The running processes, by number."""
-        return {process.number: process.child.pid for process in self._ends.living}
+        """The running processes, by number; none before the job runs. May be called from any thread."""
+        running = [process for process in list(self._processes) if process.child.is_running]
+        return {process.number: process.child.pid for process in running if process.died is None}
 
     def _next_child(self, slot: int) -> Child | RemoteChild:
         number = len(self._processes)
