@@ -132,7 +132,7 @@ def plot(cells: Sequence[Cell], baseline: str, file: Path) -> None:
         axis.set_title(wire)
         axis.set_xlabel("s to target accuracy")
         axis.set_yticks(range(len(methods)), methods)
-        axis.invert_yaxis() if axis is (axes if len(wires) == 1 else axes[0]) else None
+        axis.set_ylim(len(methods) - 0.5, -0.5)
         axis.grid(axis="x", alpha=0.3)
     figure.savefig(file, dpi=150)
     plt.close(figure)
