@@ -128,14 +128,23 @@ class StepRecord:
 
     def times(self) -> StepTimes:
         spent = {name: self._spent(name) for name in _PHASES}
-        if self.marks.get("optimizer"):  # not in a step that accumulates
-            spent["optimizer"] = max(0.0, spent["optimizer"] - spent["forward"] - spent["backward"])
+        spent["optimizer"] = max(0.0, spent["optimizer"] - self._spent_in_optimizer())
         manual, before, inside = self._spent(MANUAL), self._spent(_MANUAL_BACKWARD), self._spent(_CLOSURE_BACKWARD)
         spent["forward"] = max(0.0, spent["forward"] - manual - before)
         spent["backward"] += before + inside
         spent["optimizer"] += manual - inside
         other = max(0.0, self.total - sum(spent.values()))
         return StepTimes(**spent, other=other, total=self.total)
+
+    def _spent_in_optimizer(self) -> float:
+        """Seconds of the forward and backward that a closure runs in the optimizer's step; others come before it."""
+        steps = self.marks.get("optimizer", ())
+        inner = [pair for phase in ("forward", "backward") for pair in self.marks.get(phase, ())]
+        return sum(
+            elapsed(began, ended)
+            for began, ended in inner
+            if any(elapsed(start, began) >= 0 <= elapsed(began, stop) for start, stop in steps)
+        )
 
     def _spent(self, phase: str) -> float:
         return sum(elapsed(*pair) for pair in self.marks.get(phase, ()))

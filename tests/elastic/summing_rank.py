@@ -2,7 +2,7 @@
 
 DEATHS are ``NUMBER:STEP:BUCKET``: process NUMBER kills itself in STEP, after it has called for BUCKET buckets; or
 ``NUMBER:GENERATION:open``: while the others wait for its first connection. Each survivor writes NUMBER.json: its
-communicators, how long opening and reserving took in each generation, sums of the default group.
+communicators, the segments of its buckets and how long opening took in each generation, sums of the default group.
 """
 
 from __future__ import annotations
@@ -29,6 +29,16 @@ CPU, LIMIT = torch.device("cpu"), timedelta(seconds=60)
 NUMEL, BUCKETS = 1 << 20, 4
 
 
+def segment_of(tensor: torch.Tensor) -> str:
+    """The inode of the shared memory that the tensor lies in."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, _, _, _, inode, *_ = line.split()
+        start, stop = (int(address, 16) for address in addresses.split("-"))
+        if start <= tensor.data_ptr() < stop:
+            return inode
+    raise AssertionError(f"no map holds {tensor.data_ptr():x}")
+
+
 class Summing:
     def __init__(self, backend: str, deaths: list[str]) -> None:
         self.member = Member()
@@ -38,7 +48,7 @@ class Summing:
         self.step: int | None = None
         self.complete = False
         self.buckets: list[torch.Tensor] = []
-        self.result: dict[str, list] = {"communicators": [], "reserving": [], "default": [], "opening": []}
+        self.result: dict[str, list] = {"communicators": [], "segments": [], "default": [], "opening": []}
 
     def enter(self) -> Communicator:
         self.member.report(Report(self.step, self.complete))
@@ -51,9 +61,8 @@ class Summing:
         finally:
             self.result["opening"].append(time.perf_counter() - began)
         self.buckets.clear()
-        began = time.perf_counter()
         self.buckets = [comm.empty(NUMEL, torch.float32, CPU) for _ in range(BUCKETS)]
-        self.result["reserving"].append(time.perf_counter() - began)
+        self.result["segments"].append(sorted(segment_of(bucket) for bucket in self.buckets))
         self.result["communicators"].append(type(comm).__name__)
         total = torch.tensor([float(self.member.number)])
         dist.all_reduce(total)

@@ -29,7 +29,8 @@ def test_survivors_of_deaths_within_collectives_go_on(tmp_path: Path) -> None:
     # a single rank needs no other's memory, and takes what an ordinary job of one rank takes
     assert result["communicators"][:3] == ["SharedMemoryCommunicator"] * 3
     assert result["default"] == [6.0, 5.0, 5.0, 3.0]
-    assert max(result["reserving"][1:3]) < result["reserving"][0] / 2, result["reserving"]
+    first, second, third, _ = result["segments"]
+    assert {*first} & {*second} and {*second} & {*third}, f"memory serves the next generation: {result['segments']}"
 
 
 def test_survivors_of_deaths_while_gloo_connects_go_on(tmp_path: Path) -> None:

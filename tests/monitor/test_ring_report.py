@@ -59,6 +59,12 @@ def test_collectives_come_out_of_the_phase_in_which_they_cost_time() -> None:
     assert found.sent == pytest.approx(2 * (2 * 3 / 4 * 8) + 3 / 4 * 8)
 
 
+def test_a_forward_before_the_optimizers_step_takes_none_of_its_time() -> None:
+    """As in a loop of one's own, where it may take longer than the optimizer."""
+    found = break_down(step(forward=(1, 11), optimizer=(20, 24)), [], world_size=2)
+    assert (found.forward, found.optimizer, found.other) == pytest.approx((10, 4, 16))
+
+
 def test_time_in_which_two_collectives_overlap_counts_once() -> None:
     told = [
         collective(10, 10, (21, 23), ended=16),
