@@ -37,9 +37,10 @@ class Requests:
     queue behind this rank's own long message, so that the two ranks' messages would take turns on the wire.
 
     A question and its answer are 1-D uint8 tensors of any length. A thread for each peer answers its questions, one
-    after another, with ``answer(peer, question)``; the next question overwrites that memory. What ``answer`` raises is
-    a `CollectiveError` where the question was asked. An error of the transport, or of a collective with the same
-    ``policy``, ends all questions, and breaks the other communicators of the ``policy``.
+    after another, with ``answer(peer, question)``. The next question overwrites that memory, and only then may the
+    memory of the answer change. What ``answer`` raises is a `CollectiveError` where the question was asked. An error of
+    the transport, or of a collective with the same ``policy``, ends all questions, and breaks the other communicators
+    of the ``policy``.
     """
 
     def __init__(self, transports: tuple[Transport, Transport], policy: WaitPolicy, answer: Answer) -> None:
@@ -83,6 +84,30 @@ class Requests:
                 transport.wait(sends[peer])
 
         return Answers(self._asking.submit(name, run), answers)
+
+    def ask_in_turn(
+        self, peer: int, questions: Sequence[Tensor], use: Callable[[int, Tensor], None], name: str
+    ) -> Answers:
+        """Ask another rank several questions without waiting for answers between them.
+
+        Answers then come while later questions still go: a long message and its answer, cut in parts, travel at the
+        same time. ``use(index, answer)`` is called in a thread, in order; the next answer overwrites that memory.
+        """
+        self.check()
+        failed: dict[int, tuple[int, Tensor]] = {}
+
+        def run() -> None:
+            transport = self._asked_by_us(peer)
+            sends = [each for question in questions for each in self._send(transport, question, peer)]
+            for index in range(len(questions)):
+                status, answer = self._receive(transport, peer)
+                if status == _ERROR:
+                    failed.setdefault(peer, (status, answer.clone()))
+                elif not failed:
+                    use(index, answer)
+            transport.wait(sends)
+
+        return Answers(self._asking.submit(name, run), failed)
 
     def check(self) -> None:
         """Raise what ends a wait of ``answer``: this rank closes, a collective failed, or a peer."""
@@ -130,13 +155,15 @@ class Requests:
 
     def _serve(self, peer: int) -> None:
         transport = self._asks_us(peer)
+        sends: list[ring.Request] = []
         try:
             while True:
                 status, question = self._receive(transport, peer)
+                transport.wait(sends)  # the answer before, whose memory the next one may take
                 if status == _GOODBYE:
                     return
                 status, answer = self._answered(peer, question)
-                transport.wait(self._send(transport, answer, peer, status))
+                sends = self._send(transport, answer, peer, status)
         except Exception as error:
             if not self._stopped:  # else the peer would wait for an answer that nobody gives
                 self._policy.fail(transport_error(f"answers for rank {peer}", error))

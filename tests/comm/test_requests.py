@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import defaultdict
 from datetime import timedelta
@@ -81,6 +82,38 @@ def test_what_two_ranks_ask_each_other_shares_no_connection(world_size: int, mon
     run_ranks(world_size, rank)
     ways = world_size * (world_size - 1)
     assert sorted(map(list, sent.values())) == [[3000]] * ways + [[5000]] * ways
+
+
+def test_questions_in_turn_wait_for_no_answers_between_them() -> None:
+    second_arrived = threading.Event()
+
+    def rank(comm: ThreadCommunicator) -> None:
+        answers: list[tuple[int, list[int]]] = []
+
+        def answer(peer: int, question: Tensor) -> Tensor:
+            if question[0] == 3:
+                raise ValueError("three is too much")
+            if question[0] == 1:
+                second_arrived.set()
+            return question + 10
+
+        def use(index: int, theirs: Tensor) -> None:
+            answers.append((index, theirs.tolist()))
+            assert second_arrived.wait(30), "the second question waits for the use of the first answer"
+
+        open_requests = opened(comm, answer)
+        if comm.rank == 0:
+            questions = [torch.full((length,), index, dtype=torch.uint8) for index, length in enumerate((200, 3, 99))]
+            open_requests.ask_in_turn(1, questions, use, "numbers").wait()
+            assert answers == [(0, [10] * 200), (1, [11] * 3), (2, [12] * 99)]
+            bad = [torch.full((1,), index, dtype=torch.uint8) for index in (2, 3, 2)]
+            with pytest.raises(CollectiveError, match="rank 1 answers: ValueError: three is too much"):
+                open_requests.ask_in_turn(1, bad, use, "numbers").wait()
+            assert answers[3:] == [(0, [12])]
+            open_requests.ask_in_turn(1, questions, use, "again").wait()
+        open_requests.close()
+
+    run_ranks(2, rank)
 
 
 def test_what_an_answer_raises_is_told_where_it_was_asked_and_ends_nothing() -> None:
