@@ -71,9 +71,9 @@ class Message:
 class ThreadTransport:
     """`PointToPoint` of one thread-rank. The receiver's copy ends a message, so sending copies nothing."""
 
-    def __init__(self, world: ThreadWorld, rank: int, first_tag: int = 0) -> None:
+    def __init__(self, world: ThreadWorld, rank: int, connection: int = 0) -> None:
         self._world = world
-        self._first_tag = first_tag
+        self.connection = connection
         self._num_duplicates = 0
         self.rank = rank
         self.world_size = world.world_size
@@ -81,12 +81,12 @@ class ThreadTransport:
 
     def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Message:
         message = Message(as_bytes(tensor), dst)
-        self._world.post(message, self.rank, dst, self._first_tag + tag, receives=False)
+        self._world.post(message, self.rank, dst, 1000 * self.connection + tag, receives=False)
         return message
 
     def irecv(self, tensor: Tensor, src: int, tag: int = 0) -> Message:
         message = Message(as_bytes(tensor), src)
-        self._world.post(message, src, self.rank, self._first_tag + tag, receives=True)
+        self._world.post(message, src, self.rank, 1000 * self.connection + tag, receives=True)
         return message
 
     def wait(self, requests: Sequence[Message]) -> None:
@@ -101,7 +101,7 @@ class ThreadTransport:
 
     def duplicate(self, policy: WaitPolicy) -> ThreadTransport:
         self._num_duplicates += 1
-        return ThreadTransport(self._world, self.rank, 1000 * self._num_duplicates)
+        return ThreadTransport(self._world, self.rank, self._num_duplicates)
 
     def close(self, broken: bool) -> None:
         return None

@@ -89,6 +89,11 @@ def gossip(topology: str) -> Exchange:
     return Exchange(Direct(2, num_bytes, num_bytes), hidden_phases=("forward", "backward"))
 
 
+def num_gossip_parts(num_bytes: float) -> int:
+    """In how many messages a rank sends its parameters: the answers to the first ones come while the last ones go."""
+    return int(min(16, max(1, num_bytes // 2**18)))
+
+
 def asynchronous_gossip() -> Exchange:
     """Parameters of each even rank to an odd one, and that one's back, while a batch is computed and stepped with."""
     traffic = Direct(2, _past_odd_ranks, _of_odd_ranks, lambda world_size: -(-world_size // 2) / world_size)
@@ -107,8 +112,9 @@ def _to_neighbours(count: int, numel: int, world_size: int, local_size: int) -> 
 
 
 def _past_odd_ranks(numel: int, world_size: int, local_size: int) -> float:
-    """To the odd ranks of a host, or of its even ones to others; the answers take the same way back."""
-    return 2 * 4 * numel * _askers_of_each(world_size) * -(-local_size // 2)
+    """To the odd ranks of a host, or of its even ones to others; answers come back a part later."""
+    both = 1 + 1 / num_gossip_parts(4 * numel)
+    return both * 4 * numel * _askers_of_each(world_size) * -(-local_size // 2)
 
 
 def _of_odd_ranks(numel: int, world_size: int, local_size: int) -> float:

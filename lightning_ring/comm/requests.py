@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 Answer = Callable[[int, Tensor], Tensor]
 
-_QUESTION_TAG, _ANSWER_TAG = 16, 17  # others than those of collectives, and of Gloo's interrupts
+_TAG = 16  # another than those of collectives, and of Gloo's interrupts
 _GOOD, _ERROR, _GOODBYE = 0, 1, 2  # told with the length of a message
 _PIECE_BYTES = 64 * 2**20  # no message is longer than transports like
 _IDLE_SECONDS = 1e7  # a peer may ask nothing for as long as it likes
@@ -30,24 +30,30 @@ _STUCK_SECONDS = 1.0
 
 
 class Requests:
-    """This rank asks other ranks, and answers their questions, at any time, over a ``transport`` of its own.
+    """This rank asks other ranks, and answers their questions, at any time, over two ``transports`` of its own.
+
+    One carries questions to lower ranks with their answers, the other one those to higher ranks. Between two ranks
+    only one message then is under way over each. Over a single connection Gloo's notice that a receive is ready would
+    queue behind this rank's own long message, so that the two ranks' messages would take turns on the wire.
 
     A question and its answer are 1-D uint8 tensors of any length. A thread for each peer answers its questions, one
-    after another, with ``answer(peer, question)``; the next question overwrites that memory. What ``answer`` raises is
-    a `CollectiveError` where the question was asked. An error of the transport, or of a collective with the same
-    ``policy``, ends all questions, and breaks the other communicators of the ``policy``.
+    after another, with ``answer(peer, question)``. The next question overwrites that memory, and only then may the
+    memory of the answer change. What ``answer`` raises is a `CollectiveError` where the question was asked. An error of
+    the transport, or of a collective with the same ``policy``, ends all questions, and breaks the other communicators
+    of the ``policy``.
     """
 
-    def __init__(self, transport: Transport, policy: WaitPolicy, answer: Answer) -> None:
-        self._transport = transport
-        self._rank = transport.rank
+    def __init__(self, transports: tuple[Transport, Transport], policy: WaitPolicy, answer: Answer) -> None:
+        self._transports = transports
+        self._rank, world_size = transports[0].rank, transports[0].world_size
         self._policy = policy
         self._answer = answer
         self._asking = CollectiveThread(policy)
-        self._received: dict[tuple[int, int], Tensor] = {}  # kept: fresh memory costs a page fault for every 4 KiB
+        self._received: dict[tuple[Transport, int], Tensor] = {}  # kept: fresh memory costs page faults
         self._stopped = False
-        transport.while_waiting = self._while_waiting
-        peers = [peer for peer in range(transport.world_size) if peer != self._rank]
+        for transport in transports:
+            transport.while_waiting = self._while_waiting
+        peers = [peer for peer in range(world_size) if peer != self._rank]
         self._threads = {
             peer: threading.Thread(target=self._serve, args=(peer,), name=f"ring-answers-{peer}", daemon=True)
             for peer in peers
@@ -68,15 +74,40 @@ class Requests:
         answers: dict[int, tuple[int, Tensor]] = {}
 
         def run() -> None:
-            others = {peer: question for peer, question in questions.items() if peer != self._rank}
-            sends = [each for peer, question in others.items() for each in self._send(question, peer, _QUESTION_TAG)]
+            others = {peer: self._asked_by_us(peer) for peer in questions if peer != self._rank}
+            sends = {peer: self._send(transport, questions[peer], peer) for peer, transport in others.items()}
             if self._rank in questions:
                 answers[self._rank] = self._answered(self._rank, questions[self._rank])
-            for peer in others:
-                answers[peer] = self._receive(peer, _ANSWER_TAG)
-            self._transport.wait(sends)
+            for peer, transport in others.items():
+                answers[peer] = self._receive(transport, peer)
+            for peer, transport in others.items():
+                transport.wait(sends[peer])
 
         return Answers(self._asking.submit(name, run), answers)
+
+    def ask_in_turn(
+        self, peer: int, questions: Sequence[Tensor], use: Callable[[int, Tensor], None], name: str
+    ) -> Answers:
+        """Ask another rank several questions without waiting for answers between them.
+
+        Answers then come while later questions still go: a long message and its answer, cut in parts, travel at the
+        same time. ``use(index, answer)`` is called in a thread, in order; the next answer overwrites that memory.
+        """
+        self.check()
+        failed: dict[int, tuple[int, Tensor]] = {}
+
+        def run() -> None:
+            transport = self._asked_by_us(peer)
+            sends = [each for question in questions for each in self._send(transport, question, peer)]
+            for index in range(len(questions)):
+                status, answer = self._receive(transport, peer)
+                if status == _ERROR:
+                    failed.setdefault(peer, (status, answer.clone()))
+                elif not failed:
+                    use(index, answer)
+            transport.wait(sends)
+
+        return Answers(self._asking.submit(name, run), failed)
 
     def check(self) -> None:
         """Raise what ends a wait of ``answer``: this rank closes, a collective failed, or a peer."""
@@ -98,16 +129,19 @@ class Requests:
         finally:
             self._stopped = True
             if not ended:
-                self._transport.interrupt()
+                for transport in self._transports:
+                    transport.interrupt()
             for thread in filter(threading.Thread.is_alive, self._threads.values()):
                 thread.join(_STUCK_SECONDS)
             self._asking.close()
-            self._transport.close(broken=not ended)
+            for transport in self._transports:
+                transport.close(broken=not ended)
 
     def _say_goodbye(self) -> None:
         nothing = torch.empty(0, dtype=torch.uint8)
-        goodbyes = [each for peer in self._threads for each in self._send(nothing, peer, _QUESTION_TAG, _GOODBYE)]
-        self._transport.wait(goodbyes)
+        goodbyes = {peer: self._send(self._asked_by_us(peer), nothing, peer, _GOODBYE) for peer in self._threads}
+        for peer, sends in goodbyes.items():
+            self._asked_by_us(peer).wait(sends)
 
     def _wait_for_threads(self) -> None:
         until = time.monotonic() + self._policy.seconds
@@ -120,13 +154,16 @@ class Requests:
     # -- in the threads
 
     def _serve(self, peer: int) -> None:
+        transport = self._asks_us(peer)
+        sends: list[ring.Request] = []
         try:
             while True:
-                status, question = self._receive(peer, _QUESTION_TAG)
+                status, question = self._receive(transport, peer)
+                transport.wait(sends)  # the answer before, whose memory the next one may take
                 if status == _GOODBYE:
                     return
                 status, answer = self._answered(peer, question)
-                self._transport.wait(self._send(answer, peer, _ANSWER_TAG, status))
+                sends = self._send(transport, answer, peer, status)
         except Exception as error:
             if not self._stopped:  # else the peer would wait for an answer that nobody gives
                 self._policy.fail(transport_error(f"answers for rank {peer}", error))
@@ -148,20 +185,28 @@ class Requests:
 
     # -- messages
 
-    def _send(self, message: Tensor, peer: int, tag: int, status: int = _GOOD) -> list[ring.Request]:
-        length = self._transport.isend(torch.tensor([message.numel(), status]), peer, tag)
-        return [length, *(self._transport.isend(piece, peer, tag) for piece in _pieces(message))]
+    def _asked_by_us(self, peer: int) -> Transport:
+        """What carries this rank's questions to ``peer``, and their answers."""
+        return self._transports[peer > self._rank]
 
-    def _receive(self, peer: int, tag: int) -> tuple[int, Tensor]:
+    def _asks_us(self, peer: int) -> Transport:
+        """What carries ``peer``'s questions to this rank, and their answers."""
+        return self._transports[self._rank > peer]
+
+    def _send(self, transport: Transport, message: Tensor, peer: int, status: int = _GOOD) -> list[ring.Request]:
+        length = transport.isend(torch.tensor([message.numel(), status]), peer, _TAG)
+        return [length, *(transport.isend(piece, peer, _TAG) for piece in _pieces(message))]
+
+    def _receive(self, transport: Transport, peer: int) -> tuple[int, Tensor]:
         head = torch.empty(2, dtype=torch.int64)
-        self._transport.wait([self._transport.irecv(head, peer, tag)])
+        transport.wait([transport.irecv(head, peer, _TAG)])
         size, status = head.tolist()
-        kept = self._received.get((peer, tag))
+        kept = self._received.get((transport, peer))
         if kept is None or kept.numel() < size:
-            kept = self._received[peer, tag] = torch.empty(size, dtype=torch.uint8)
+            kept = self._received[transport, peer] = torch.empty(size, dtype=torch.uint8)
         message = kept[:size]
         if size:
-            self._transport.wait([self._transport.irecv(piece, peer, tag) for piece in _pieces(message)])
+            transport.wait([transport.irecv(piece, peer, _TAG) for piece in _pieces(message)])
         return status, message
 
 

@@ -134,7 +134,8 @@ class RingCommunicator(Communicator):
         self._start(describe("barrier"), nothing).wait()
 
     def open_requests(self, answer: Answer) -> Requests:
-        return Requests(self.transport.duplicate(self._policy), self._policy, answer)
+        transports = self.transport.duplicate(self._policy), self.transport.duplicate(self._policy)
+        return Requests(transports, self._policy, answer)
 
     def abandon(self) -> None:
         if not all(thread.idle for thread in self._threads):

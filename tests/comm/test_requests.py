@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections import defaultdict
 from datetime import timedelta
 from typing import Any
 
@@ -13,7 +15,7 @@ from torch import Tensor
 from lightning_ring.comm import requests
 from lightning_ring.comm.requests import Answer, Requests
 from lightning_ring.errors import CollectiveError
-from tests.thread_ranks import ThreadCommunicator, run_ranks
+from tests.thread_ranks import Message, ThreadCommunicator, ThreadTransport, run_ranks
 
 LENGTHS = (0, 1, 99, 100, 101, 250)
 
@@ -57,6 +59,61 @@ def test_every_rank_asks_all_at_once_and_gets_the_answers_in_order(
             open_requests.ask({}, "late")
 
     run_ranks(world_size, rank)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_what_two_ranks_ask_each_other_shares_no_connection(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over a shared one Gloo sends a long message only when the other rank's own long message has passed."""
+    sent: dict[tuple[int, int, int], set[int]] = defaultdict(set)
+    isend = ThreadTransport.isend
+
+    def recorded(self: ThreadTransport, tensor: Tensor, dst: int, tag: int = 0) -> Message:
+        if tensor.nbytes in (3000, 5000):
+            sent[self.connection, self.rank, dst].add(tensor.nbytes)
+        return isend(self, tensor, dst, tag)
+
+    def rank(comm: ThreadCommunicator) -> None:
+        open_requests = opened(comm, lambda peer, question: torch.zeros(5000, dtype=torch.uint8))
+        questions = {peer: torch.zeros(3000, dtype=torch.uint8) for peer in range(world_size)}
+        open_requests.ask(questions, "question").wait()
+        open_requests.close()
+
+    monkeypatch.setattr(ThreadTransport, "isend", recorded)
+    run_ranks(world_size, rank)
+    ways = world_size * (world_size - 1)
+    assert sorted(map(list, sent.values())) == [[3000]] * ways + [[5000]] * ways
+
+
+def test_questions_in_turn_wait_for_no_answers_between_them() -> None:
+    second_arrived = threading.Event()
+
+    def rank(comm: ThreadCommunicator) -> None:
+        answers: list[tuple[int, list[int]]] = []
+
+        def answer(peer: int, question: Tensor) -> Tensor:
+            if question[0] == 3:
+                raise ValueError("three is too much")
+            if question[0] == 1:
+                second_arrived.set()
+            return question + 10
+
+        def use(index: int, theirs: Tensor) -> None:
+            answers.append((index, theirs.tolist()))
+            assert second_arrived.wait(30), "the second question waits for the use of the first answer"
+
+        open_requests = opened(comm, answer)
+        if comm.rank == 0:
+            questions = [torch.full((length,), index, dtype=torch.uint8) for index, length in enumerate((200, 3, 99))]
+            open_requests.ask_in_turn(1, questions, use, "numbers").wait()
+            assert answers == [(0, [10] * 200), (1, [11] * 3), (2, [12] * 99)]
+            bad = [torch.full((1,), index, dtype=torch.uint8) for index in (2, 3, 2)]
+            with pytest.raises(CollectiveError, match="rank 1 answers: ValueError: three is too much"):
+                open_requests.ask_in_turn(1, bad, use, "numbers").wait()
+            assert answers[3:] == [(0, [12])]
+            open_requests.ask_in_turn(1, questions, use, "again").wait()
+        open_requests.close()
+
+    run_ranks(2, rank)
 
 
 def test_what_an_answer_raises_is_told_where_it_was_asked_and_ends_nothing() -> None:

@@ -6,9 +6,10 @@ arXiv:1710.06952 (AD-PSGD), algorithm 1, with the bipartite graph of section 3.3
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,11 +17,11 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_ring.algorithms.exchanges import Exchange, asynchronous_gossip
+from lightning_ring.algorithms.exchanges import Exchange, asynchronous_gossip, num_gossip_parts
 from lightning_ring.algorithms.local.averages import average_
 from lightning_ring.algorithms.local.gossip import Gossip
 from lightning_ring.algorithms.meeting import meet_for_pause, meet_to_stop
-from lightning_ring.algorithms.server.layout import Layout, layouts, write_
+from lightning_ring.algorithms.server.layout import Layout, Piece, layouts, write_
 from lightning_ring.comm.recording import unrecorded
 from lightning_ring.comm.requests import Answers, Requests
 
@@ -47,12 +48,14 @@ class AsynchronousGossip(Gossip):
         super().__init__("pairs", seed=seed)
         self.steps_together = False
         self._requests: Requests | None = None
-        self._exchange_under_way: tuple[int, Answers] | None = None
+        self._exchange_under_way: Answers | None = None
         self._told_to_stop = False
         self._changing = threading.Lock()  # the memory of x
-        self._layout = Layout((), 0)
         self._params: Sequence[Parameter] = ()
-        self._x = self._copied = torch.empty(0, dtype=torch.uint8)  # x_r, and the copy for which g_r is computed
+        self._parts: list[Layout] = []
+        self._x: list[Tensor] = []  # x_r, in messages
+        self._copied: list[Tensor] = []  # the copy for which g_r is computed
+        self._turns: dict[int, Iterator[int]] = {}  # the part of the next question of each peer
         self._is_new = True  # the parameters are what x shall be
 
     def __deepcopy__(self, memo: Any) -> AsynchronousGossip:
@@ -72,9 +75,11 @@ class AsynchronousGossip(Gossip):
         """Collective: at the first batch, and when other parameters are trained."""
         self._end_requests()
         self._params = list(params)
-        self._layout = layouts(self._params, 1, cut=False)[0]
-        self._x = torch.zeros(self._layout.nbytes, dtype=torch.uint8)
-        self._copied = self._x.clone()
+        num_parts = num_gossip_parts(sum(param.nbytes for param in self._params))
+        self._parts = layouts(self._params, num_parts, cut=True)
+        self._turns = {peer: itertools.cycle(range(num_parts)) for peer in range(self._communicator.world_size)}
+        self._x = [torch.zeros(part.nbytes, dtype=torch.uint8) for part in self._parts]
+        self._copied = [x.clone() for x in self._x]
         self._take_parameters()
         self._requests = unrecorded(self._communicator).open_requests(self._answer)
         self._requests.start()
@@ -104,7 +109,7 @@ class AsynchronousGossip(Gossip):
             chosen = random.Random(f"{self.seed} {comm.rank} {self.num_steps}").randrange(1, comm.world_size, 2)
             assert self._requests is not None
             name = f"step {self.num_steps + 1}: average with rank {chosen}"
-            self._exchange_under_way = chosen, self._requests.ask({chosen: self._x}, name)
+            self._exchange_under_way = self._requests.ask_in_turn(chosen, self._x, self._average_with, name)
 
     def before_step(self, optimizer: Optimizer, *, has_closure: bool) -> None:
         self._hide_averages()
@@ -129,15 +134,11 @@ class AsynchronousGossip(Gossip):
         average_(self._params, unrecorded(self._communicator), "parameters")
         self._note_consensus_distance()
 
-    @torch.no_grad()
     def _finish_exchange(self) -> None:
-        """On an even rank: x_r, which nobody else changes, becomes the mean."""
+        """On an even rank: x_r, which nobody else changes, has become the mean."""
         under_way, self._exchange_under_way = self._exchange_under_way, None
         if under_way is not None:
-            chosen, answers = under_way
-            theirs = answers.wait()[chosen]
-            with self._changing:
-                self._average_with(theirs)
+            under_way.wait()
 
     @torch.no_grad()
     def _add_step(self) -> None:
@@ -146,38 +147,50 @@ class AsynchronousGossip(Gossip):
             x, copied = self._views(self._x), self._views(self._copied)
             torch._foreach_sub_(x, copied)
             torch._foreach_add_(x, self._flat_parameters())
-            self._copied.copy_(self._x)
-            write_(self._params, zip(self._layout.pieces, x, strict=True))
+            torch._foreach_copy_(copied, x)
+            write_(self._params, zip(self._pieces(), x, strict=True))
 
     @torch.no_grad()
     def _take_parameters(self) -> None:
         with self._changing:
-            torch._foreach_copy_(self._views(self._x), self._flat_parameters())
-            self._copied.copy_(self._x)
+            x = self._views(self._x)
+            torch._foreach_copy_(x, self._flat_parameters())
+            torch._foreach_copy_(self._views(self._copied), x)
         self._is_new = False
 
     def _flat_parameters(self) -> list[Tensor]:
-        return [piece.of(self._params[piece.index]).to("cpu") for piece in self._layout.pieces]
+        return [piece.of(self._params[piece.index]).to("cpu") for piece in self._pieces()]
 
-    def _views(self, message: Tensor) -> list[Tensor]:
-        return self._layout.views(message, self._params)
+    def _pieces(self) -> list[Piece]:
+        return [piece for part in self._parts for piece in part.pieces]
 
-    # -- in the threads that answer
+    def _views(self, messages: Sequence[Tensor]) -> list[Tensor]:
+        """The memory of each of `_pieces`."""
+        pairs = zip(self._parts, messages, strict=True)
+        return [view for part, message in pairs for view in part.views(message, self._params)]
 
-    @torch.no_grad()
+    # -- in threads
+
     def _answer(self, peer: int, question: Tensor) -> Tensor:
         if question.numel() == 1:
             self._told_to_stop = True
             return _STOP
+        index = next(self._turns[peer])
         with self._changing:
-            before = self._x.clone()
-            self._average_with(question)
+            before = self._x[index].clone()
+            self._average(index, question)
         return before
 
-    def _average_with(self, theirs: Tensor) -> None:
-        """The same bits on both ranks."""
-        x = self._views(self._x)
-        torch._foreach_add_(x, self._views(theirs))
+    def _average_with(self, index: int, theirs: Tensor) -> None:
+        with self._changing:
+            self._average(index, theirs)
+
+    @torch.no_grad()
+    def _average(self, index: int, theirs: Tensor) -> None:
+        """A part of x, with the same bits on both ranks."""
+        part = self._parts[index]
+        x = part.views(self._x[index], self._params)
+        torch._foreach_add_(x, part.views(theirs, self._params))
         torch._foreach_mul_(x, 0.5)
 
     # -- requests to stop

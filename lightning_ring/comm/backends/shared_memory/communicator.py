@@ -161,7 +161,8 @@ class SharedMemoryCommunicator(Communicator):
         return self._submit(_BROADCAST, tensor, src, name)
 
     def open_requests(self, answer: Answer) -> Requests:
-        return Requests(open_gloo_transport(self._policy), self._policy, answer)
+        transports = open_gloo_transport(self._policy), open_gloo_transport(self._policy)
+        return Requests(transports, self._policy, answer)
 
     def abandon(self) -> None:
         if not self._queue.idle:
