@@ -35,7 +35,6 @@ while True:
 
 
 @pytest.mark.netns
-@pytest.mark.timeout(180)
 def test_both_sides_end_when_the_link_is_cut(tmp_path):
     """Two jobs: plain processes, rank 0 waiting in a loop that checks, rank 1 in one that nothing can interrupt; and
     under mpirun two ranks on each host that reduce in the node, then across."""

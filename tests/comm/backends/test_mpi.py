@@ -73,7 +73,8 @@ import torch
 from mpi4py import MPI
 from lightning_ring.comm.backends.mpi import MPICommunicator
 from lightning_ring.comm.waiting import WaitPolicy
-comm = MPICommunicator(policy=WaitPolicy(timedelta(seconds=0.5)))
+comm = MPICommunicator(policy=WaitPolicy())
+comm._policy.timeout = timedelta(seconds=0.5)
 if comm.rank == 0:
     try:
         comm.all_reduce_(torch.ones(1_000_000), name="lonely").wait()
