@@ -13,7 +13,6 @@ from tests.processes import ROOT, mpirun, mpirun_path
 SCRIPT = ROOT / "tests" / "job" / "stall_script.py"
 pytestmark = [
     pytest.mark.ranks,
-    pytest.mark.timeout(120),
     pytest.mark.skipif(mpirun_path() is None, reason="no mpirun beside this Python"),
 ]
 REPORT = r"^(\S.*) has waited (\d+) s; it fails after 60 s\.\n((?:  .*\n)*)"
@@ -24,7 +23,7 @@ NAP = r"    \S*stall_script\.py:\d+ nap: time\.sleep\(seconds\)  # the line that
 def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict[str, str], Path]:
     """Exit code, the output of each phase, and where the ranks wrote."""
     folder = tmp_path_factory.mktemp("stall")
-    result = mpirun(3, str(SCRIPT), str(folder), timeout=90)
+    result = mpirun(3, str(SCRIPT), str(folder))
     parts = re.split(r"^phase (.*)\n", result.stdout, flags=re.MULTILINE)
     return result.returncode, dict(zip(parts[1::2], parts[2::2], strict=True)), folder
 

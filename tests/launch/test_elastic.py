@@ -50,7 +50,7 @@ def counting(folder: Path, text: str, steps: int = 100000) -> str:
 
 
 def start(limits: str, *command: str, **env: str) -> subprocess.CompletedProcess[str]:
-    return run([sys.executable, "-c", START, limits, *command], timeout=150, **env)
+    return run([sys.executable, "-c", START, limits, *command], **env)
 
 
 def test_respawns_come_later_each_time_and_end() -> None:
@@ -133,7 +133,7 @@ def test_an_exit_ends_the_job_at_once_also_beside_deaths(
     )
     # those left are told, and not waited for
     patient = "import lightning_ring.launch.elastic as e; e.PEERS_SECONDS = 600.0; " + START
-    done = run([sys.executable, "-c", patient, "ElasticLimits(3)", script], timeout=150)
+    done = run([sys.executable, "-c", patient, "ElasticLimits(3)", script])
     assert done.returncode == expected, done.stdout
     assert re.search(told, done.stdout.splitlines()[-1]), done.stdout
 
@@ -290,7 +290,7 @@ def test_the_rank_in_a_wrapper_is_watched_and_its_session_ends_with_it(tmp_path:
     )
     command = ["-m", "lightning_ring.cli.ringrun", "-n", "2", "--min-ranks", "1"]
     shell = f"{sys.executable} {script}; code=$?; [ $RING_MEMBER = 0 ] || sleep 600; exit $code"
-    done = run([sys.executable, *command, "bash", "-c", shell], timeout=150)
+    done = run([sys.executable, *command, "bash", "-c", shell])
     assert done.returncode == 0, done.stdout
     assert "generation 1: 1 ranks" in done.stdout
     child, wrapper, rank = map(int, (tmp_path / "pids").read_text().split())
@@ -382,7 +382,7 @@ def test_plain_python_is_the_steward_of_its_own_ranks(tmp_path: Path) -> None:
         "count()\n",
         steps=200,
     )
-    done = run([sys.executable, script], timeout=150)
+    done = run([sys.executable, script])
     assert done.returncode == 0, done.stdout
     assert "2 ranks, 1 of them new" in done.stdout
     assert len(json.loads((tmp_path / "2.json").read_text())) == 200
@@ -399,6 +399,6 @@ def test_ranks_that_do_not_end_with_their_job_are_ended(tmp_path: Path) -> None:
     )
     soon = "import lightning_ring.launch.supervisor as s; s._TERM_SECONDS = 0.5; " + START
     command = [sys.executable, "-c", soon, "ElasticLimits(2, min_ranks=2)", script]
-    done = run(command, timeout=150, RING_STOP_GRACE="0.5")
+    done = run(command, RING_STOP_GRACE="0.5")
     assert done.returncode == 1, done.stdout
     assert "(--min-ranks)" in done.stdout.strip().splitlines()[-1]

@@ -106,9 +106,9 @@ def test_a_study_goes_on_where_it_stopped(tmp_path: Path) -> None:
         f"hydra.run.dir={tmp_path}",
     ]
     command = [*forked.python(), str(ROOT / "recipes" / "study_wires.py"), *options]
-    first = run([*command, "only=[ddp]"], timeout=100, **forked.ranks())
+    first = run([*command, "only=[ddp]"], **forked.ranks())
     assert first.returncode == 0, first.stdout
-    again = run([*command, "only=[ddp,fp16]"], timeout=100, **forked.ranks())
+    again = run([*command, "only=[ddp,fp16]"], **forked.ranks())
     assert again.returncode == 0, again.stdout
     assert "1/1 200mbit, slow rank: ring, fp16, seed 1" in again.stdout
     results = list(map(json.loads, (tmp_path / "runs.jsonl").read_text().splitlines()))

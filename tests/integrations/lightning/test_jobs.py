@@ -69,7 +69,7 @@ def assert_gone(pids: list[int]) -> None:
     [("python", "plain"), ("python", "spawn"), ("python", "fork"), ("torchrun", "plain")],
 )
 def test_both_ranks_train_however_they_were_started(way: str, action: str, tmp_path: Path) -> None:
-    result = run([*WAYS[way], action, str(tmp_path)], timeout=120, **forked.ranks())
+    result = run([*WAYS[way], action, str(tmp_path)], **forked.ranks())
     assert result.returncode == 0, result.stdout
     spawned = action in ("spawn", "fork")  # there the script goes on in the parent alone
     results = [(tmp_path / f"done.{rank}").read_text() for rank in range(1 if spawned else 2)]
@@ -91,7 +91,7 @@ def test_a_rank_that_raises_ends_the_job_and_its_error_is_shown(tmp_path: Path) 
 
 
 def test_a_rank_that_raises_after_fit_ends_the_job(tmp_path: Path) -> None:
-    result = run([*WAYS["mpirun"], "raise-after", str(tmp_path)], timeout=90)
+    result = run([*WAYS["mpirun"], "raise-after", str(tmp_path)])
     assert result.returncode == 1, result.stdout
     assert "ValueError: no such photo" in result.stdout
     assert not list(tmp_path.glob("done.*"))
@@ -148,6 +148,6 @@ def test_ranks_end_when_mpirun_is_killed(tmp_path: Path) -> None:
 
 def test_mpirun_inside_a_slurm_batch_job_is_taken_for_mpirun(tmp_path: Path) -> None:
     slurm = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_JOB_NAME": "x"}
-    result = run([*WAYS["mpirun"], "plain", str(tmp_path)], timeout=90, **slurm)
+    result = run([*WAYS["mpirun"], "plain", str(tmp_path)], **slurm)
     assert result.returncode == 0, result.stdout
     assert [(tmp_path / f"done.{rank}").read_text()[:2] for rank in range(2)] == ["2 ", "2 "]
