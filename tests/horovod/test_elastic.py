@@ -51,7 +51,7 @@ def test_rank_0_dies_the_others_go_back_to_the_last_commit_and_a_new_process_joi
         assert found[number]["resets"] == [[rank, 2], [rank, 3]]
         [(kind, when)] = found[number]["errors"]
         assert kind in ("RanksChanged", "HorovodInternalError")
-        assert when - killed < 5.0  # on a busy machine
+        assert when - killed < 60, "it waited for a timeout"
     assert found["3"]["resets"] == found["3"]["errors"] == []
 
 
