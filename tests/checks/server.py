@@ -102,10 +102,7 @@ def check_a_slow_rank_with_fewer_batches_holds_nobody_up(tmp_path: Path) -> None
     ):
         L.seed_everything(5, verbose=False)
         files = [folder / f"{name}.{rank}.through" for rank in range(SIZE)]
-        if name == "stale":
-            module = Timed(0.2 if slow else 0.0)
-        else:
-            module = Timed(awaited=files[:-1] if slow else ())
+        module = Timed(0.2 if slow else 0.0) if name == "stale" else Timed(awaited=files[:-1] if slow else ())
         arguments = {"use_distributed_sampler": False, "gradient_clip_val": 1.0, "max_epochs": num_epochs}
         arguments |= {"callbacks": [Tells(files[RANK])]}
         batches_here = DataLoader(data(4 * (5 if slow else 9)), 4)

@@ -117,6 +117,5 @@ def test_a_study_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert measured["profile"]["model"]["num_parameters"] == parameters
     for found, bytes_each in zip(trained, (4, 2), strict=True):
         assert found["bytes_per_step"] == pytest.approx(bytes_each * parameters, rel=0.15)
-        assert found["curve"][-1][0] / 4 > 1.5 * found["batch_seconds"]
     assert re.search(r"ring, fp16 .* \d+\.\d \([+-]\d+%\)", (tmp_path / "wires.md").read_text())
     assert (tmp_path / "wires.png").exists()
