@@ -22,17 +22,28 @@ LONG = (
     *("comm/test_hierarchical.py", "integrations/lightning/test_jobs.py", "fuzz/test_fuzz.py", "job/test_jobs.py"),
     *("recipes/test_train.py", "recipes/test_sweep.py", "tools/doctor/test_faults.py", "horovod/test_horovod.py"),
 )
+OWN_SEGMENTS = pytest.StashKey[str]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Once a session: xdist's workers, which start later, and pytest within a test inherit the servers' address."""
+    """Once a session: xdist's workers, which start later, and pytest within a test inherit the folder and the servers.
+
+    The folder is for Open MPI's shared memory. A job whose mpirun is killed leaves files there, and so does every
+    process that starts MPI without mpirun, as Lightning's own strategies do to look for ranks.
+    """
+    if SEGMENTS not in os.environ:
+        where = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+        config.stash[OWN_SEGMENTS] = os.environ[SEGMENTS] = tempfile.mkdtemp(prefix="tests-", dir=where)
     if forked.ADDRESS not in os.environ:
         forked.start()
     config.option.loadscopereorder = False  # xdist begins with the files of most tests, not with those of longest ones
 
 
-def pytest_unconfigure() -> None:
+def pytest_unconfigure(config: pytest.Config) -> None:
     forked.close()
+    if folder := config.stash.get(OWN_SEGMENTS, ""):
+        del os.environ[SEGMENTS]
+        shutil.rmtree(folder)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -49,6 +60,7 @@ def pytest_collection_finish() -> None:
 
     Networks of tests gain nothing from torch's threads, of which each rank that is a thread would have its own.
     """
+    assert "mpi4py.MPI" not in sys.modules, "a test's file starts MPI in pytest's process: import it in the function"
     gc.collect()
     gc.freeze()
     if torch := sys.modules.get("torch"):
@@ -59,16 +71,6 @@ def pytest_collection_finish() -> None:
 def _ranks_are_marked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the marker `ranks`, `tests.processes` starts nothing."""
     monkeypatch.setattr(processes, "may_start", request.node.get_closest_marker("ranks") is not None)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _segments_of_open_mpi() -> Iterator[None]:
-    """A folder for Open MPI's shared memory, this session's alone. A job whose mpirun is killed leaves files there, and
-    so does every process that starts MPI without mpirun, as Lightning's own strategies do to look for ranks."""
-    folder = tempfile.mkdtemp(prefix="tests-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
-    os.environ[SEGMENTS] = folder
-    yield
-    shutil.rmtree(folder)
 
 
 @pytest.fixture(scope="session", autouse=True)

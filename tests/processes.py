@@ -15,6 +15,7 @@ from tests import forked
 
 ROOT = Path(__file__).resolve().parent.parent
 may_start = True  # False inside a test without the marker `ranks` (`conftest.py`)
+HANGS = 240.0  # seconds, within which every process ends on the slowest machine; pytest gives up at 300
 # Where Open MPI keeps shared memory: tests have a folder of their own, made and removed by `conftest.py`
 SEGMENTS = "OMPI_MCA_btl_sm_backing_directory"
 
@@ -54,7 +55,7 @@ def default_signals() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def run(command: list[str], *, timeout: float, **env: str) -> subprocess.CompletedProcess[str]:
+def run(command: list[str], *, timeout: float = HANGS, **env: str) -> subprocess.CompletedProcess[str]:
     """Run ``command`` in a session of its own; past ``timeout`` seconds that session is killed and the test fails."""
     assert may_start, "a test that starts a process with `run` needs the marker `ranks`"
     process = subprocess.Popen(
@@ -87,7 +88,7 @@ def end_session(process: subprocess.Popen[str]) -> None:
             os.kill(int(stat.parent.name), signal.SIGKILL)
 
 
-def mpirun(world_size: int, *command: str, timeout: float = 120, **env: str) -> subprocess.CompletedProcess[str]:
+def mpirun(world_size: int, *command: str, timeout: float = HANGS, **env: str) -> subprocess.CompletedProcess[str]:
     """``mpirun -n world_size python command...``, output of all ranks in ``stdout``."""
     return run(mpirun_command(world_size, *forked.python(), *command), timeout=timeout, **env)
 

@@ -30,24 +30,24 @@ SLEEPS = "import os, sys, time; print(os.getpid(), flush=True); time.sleep(60)"
     ],
 )
 def test_it_ends_as_python_does(code: str, returncode: int) -> None:
-    plain, rank = (run([*python, "-c", code], timeout=60) for python in ([sys.executable], forked.python()))
+    plain, rank = (run([*python, "-c", code]) for python in ([sys.executable], forked.python()))
     assert plain.returncode == rank.returncode == returncode
     assert plain.stdout.splitlines()[-1:] == rank.stdout.splitlines()[-1:]
 
 
 def test_its_libraries_are_there_and_this_package_is_not() -> None:
     code = "import sys; print('lightning' in sys.modules, 'lightning_ring' in sys.modules, sys.argv)"
-    assert run([*forked.python(), "-c", code, "a"], timeout=60).stdout == "True False ['-c', 'a']\n"
+    assert run([*forked.python(), "-c", code, "a"]).stdout == "True False ['-c', 'a']\n"
 
 
 def test_another_environment_at_the_start_is_heeded() -> None:
     code = "import sys; print('lightning' in sys.modules)"
-    assert run([*forked.python(), "-c", code], timeout=60, OMP_NUM_THREADS="2").stdout == "False\n"
+    assert run([*forked.python(), "-c", code], OMP_NUM_THREADS="2").stdout == "False\n"
 
 
 def test_options_for_warnings_are_heeded() -> None:
     code = "import warnings; warnings.warn('why', FutureWarning)"
-    done = run([*forked.python(), "-B", "-W", "error::FutureWarning", "-c", code], timeout=60)
+    done = run([*forked.python(), "-B", "-W", "error::FutureWarning", "-c", code])
     assert done.returncode == 1
     assert done.stdout.splitlines()[-1] == "FutureWarning: why"
 
@@ -67,16 +67,16 @@ def test_ranks_that_a_launcher_starts_are_forked_and_what_they_start_is_not(tmp_
         "print('lightning' in sys.modules, sys.argv[1:])\n"
     )
     ringrun = [sys.executable, "-m", "lightning_ring.cli.ringrun", "--no-mpi", "-n", "2", str(script)]
-    done = run(ringrun, timeout=60, **forked.ranks())
+    done = run(ringrun, **forked.ranks())
     assert done.stdout.count("True 2 False") == 2, done.stdout
-    assert run([sys.executable, str(script)], timeout=60, **forked.ranks()).stdout == "False []\n"
+    assert run([sys.executable, str(script)], **forked.ranks()).stdout == "False []\n"
 
 
 def test_a_script_is_found_beside_its_modules(tmp_path: Path) -> None:
     (tmp_path / "beside.py").write_text("WORD = 'found'")
     script = tmp_path / "script.py"
     script.write_text("import beside, pickle\nclass C: pass\npickle.dumps(C())\nprint(beside.WORD, __name__, __file__)")
-    assert run([*forked.python(), str(script)], timeout=60).stdout == f"found __main__ {script}\n"
+    assert run([*forked.python(), str(script)]).stdout == f"found __main__ {script}\n"
 
 
 @pytest.mark.parametrize("ended", ["by SIGTERM", "with its small process", "with its session"])
@@ -95,14 +95,12 @@ def test_no_rank_outlives_its_small_process(ended: str) -> None:
     else:
         process.kill()
     process.wait(10)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while Path(f"/proc/{pid}").exists():
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
 def test_every_second_rank_has_other_hashes() -> None:
-    hashes = {
-        run([*forked.python(), "-c", "print(hash('a'))"], timeout=60, RING_RANK=str(rank)).stdout for rank in range(4)
-    }
+    hashes = {run([*forked.python(), "-c", "print(hash('a'))"], RING_RANK=str(rank)).stdout for rank in range(4)}
     assert len(hashes) == 2

@@ -66,7 +66,7 @@ def test_imports_point_one_way(room: str) -> None:
 
 
 def run_code(code: str) -> str:
-    result = subprocess.run([sys.executable, "-c", code], env=clean_env(), capture_output=True, text=True, timeout=90)
+    result = subprocess.run([sys.executable, "-c", code], env=clean_env(), capture_output=True, text=True, timeout=240)
     assert result.returncode == 0, result.stderr
     return result.stdout.strip()
 
@@ -114,6 +114,6 @@ def test_the_strategy_itself_may_be_imported_first() -> None:
 @pytest.mark.parametrize("order", ["lightning_ring, pytorch_lightning", "pytorch_lightning, lightning_ring"])
 def test_the_trainer_of_the_other_package_says_which_package_to_use(order: str) -> None:
     code = f"import {order}; pytorch_lightning.Trainer(strategy='ring', accelerator='cpu')"
-    result = subprocess.run([sys.executable, "-c", code], env=clean_env(), capture_output=True, text=True, timeout=90)
+    result = subprocess.run([sys.executable, "-c", code], env=clean_env(), capture_output=True, text=True, timeout=240)
     assert result.returncode == 1
     assert "ConfigurationError: Trainer(strategy='ring') of pytorch_lightning was called" in result.stderr

@@ -64,11 +64,13 @@ def test_no_worker_is_more_than_the_bound_ahead(staleness: int) -> None:
     thread.start()
     pulled = shard.weights()
     for step in range(12):
-        if step < 4:
-            time.sleep(0.05)
+        until = time.monotonic() + 30
+        while step < 4 and clocks[0] - clocks[1] < staleness and time.monotonic() < until:
+            time.sleep(0.001)
+        time.sleep(0.01)  # in which a fast one that is not held up goes on
         clocks[1] += 1  # the fast one may see the push before this thread comes back from it
         shard.push(1, Push([torch.zeros(6, dtype=torch.float64)], SETTINGS), pulled)
-    thread.join(10)
+    thread.join(60)
     assert not thread.is_alive()
     assert max(ahead) <= staleness
     assert max(ahead[:4]) == staleness  # it did run ahead

@@ -255,9 +255,10 @@ def check_barrier_waits_for_the_last() -> None:
     for comm in each():
         if comm.rank == comm.world_size - 1:
             time.sleep(0.3)
-        arrived = time.time()
+        arrived = time.monotonic()  # one clock for all processes of a machine
         comm.barrier()
-        assert time.time() >= max(WORLD.allgather(arrived)) - 0.05
+        left = time.monotonic()
+        assert left >= max(WORLD.allgather(arrived))
 
 
 def check_different_tensors_are_an_error_on_every_rank() -> None:
@@ -288,12 +289,12 @@ def check_other_calls_are_an_error_on_every_rank() -> None:
 
 def check_past_the_timeout_the_collective_and_the_missing_rank_are_named() -> None:
     for backend in BACKENDS if WORLD.size > 1 else []:
-        with opened(backend, timeout=0.7) as comm:
+        with opened(backend) as comm:
+            comm._policy.timeout = timedelta(seconds=1.5)  # type: ignore[attr-defined]
+            WORLD.Barrier()  # only rank 1 is late
             if comm.rank != 1:
-                began = time.monotonic()
-                with pytest.raises(CollectiveError, match=r'all_reduce "bucket 9".*within 0.7 s.*waiting for rank 1\b'):
+                with pytest.raises(CollectiveError, match=r'all_reduce "bucket 9".*within 1.5 s.*waiting for rank 1\b'):
                     comm.all_reduce_(torch.ones(100_000), name="bucket 9").wait()
-                assert 0.6 < time.monotonic() - began < 10
                 with pytest.raises(CollectiveError, match="bucket 9"):
                     comm.barrier()
             WORLD.Barrier()
@@ -301,7 +302,7 @@ def check_past_the_timeout_the_collective_and_the_missing_rank_are_named() -> No
 
 def check_the_check_ends_a_wait() -> None:
     for backend in BACKENDS if WORLD.size > 1 else []:
-        with opened(backend, timeout=5) as comm:
+        with opened(backend, timeout=80) as comm:
             if comm.rank != 1:
                 begin = time.monotonic()
 
@@ -313,7 +314,7 @@ def check_the_check_ends_a_wait() -> None:
                 for call in (comm.barrier, lambda: comm.all_gather_object(1)):
                     with pytest.raises(PeerFailedError, match="rank 1 was killed"):
                         call()
-                assert time.monotonic() < begin + 4
+                assert time.monotonic() < begin + 60  # before the timeout
             WORLD.Barrier()
 
 

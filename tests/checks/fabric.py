@@ -246,9 +246,9 @@ def check_the_monitor_and_the_timeline_tell_of_steps(tmp_path: Path) -> None:
     assert monitor.report is not None
     assert monitor.report.step == 6
     assert [row.rank for row in monitor.report.rows] == list(range(SIZE))
+    assert monitor.report.rows[-1].times.total >= 0.0099, "the sleep between backward and step is part of it"
     for scalars in log.logged.values():
         assert [rate for name, rate in scalars.items() if name.startswith("ring/lr/")] == [0.1]
-        assert scalars["ring/step_ms"] >= 10 - 1
         parts = ("forward", "optimizer", "other", "exposed_communication")
         assert not scalars.keys() & {"ring/data_ms", "ring/backward_ms", "ring/data_share"}  # not 0: unknown
         assert abs(sum(scalars[f"ring/{part}_ms"] for part in parts) - scalars["ring/step_ms"]) < 0.5

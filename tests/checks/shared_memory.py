@@ -121,14 +121,11 @@ def check_rounds_never_mix() -> None:
 def check_it_goes_on_while_nobody_waits() -> None:
     comm = opened()
     tensor = comm.empty(2_000_000, torch.float32, CPU).fill_(1)
-    WORLD.Barrier()
-    began = time.monotonic()
     work = comm.all_reduce_(tensor)
-    if comm.rank == 0:
-        time.sleep(2)  # computes, and does not call the communicator
-    work.wait()
     if comm.rank != 0:
-        assert time.monotonic() - began < 1.5
+        work.wait()
+    WORLD.Barrier()  # until then rank 0 computes, and does not call the communicator
+    work.wait()
     assert (tensor == comm.world_size).all()
     comm.close()
 
@@ -185,8 +182,8 @@ def check_memory_goes_with_the_last_tensor() -> None:
 
 
 def opened_by_a_job(backend: str) -> Communicator:
-    job = connect(discover_ranks(), CPU, timedelta(seconds=30))
-    comm = open_communicator(job, backend, CPU, timedelta(seconds=30), timedelta(seconds=20))
+    job = connect(discover_ranks(), CPU, timedelta(seconds=80))
+    comm = open_communicator(job, backend, CPU, timedelta(seconds=80), timedelta(seconds=60))
     total = torch.full((100_000,), 1.0)
     comm.all_reduce_(total).wait()
     assert (total == WORLD.size).all()
@@ -259,7 +256,7 @@ def check_a_job_takes_shared_memory_by_itself_and_messages_where_asked_to() -> N
 
 
 def check_a_new_communicator_does_not_wait_for_what_a_peer_never_called() -> None:
-    """As a refit after an exception that only some ranks had: the old one's timeout is 30 s."""
+    """As a refit after an exception that only some ranks had: the old one's timeout is 80 s."""
     for backend in ("auto", "gloo", "mpi"):
         comm = opened_by_a_job(backend)
         work = comm.all_reduce_(torch.ones(100_000), name="bucket 1") if WORLD.rank == 0 else None
@@ -267,7 +264,7 @@ def check_a_new_communicator_does_not_wait_for_what_a_peer_never_called() -> Non
         WORLD.Barrier()
         began = time.monotonic()
         opened_by_a_job(backend)
-        assert time.monotonic() - began < 10, backend
+        assert time.monotonic() - began < 40, backend
         if work is not None:
             with pytest.raises(CollectiveError, match="replaced by a new one"):
                 work.wait()

@@ -10,13 +10,13 @@ from mpi4py import MPI
 from tests.checks.comm import BACKENDS, CPU, opened
 
 WORLD = MPI.COMM_WORLD
-LATE = 0.6  # seconds; a wait that spins would take as much of a core
+LATE = 1.0  # seconds; a wait that spins would take as much of a core
 
 
 def check_waiting_for_a_late_rank_takes_no_core() -> None:
     """Neither in the thread behind, while this one could compute, nor in the one that waits in the end."""
     for backend in BACKENDS:
-        with opened(backend, timeout=10) as comm:
+        with opened(backend) as comm:
             flat = comm.empty(300_000, torch.float32, CPU).fill_(1)
             comm.all_reduce_(flat).wait()  # opens what the first one opens
             comm.barrier()
@@ -29,5 +29,5 @@ def check_waiting_for_a_late_rank_takes_no_core() -> None:
             work.wait()
             if comm.rank == 0:
                 assert time.monotonic() - began > LATE * 0.9, backend
-                assert time.process_time() - used < LATE / 3, backend
+                assert time.process_time() - used < LATE / 2, backend
             comm.barrier()

@@ -8,7 +8,6 @@ from functools import cache
 from typing import Any
 
 import torch.distributed as dist
-from mpi4py import MPI
 
 TIMEOUT = timedelta(seconds=30)
 
@@ -18,6 +17,8 @@ def open_gloo() -> None:
     """torch.distributed's default group over Gloo, unless it is up; rank 0's port travels over MPI."""
     if dist.is_initialized():  # on all ranks: an earlier check left it
         return
+    from mpi4py import MPI  # deferred: pytest imports this file too, and MPI must start in the ranks only
+
     world = MPI.COMM_WORLD
     store = dist.TCPStore("127.0.0.1", 0, world.size, True, wait_for_workers=False) if world.rank == 0 else None
     port = world.bcast(store.port if store else None)

@@ -217,27 +217,29 @@ def test_diverged_calls_are_the_same_error_on_every_rank():
 
 
 def test_past_the_timeout_the_missing_rank_is_named_by_its_number_in_the_job():
-    over = threading.Event()
+    over = threading.Barrier(4)
 
     def agreed_but_gone(comm):
         """Rank 3 agrees to the call; its part of the node's reduce-scatter never comes."""
+        comm.barrier()
+        comm._policy.timeout = timedelta(seconds=0.7)
         if comm.rank == 3:
             comm._intra_first.reduce_scatter_ = lambda *args, **kwargs: NeverOver()
-        began = time.monotonic()
         with pytest.raises(CollectiveError) as caught:
             comm.all_reduce_(torch.ones(90_000), name="bucket 7").wait()
-        assert time.monotonic() - began < 10
+        if comm.rank != 3:
+            over.wait(50)
         return str(caught.value)
 
     class NeverOver:
         def wait(self):
-            over.wait(1.5)
+            over.wait(50)
             raise CollectiveError("rank 3 is this one")
 
         def done(self):
             return False
 
-    texts = run_nested(NODES[1], agreed_but_gone, timeout=0.7)
+    texts = run_nested(NODES[1], agreed_but_gone)
     assert "within 0.7 s: still waiting for rank 3." in texts[1]  # on its node
     assert "bucket 7" in texts[2]
 
@@ -251,7 +253,7 @@ def test_after_an_error_closing_is_quick():
         comm.close()
         return time.monotonic() - began
 
-    assert max(run_nested(NODES[0], rank)) < 10
+    assert max(run_nested(NODES[0], rank)) < 30  # of 60
 
 
 def test_one_that_is_replaced_does_not_wait_for_what_a_peer_never_sent():
@@ -259,7 +261,7 @@ def test_one_that_is_replaced_does_not_wait_for_what_a_peer_never_sent():
 
     class NeverOver:
         def wait(self):
-            never.wait(20)
+            never.wait(55)
 
     def rank(comm):
         comm._across.all_reduce_ = lambda *args, **kwargs: NeverOver()
@@ -271,7 +273,7 @@ def test_one_that_is_replaced_does_not_wait_for_what_a_peer_never_sent():
             work.wait()
         return time.monotonic() - began
 
-    assert max(run_nested(NODES[0], rank)) < 10
+    assert max(run_nested(NODES[0], rank)) < 30
     never.set()
 
 

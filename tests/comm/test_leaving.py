@@ -13,7 +13,6 @@ from tests.processes import run
 pytestmark = pytest.mark.ranks
 
 
-@pytest.mark.timeout(150)
 def test_exit_codes_are_the_scripts_own(tmp_path: Path) -> None:
     script, num_pairs = leaving_script.__file__, len(leaving_script.WAYS)
     ended = run([sys.executable, script, str(tmp_path), str(num_pairs)], timeout=140)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -147,9 +146,9 @@ def test_a_thread_that_cannot_answer_any_more_breaks_its_rank(name: str, monkeyp
             while True:
                 open_requests.ask({1: torch.zeros(1000, dtype=torch.uint8)}, "question").wait()
         monkeypatch.setattr(open_requests, name, fails)
-        until = time.monotonic() + 10
+        until = time.monotonic() + 50
         while time.monotonic() < until:
             open_requests.check()
 
     with pytest.raises(CollectiveError, match="answers for rank 0 failed: MemoryError: no memory"):
-        run_ranks(2, rank, timeout=timedelta(seconds=20))
+        run_ranks(2, rank)

@@ -58,5 +58,5 @@ def test_data_is_packed_and_loaded_without_what_a_system_lacks(tmp_path, system)
     code = HIDE.format(modules=modules, functions=functions, signals=signals) + TRAIN + more
     source = write_folder(tmp_path / "src")
     command = [sys.executable, "-c", code, str(source), str(tmp_path / "dst")]
-    result = subprocess.run(command, env=clean_env(), capture_output=True, text=True, timeout=120)
+    result = subprocess.run(command, env=clean_env(), capture_output=True, text=True, timeout=240)
     assert result.returncode == 0, result.stdout + result.stderr

@@ -154,7 +154,7 @@ def test_a_store_that_answers_no_more_is_an_error_in_time_that_names_the_object(
     dataset.will_need(range(100))  # fifty deadlines, if each of them waited for its own
     with pytest.raises(StoreError, match=rf"{server.url}/shard-\d+\.tar, bytes \d+ to \d+, could not be read in 1.5 s"):
         dataset.read(99)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 40
     server.plant(short=1.0)
     with pytest.raises(StoreError, match=r"could not be read in 1.5 s, .*: \d+ of \d+ bytes came"):
         dataset.read(98)
@@ -164,12 +164,12 @@ def test_a_store_that_answers_no_more_is_an_error_in_time_that_names_the_object(
 
 @pytest.mark.parametrize(("status", "error", "says"), [(404, ShardError, "not there"), (403, StoreError, "denied")])
 def test_some_answers_are_final(server, remote, status, error, says):
-    dataset = opened(server, remote, deadline=30)
+    dataset = opened(server, remote, deadline=120)
     server.plant(statuses={"shard-000001": status})
     began = time.monotonic()
     with pytest.raises(error, match=rf"shard-000001.tar, bytes .* {says}"):
         dataset.read_many(range(len(dataset)))
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60  # it was not tried again until the deadline
 
 
 def test_opening_names_what_is_missing(packed, server, remote):
@@ -256,7 +256,7 @@ def _read_for_ever(server_url: str, remote: Remote, seed: int, everything: list[
 @pytest.mark.ranks
 def test_processes_that_share_a_cache_and_are_killed_leave_no_wrong_bytes(server, remote, everything):
     limit = int(SMALL * 2**30)
-    remote = Remote(cache=remote.cache, cache_gb=SMALL, deadline=10)
+    remote = Remote(cache=remote.cache, cache_gb=SMALL, deadline=60)
     context = multiprocessing.get_context("fork")
     wrong = context.Event()
     most = 0
@@ -267,8 +267,8 @@ def test_processes_that_share_a_cache_and_are_killed_leave_no_wrong_bytes(server
         ]
         for child in children:
             child.start()
-        end = time.monotonic() + 0.6
-        while time.monotonic() < end:
+        begin = time.monotonic()
+        while (seconds := time.monotonic() - begin) < 0.6 or (most == 0 and seconds < 60):
             most = max(most, taken(Path(str(remote.cache))))
             time.sleep(0.01)
         assert all(child.is_alive() for child in children)
@@ -283,11 +283,11 @@ def test_processes_that_share_a_cache_and_are_killed_leave_no_wrong_bytes(server
 
 
 def test_forked_workers_read_with_connections_of_their_own(server, remote, everything):
-    dataset = opened(server, remote, cache_gb=SMALL, deadline=25)
+    dataset = opened(server, remote, cache_gb=SMALL, deadline=100)
     server.plant(delay=0.15)
     dataset.will_need(range(40))  # the parent has threads, connections, a lock and requests that are under way
     loader: Any = DataLoader(
-        dataset, batch_size=16, num_workers=2, multiprocessing_context="fork", timeout=30, collate_fn=list
+        dataset, batch_size=16, num_workers=2, multiprocessing_context="fork", timeout=120, collate_fn=list
     )
     got = list(itertools.chain(*loader))
     assert [data for data, _ in got] == everything
@@ -319,7 +319,7 @@ def test_a_loader_asks_for_what_comes_and_gives_the_same_batches(packed, server,
     server.plant()
     going = batches(dataset)
     got = [next(going)]
-    end = time.monotonic() + 30  # the samples of ten batches, of which two were needed, come without being read
+    end = time.monotonic() + 60  # the samples of ten batches, of which two were needed, come without being read
     order = list(ShuffledSampler(len(dataset), rank=0, world_size=1))
     while (
         time.monotonic() < end

@@ -210,7 +210,7 @@ def test_the_end_of_the_source_is_noticed(rank: Rank) -> None:
     assert not stream.complete.is_set()
     began = time.monotonic()
     stream.reach(5, lambda: None)
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < WAIT / 2
     _, _, stream = newcomer(OPTIMIZERS["adamw"], module)
     stream.start()
     rank.source.feed(7, "127.0.0.1", stream.port, stream.token)
@@ -225,7 +225,7 @@ def test_who_has_got_nothing_does_not_hold_the_others_up(rank: Rank) -> None:
     stream.start()
     stream.reach(5, lambda: None)
     stream.close()
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < WAIT / 2
 
 
 def test_a_stranger_is_hung_up_on(rank: Rank) -> None:

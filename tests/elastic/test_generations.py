@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.timeout(150)]
 
 def job(folder: Path, backend: str, *deaths: str) -> tuple[str, dict[str, Any]]:
     """What the launcher said, and the result of the one rank of four that is left."""
-    done = run(elastic_command(4, RANK, str(folder), backend, "20", *deaths), timeout=120)
+    done = run(elastic_command(4, RANK, str(folder), backend, "20", *deaths))
     assert done.returncode == 0, done.stdout[-4000:]
     (result,) = [json.loads(path.read_text()) for path in folder.glob("*.json")]
     return done.stdout, result

@@ -87,7 +87,7 @@ def test_a_group_whose_other_rank_is_not_there_is_given_up(
 
         def open_and_use() -> None:
             try:
-                group = dist.ProcessGroupGloo(store, 0, 2, timedelta(seconds=30))
+                group = dist.ProcessGroupGloo(store, 0, 2, timedelta(seconds=120))
                 group.barrier().wait()
             except RuntimeError as error:
                 errors.append(error)
@@ -95,11 +95,11 @@ def test_a_group_whose_other_rank_is_not_there_is_given_up(
         store.asked = on_asked
         thread = threading.Thread(target=open_and_use, daemon=True)
         thread.start()
-        assert asked.wait(10)
+        assert asked.wait(60)
         if told == "while it waits":
             thread.join(0.3)
             assert thread.is_alive(), errors
             give_up()
-        thread.join(10)
+        thread.join(60)  # of 120
         assert not thread.is_alive()
     assert errors

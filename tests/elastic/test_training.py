@@ -14,7 +14,7 @@ from tests.processes import ROOT, elastic_command, run
 
 RANK = str(ROOT / "tests" / "elastic" / "training_rank.py")
 TORTURE = str(ROOT / "tests" / "membership" / "torture.py")
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(290)]
+pytestmark = pytest.mark.ranks
 
 
 def check_one_history(folder: Path, steps: int) -> tuple[int, str]:
@@ -33,7 +33,7 @@ def check_against_a_fresh_job(folder: Path, backend: str, steps: int, end: tuple
     fresh = folder / "fresh"
     fresh.mkdir()
     rank = [RANK, str(fresh), backend, str(steps), "--from", str(folder / "state.pt")]
-    done = run(elastic_command(world_size, *rank), timeout=120)
+    done = run(elastic_command(world_size, *rank))
     assert done.returncode == 0, done.stdout[-4000:]
     for log in fresh.glob("*.log"):
         assert json.loads(log.read_text().splitlines()[-1]) == [steps, *end]
@@ -53,7 +53,7 @@ def check_against_a_fresh_job(folder: Path, backend: str, steps: int, end: tuple
 )
 def test_deaths_within_a_step(backend: str, deaths: list[str], tmp_path: Path) -> None:
     rank = [RANK, str(tmp_path), backend, "14", "--die", *deaths]
-    done = run(elastic_command(5, *rank), timeout=150)
+    done = run(elastic_command(5, *rank))
     assert done.returncode == 0, done.stdout[-4000:]
     end = check_one_history(tmp_path, 14)
     assert torch.load(tmp_path / "state.pt")["world_size"] == 2

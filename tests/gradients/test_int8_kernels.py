@@ -48,14 +48,14 @@ print("equal")
 
 @pytest.mark.ranks
 def test_interpreted_kernels_equal_those_of_the_cpu():
-    done = run([sys.executable, "-c", COMPARE, "cpu"], timeout=120, TRITON_INTERPRET="1")
+    done = run([sys.executable, "-c", COMPARE, "cpu"], TRITON_INTERPRET="1")
     assert done.stdout.strip().endswith("equal"), done.stdout[-3000:]
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU on this machine")
 def test_kernels_on_a_gpu_equal_those_of_the_cpu():
-    done = run([sys.executable, "-c", COMPARE, "cuda"], timeout=120)
+    done = run([sys.executable, "-c", COMPARE, "cuda"])
     assert done.stdout.strip().endswith("equal"), done.stdout[-3000:]
 
 

@@ -27,7 +27,7 @@ EVERY_SAMPLE = {(epoch, index) for epoch in range(2) for index in range(48)}
 def elastic_job(folder: Path, *options: str, size: int, deaths: str, **env: str) -> dict[str, Any]:
     ringrun = [sys.executable, "-m", "lightning_ring.cli.ringrun", *options]
     script = [sys.executable, "-m", "lightning_ring.horovod", SCRIPT, str(folder), str(size), deaths]
-    done = run([*ringrun, *script], timeout=240, **forked.ranks(), **env)
+    done = run([*ringrun, *script], **forked.ranks(), **env)
     assert done.returncode == 0, done.stdout
     found = {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
     first = next(iter(found.values()))
@@ -51,7 +51,7 @@ def test_rank_0_dies_the_others_go_back_to_the_last_commit_and_a_new_process_joi
         assert found[number]["resets"] == [[rank, 2], [rank, 3]]
         [(kind, when)] = found[number]["errors"]
         assert kind in ("RanksChanged", "HorovodInternalError")
-        assert when - killed < 5.0  # on a busy machine
+        assert when - killed < 60, "it waited for a timeout"
     assert found["3"]["resets"] == found["3"]["errors"] == []
 
 

@@ -56,7 +56,7 @@ def _run(**variables: str) -> dict[str, int]:
         env={**environ, "PYTHONPATH": root, **variables},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=True,
     )
     found: dict[str, int] = json.loads(done.stdout)

@@ -34,14 +34,14 @@ if number := os.environ.get("RING_STOP_SIGNAL"):
 print(f"rank {info.rank} of {info.world_size} is up, {info.source}", flush=True)
 
 
-def wait_for_the_others(seconds: float = 60) -> None:
+def wait_for_the_others(seconds: float = 600) -> None:
     begin = time.monotonic()
     while (waited := time.monotonic() - begin) < seconds:
         watch.check(waited)
         time.sleep(0.01)
 
 
-def wait_deaf(seconds: float = 60) -> None:
+def wait_deaf(seconds: float = 600) -> None:
     begin = time.monotonic()
     while time.monotonic() - begin < seconds:
         time.sleep(0.01)
@@ -66,7 +66,7 @@ elif action == "raise-all-caught":
     watch.check()  # the next fit starts clean
 elif action == "stop":  # what the strategy does: stop at the next step, save, end normally
     begin = time.monotonic()
-    while not stopped and time.monotonic() - begin < 60:
+    while not stopped and time.monotonic() - begin < 600:
         time.sleep(0.01)
     (folder / f"saved.{info.rank}").write_text("checkpoint")
 elif action == "gloo" and info.rank != 1:  # it sees a closed connection, not why

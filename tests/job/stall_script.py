@@ -52,7 +52,7 @@ def meet(job: Job, name: str) -> None:
 def write_error(rank: int, error: CollectiveError) -> None:
     """And wait for all ranks to have done so: the first one that ends ends the others."""
     (FOLDER / f"error.{rank}").write_text(str(error))
-    until = time.monotonic() + 10
+    until = time.monotonic() + 60
     while len(list(FOLDER.glob("error.*"))) < 3 and time.monotonic() < until:
         time.sleep(0.02)
 
@@ -77,15 +77,15 @@ def main() -> None:
             act(seconds)
         meet(job, name)
 
-    phase("slow", (1,), nap, 0.5)
-    phase("asleep", (1,), nap, 3.4)
+    phase("slow", (1,), nap, 0.1)
+    phase("asleep", (1,), nap, 5.0)
     phase("stopped", (2,), stop_for, 2.5)
-    phase("rank 0 asleep", (0,), nap, 1.5)
+    phase("rank 0 asleep", (0,), nap, 2.5)
     phase("rank 0 stopped", (0,), stop_for, 2.5)
     phase("after", (1,), nap, 0.3)  # rank 0 hears only now what it was asked while it was stopped
-    open_communicator(job, backend, CPU, timedelta(seconds=1.5), WARNING)
+    open_communicator(job, backend, CPU, timedelta(seconds=2), WARNING)
     try:
-        phase("timeout", (1,), nap, 2.5)
+        phase("timeout", (1,), nap, 5.0)
     except CollectiveError as error:
         write_error(rank, error)
         raise

@@ -35,7 +35,6 @@ while True:
 
 
 @pytest.mark.netns
-@pytest.mark.timeout(180)
 def test_both_sides_end_when_the_link_is_cut(tmp_path):
     """Two jobs: plain processes, rank 0 waiting in a loop that checks, rank 1 in one that nothing can interrupt; and
     under mpirun two ranks on each host that reduce in the node, then across."""
@@ -73,9 +72,9 @@ def test_both_sides_end_when_the_link_is_cut(tmp_path):
             time.sleep(0.1)
         time.sleep(1)
         hosts.cut(hosts.names[1])
-        outputs = [process.communicate(timeout=45)[0] for process in ranks]
-        output = nested.communicate(timeout=30)[0]
-        deadline = time.monotonic() + 20  # a shell that was to end mpirun sleeps for some seconds
+        outputs = [process.communicate(timeout=120)[0] for process in ranks]
+        output = nested.communicate(timeout=120)[0]
+        deadline = time.monotonic() + 60  # a shell that was to end mpirun sleeps for some seconds
         while left := [name for host in hosts.names for name in hosts.running(host)]:
             if time.monotonic() > deadline:
                 break

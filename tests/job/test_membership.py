@@ -13,7 +13,7 @@ from tests.processes import ROOT, mpirun_command, mpirun_path, run
 
 SCRIPT = str(ROOT / "tests" / "job" / "membership_script.py")
 RINGRUN = [sys.executable, "-m", "lightning_ring.cli.ringrun"]
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(200)]
+pytestmark = pytest.mark.ranks
 
 
 def check_results(folder: Path, classes: list[str]) -> None:
@@ -36,7 +36,7 @@ def check_results(folder: Path, classes: list[str]) -> None:
 @pytest.mark.skipif(mpirun_path() is None, reason="no mpirun beside this Python")
 def test_rank_0_leaves_a_job_of_mpi(tmp_path: Path) -> None:
     command = mpirun_command(3, *forked.python(), SCRIPT, str(tmp_path), "mpi", "auto", "gloo")
-    done = run(command, timeout=150, OMPI_MCA_mpi_yield_when_idle="1")
+    done = run(command, OMPI_MCA_mpi_yield_when_idle="1")
     assert done.returncode == 0, done.stdout[-4000:]
     check_results(tmp_path, ["MPICommunicator", "SharedMemoryCommunicator", "GlooCommunicator"])
 
@@ -44,7 +44,7 @@ def test_rank_0_leaves_a_job_of_mpi(tmp_path: Path) -> None:
 def test_rank_0_leaves_a_job_of_plain_processes_and_a_later_failure_ends_the_others(tmp_path: Path) -> None:
     done = run(
         [*RINGRUN, "-n", "3", "--no-mpi", *forked.python(), SCRIPT, str(tmp_path), "auto", "gloo"],
-        timeout=150,
+        timeout=240,
         FAIL="1",
     )
     check_results(tmp_path, ["SharedMemoryCommunicator", "GlooCommunicator"])

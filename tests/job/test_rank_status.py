@@ -64,18 +64,23 @@ def test_a_status_survives_its_message():
 
 def test_the_main_thread_is_seen_from_another_one():
     seen: list[tuple[str, ...]] = []
-    watcher = threading.Thread(
-        target=lambda: (time.sleep(0.2), seen.append(main_stack()))
-    )  # by then the main thread waits
+
+    def look_until_the_main_thread_waits() -> None:
+        until = time.monotonic() + 60
+        while not any("watcher.join" in line for line in main_stack()) and time.monotonic() < until:
+            time.sleep(0.01)
+        seen.append(main_stack())
+
+    watcher = threading.Thread(target=look_until_the_main_thread_waits)
     watcher.start()
-    watcher.join(5)  # the line that is seen
+    watcher.join()  # the line that is seen
     assert any(line.startswith("test_rank_status.py", line.rindex("/") + 1 if "/" in line else 0) for line in seen[0])
-    assert any("watcher.join(5)  # the line that is seen" in line for line in seen[0])
+    assert any("watcher.join()  # the line that is seen" in line for line in seen[0])
     assert len(seen[0]) <= 8
 
 
 def test_a_rank_is_in_the_collective_that_it_called_and_later_had_finished_it():
-    world, policy = ThreadWorld(2), WaitPolicy(timedelta(seconds=10))
+    world, policy = ThreadWorld(2), WaitPolicy(timedelta(seconds=60))
     comms = [
         RingCommunicator(ThreadTransport(world, 0), policy),
         RingCommunicator(ThreadTransport(world, 1), WaitPolicy()),
@@ -85,16 +90,15 @@ def test_a_rank_is_in_the_collective_that_it_called_and_later_had_finished_it():
     def broken() -> str:
         raise RuntimeError("the trainer is being taken apart")
 
-    other = threading.Thread(target=lambda: (time.sleep(0.3), comms[1].barrier()))
-    other.start()
     waiting = threading.Thread(target=comms[0].barrier)
     waiting.start()
-    time.sleep(0.1)
-    status = own_status(policy, broken)
+    until = time.monotonic() + 60
+    while not (status := own_status(policy, broken)).collective and time.monotonic() < until:
+        time.sleep(0.01)
     assert (status.collective, status.progress) == ("barrier", "")
-    assert 0 < status.seconds < 5
-    waiting.join(5)
-    other.join(5)
+    assert status.seconds > 0
+    comms[1].barrier()
+    waiting.join(60)
     assert own_status(policy, lambda: "step 3").last == "barrier"
     assert own_status(policy, lambda: "step 3").collective == ""
     for comm in comms:

@@ -32,9 +32,9 @@ def free_port():
 
 
 def test_one_rank_opens_nothing():
-    before = threading.active_count()
+    before = set(threading.enumerate())
     assert isinstance(open_store(SINGLE, timedelta(seconds=1)), HashStore)
-    assert threading.active_count() == before
+    assert set(threading.enumerate()) <= before  # a thread of an earlier test may end meanwhile
 
 
 def test_a_torch_whose_newer_store_takes_no_listening_socket(monkeypatch):
@@ -136,7 +136,7 @@ def test_greeter_ends_when_all_have_called():
     greeter = Greeter(door, "job", count=2)
     greeter.start("4711")
     for rank in (1, 1, 2):  # a rank that calls twice is one rank
-        assert greet(LOOPBACK, port, "job", rank, timeout=5) == ("4711", LOOPBACK)
+        assert greet(LOOPBACK, port, "job", rank, timeout=60) == ("4711", LOOPBACK)
     with pytest.raises(RankDiscoveryError):
         greet(LOOPBACK, port, "job", rank=2, timeout=0.5)
 

@@ -40,7 +40,7 @@ def job(world_size: int) -> Iterator[list[JobWatch]]:
             watch.close()
 
 
-def eventually(condition: Callable[[], object], seconds: float = 5) -> bool:
+def eventually(condition: Callable[[], object], seconds: float = 60) -> bool:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if condition():
@@ -65,13 +65,13 @@ def ended(monkeypatch):
 
 
 def test_one_rank_opens_nothing():
-    before = threading.active_count()
+    before = set(threading.enumerate())
     watch = JobWatch(SINGLE, HashStore())
     watch.check()
     watch.report(ValueError())
     watch.leave()
     watch.close()
-    assert threading.active_count() == before
+    assert set(threading.enumerate()) <= before  # a thread of an earlier test may end meanwhile
 
 
 def test_a_failure_is_raised_on_all_other_ranks_and_named():
@@ -130,12 +130,12 @@ def test_a_rank_that_left_counts_only_after_a_while(monkeypatch):
 
 
 def test_a_new_fit_starts_clean(ended, monkeypatch):
-    monkeypatch.setattr(watch_module, "FAILED_GRACE", 0.3)
     with job(2) as watches:
         for watch in watches:
             watch.report(ValueError("in the first fit"))
         assert eventually(lambda: all(watch.failure() for watch in watches))
-        time.sleep(1)
+        monkeypatch.setattr(watch_module, "FAILED_GRACE", 0.0)
+        time.sleep(1)  # the watches look more than once
         assert ended == []  # both have failed, and their users caught it
         watches[0].reset()
         watches[0].report(KeyError("in the second"))  # rank 1 has not come so far yet
@@ -162,7 +162,7 @@ def test_a_rank_that_goes_on_is_ended_after_the_grace(ended, monkeypatch):
     monkeypatch.setattr(watch_module, "FAILED_GRACE", 0.3)
     with job(2) as watches:
         watches[1].report(ValueError("boom"))
-        assert eventually(lambda: ended)
+        assert eventually(lambda: len(ended) > 1)
         assert "rank 0 ends, 0 s after it was told: rank 1" in ended[0]
         assert "ValueError: boom" in ended[0]
         assert ended[1] == "exit 1"
@@ -173,7 +173,7 @@ def test_an_error_of_the_transport_is_explained():
         threading.Timer(0.3, lambda: watches[1].report(ValueError("the cause"))).start()
         error = RuntimeError("Connection closed by peer")
         with pytest.raises(PeerFailedError, match="the cause") as raised:
-            watches[0].blame(error)
+            watches[0].blame(error, seconds=60)
         assert raised.value.__cause__ is error
     with job(2) as watches:
         watches[0].blame(error, seconds=0.1)  # nobody failed: the caller raises its own
@@ -194,7 +194,7 @@ def test_a_long_message_arrives_whole():
     with job(2) as watches:
         heard: list[str] = []
         watches[0].on_event(lambda message: heard.append(message.get("stacks", "")))
-        watches[1].tell({"kind": "stacks", "stacks": "x" * 1_000_000}, wait=5)
+        watches[1].tell({"kind": "stacks", "stacks": "x" * 1_000_000}, wait=60)
         assert eventually(lambda: heard == ["x" * 1_000_000])
 
 
@@ -203,8 +203,8 @@ def test_a_message_to_one_rank_reaches_that_one_and_its_sender():
         heard: list[list[object]] = [[], [], [], []]
         for rank, watch in enumerate(watches):
             watch.on_event(lambda message, rank=rank: heard[rank].append(message.get("place")))
-        assert watches[2].tell({"kind": "place", "place": 1, "to": 1}, wait=5)
-        assert watches[2].tell({"kind": "place", "place": 2}, wait=5)
+        assert watches[2].tell({"kind": "place", "place": 1, "to": 1}, wait=60)
+        assert watches[2].tell({"kind": "place", "place": 2}, wait=60)
         assert eventually(lambda: all(2 in places for places in heard))
         assert heard == [[2], [1, 2], [1, 2], [2]]
         assert watches[0].peers().keys() == {0, 1, 2, 3}
@@ -225,7 +225,7 @@ def test_strangers_and_nonsense_are_ignored():
                 stranger.sendall(b'{"kind": "failed", "rank": 1, "text": "lies"}\n')
         time.sleep(0.3)
         watches[0].check()
-        watches[1].tell({"kind": "still here"}, wait=5)
+        watches[1].tell({"kind": "still here"}, wait=60)
         assert watches[1]._returned == 1
 
 
@@ -235,7 +235,7 @@ def test_rank_0_stays_until_the_others_have_left():
         time.sleep(0.3)
         assert not leaving.done()
         watches[1].leave()
-        leaving.result(timeout=5)
+        leaving.result(timeout=60)
 
 
 def test_the_thread_keeps_its_pipe_until_close_has_written(monkeypatch):

@@ -50,7 +50,7 @@ def counting(folder: Path, text: str, steps: int = 100000) -> str:
 
 
 def start(limits: str, *command: str, **env: str) -> subprocess.CompletedProcess[str]:
-    return run([sys.executable, "-c", START, limits, *command], timeout=60, **env)
+    return run([sys.executable, "-c", START, limits, *command], **env)
 
 
 def test_respawns_come_later_each_time_and_end() -> None:
@@ -87,10 +87,8 @@ def test_a_killed_process_is_seen_to_be_dead_before_its_memory_is_free() -> None
         assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
         assert not is_dead(process.pid)
-        killed = time.monotonic()
         process.kill()
-        while not is_dead(process.pid):
-            assert time.monotonic() - killed < 5
+        wait_for(lambda: is_dead(process.pid))
         assert failure_of(process.pid) == -signal.SIGKILL
         assert process.wait(timeout=10) == -signal.SIGKILL
 
@@ -129,13 +127,13 @@ def test_an_exit_ends_the_job_at_once_also_beside_deaths(
         "    subprocess.Popen(['sh', '-c', f'sleep 0.5; kill -CONT {launcher}'], start_new_session=True)\n"
         "    os.kill(launcher, signal.SIGSTOP)\n"
         f"    for other in {killed!r}: os.kill(int(open(f'{{folder}}/{{other}}.pid').read()), signal.SIGKILL)\n"
-        "    open(f'{folder}/left', 'w').close()\n"
         f"    os._exit({code})\n"
         "if number == '1': when_counting(leave)\n"
         "count()\n",
     )
-    done = start("ElasticLimits(3)", script)
-    assert time.time() - (tmp_path / "left").stat().st_mtime < 8  # those left are told, and do not go on for 15 s
+    # those left are told, and not waited for
+    patient = "import lightning_ring.launch.elastic as e; e.PEERS_SECONDS = 600.0; " + START
+    done = run([sys.executable, "-c", patient, "ElasticLimits(3)", script])
     assert done.returncode == expected, done.stdout
     assert re.search(told, done.stdout.splitlines()[-1]), done.stdout
 
@@ -225,19 +223,13 @@ def test_no_steward_no_job(tmp_path: Path) -> None:
     command = [sys.executable, "-c", START, "ElasticLimits(2)", RANK, str(tmp_path), "100000", "0.01"]
     job = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE)
     try:
-        until = time.monotonic() + 30
-        while len(list(tmp_path.glob("*.log"))) < 2:
-            assert time.monotonic() < until
-            time.sleep(0.05)
+        wait_for(lambda: len(list(tmp_path.glob("*.log"))) == 2)
         children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
         assert len(children) == 3  # one of them guards the others
     finally:
         job.kill()
         job.wait(timeout=10)
-    until = time.monotonic() + 10
-    while not all(is_dead(int(child)) for child in children):
-        assert time.monotonic() < until
-        time.sleep(0.02)
+    wait_for(lambda: all(is_dead(int(child)) for child in children))
 
 
 @pytest.mark.ranks
@@ -255,7 +247,7 @@ def test_the_cause_of_the_end_is_the_failure_and_not_an_earlier_death(tmp_path: 
     assert "killed by signal 9 (SIGKILL); the job ends" not in done.stdout
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     until = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < until
@@ -278,7 +270,7 @@ def test_stopped_and_hanging_ranks_are_killed_and_the_others_go_on(tmp_path: Pat
     assert len(told) == 1, done.stdout
     assert re.search(r"killed by signal 9 \(SIGKILL\) \(it has neither answered nor used processor time for", told[0])
     assert re.search(
-        r"process 2 \(pid \d+\) was killed.*\(it was started, and has used no processor time for 4 s \(it hangs\)\)",
+        r"process 2 \(pid \d+\) was killed.*\(it was started, and has used no processor time for \d+ s \(it hangs\)\)",
         done.stdout,
     )
     assert len(json.loads((tmp_path / "0.json").read_text())) == 60
@@ -286,7 +278,7 @@ def test_stopped_and_hanging_ranks_are_killed_and_the_others_go_on(tmp_path: Pat
 
 @pytest.mark.ranks
 def test_the_rank_in_a_wrapper_is_watched_and_its_session_ends_with_it(tmp_path: Path) -> None:
-    """A shell starts each rank, which starts a child of its own and is killed; the shell would go on for a minute."""
+    """A shell starts each rank, which starts a child and is killed; the shell would go on for ten minutes."""
     script = counting(
         tmp_path,
         "if number == '1':\n"
@@ -297,8 +289,8 @@ def test_the_rank_in_a_wrapper_is_watched_and_its_session_ends_with_it(tmp_path:
         steps=100,
     )
     command = ["-m", "lightning_ring.cli.ringrun", "-n", "2", "--min-ranks", "1"]
-    shell = f"{sys.executable} {script}; code=$?; [ $RING_MEMBER = 0 ] || sleep 60; exit $code"
-    done = run([sys.executable, *command, "bash", "-c", shell], timeout=60)
+    shell = f"{sys.executable} {script}; code=$?; [ $RING_MEMBER = 0 ] || sleep 600; exit $code"
+    done = run([sys.executable, *command, "bash", "-c", shell])
     assert done.returncode == 0, done.stdout
     assert "generation 1: 1 ranks" in done.stdout
     child, wrapper, rank = map(int, (tmp_path / "pids").read_text().split())
@@ -363,7 +355,7 @@ def test_the_end_of_ringrun_ends_all_with_one_line(tmp_path: Path) -> None:
         job.wait(timeout=10)
     pids = [int(pid) for file in tmp_path.glob("pids.*") for pid in file.read_text().split()]
     assert len(pids) == 4
-    wait_for(lambda: all(is_dead(pid) for pid in pids), 10)
+    wait_for(lambda: all(is_dead(pid) for pid in pids))
     time.sleep(2.5)  # a rank that lived on would say a line of its own by then
     lines = [line for line in (tmp_path / "output").read_text().splitlines() if "gone" in line]
     assert lines == [f"lightning_ring: the process that started the ranks (pid {job.pid}) has gone: they end"]
@@ -390,7 +382,7 @@ def test_plain_python_is_the_steward_of_its_own_ranks(tmp_path: Path) -> None:
         "count()\n",
         steps=200,
     )
-    done = run([sys.executable, script], timeout=60)
+    done = run([sys.executable, script])
     assert done.returncode == 0, done.stdout
     assert "2 ranks, 1 of them new" in done.stdout
     assert len(json.loads((tmp_path / "2.json").read_text())) == 200
@@ -407,6 +399,6 @@ def test_ranks_that_do_not_end_with_their_job_are_ended(tmp_path: Path) -> None:
     )
     soon = "import lightning_ring.launch.supervisor as s; s._TERM_SECONDS = 0.5; " + START
     command = [sys.executable, "-c", soon, "ElasticLimits(2, min_ranks=2)", script]
-    done = run(command, timeout=60, RING_STOP_GRACE="0.5")
+    done = run(command, RING_STOP_GRACE="0.5")
     assert done.returncode == 1, done.stdout
     assert "(--min-ranks)" in done.stdout.strip().splitlines()[-1]

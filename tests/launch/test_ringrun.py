@@ -219,6 +219,6 @@ def test_mpirun_beside_python_comes_first(tmp_path, monkeypatch):
 
 def test_help_names_every_option():
     command = [sys.executable, "-m", "lightning_ring.cli.ringrun", "--help"]
-    text = subprocess.run(command, env=clean_env(), capture_output=True, text=True, timeout=60).stdout
+    text = subprocess.run(command, env=clean_env(), capture_output=True, text=True, timeout=240).stdout
     for option in ("-n", "-H", "--hostfile", "--dry-run", "--no-mpi", "COMMAND", "--min-ranks", "--respawn"):
         assert option in text

@@ -48,7 +48,7 @@ def trained_by_one_process() -> nn.Module:
 @pytest.mark.parametrize("name", [name for name in ALGORITHMS if not algorithm_class(name).steps_alone])
 def test_two_ranks_train_as_one_process_on_all_samples(name: str, tmp_path: Path) -> None:
     path = str(tmp_path / "model.pt")
-    done = run([*RINGRUN, *forked.python(), str(EXAMPLE), name, path], timeout=100)
+    done = run([*RINGRUN, *forked.python(), str(EXAMPLE), name, path])
     assert done.returncode == 0, done.stdout
     found = torch.load(path)
     for key, expected in trained_by_one_process().state_dict().items():
@@ -57,7 +57,7 @@ def test_two_ranks_train_as_one_process_on_all_samples(name: str, tmp_path: Path
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_every_launcher_starts_a_loop(launcher: str) -> None:
-    done = run([*LAUNCHERS[launcher], "train"], timeout=100, **forked.ranks())
+    done = run([*LAUNCHERS[launcher], "train"], **forked.ranks())
     assert done.returncode == 0, done.stdout
     ranks = 1 if launcher == "alone" else 2
     for rank in range(ranks):
@@ -73,7 +73,7 @@ def test_every_launcher_starts_a_loop(launcher: str) -> None:
     ],
 )
 def test_a_rank_that_ends_too_early_ends_the_job_and_is_named(what: str, names: str) -> None:
-    done = run([*RINGRUN, "--no-mpi", *forked.python(), SCRIPT, "2", what], timeout=60)
+    done = run([*RINGRUN, "--no-mpi", *forked.python(), SCRIPT, "2", what])
     assert done.returncode not in (0, 124), done.stdout
     assert names in done.stdout
     assert "equal=" not in done.stdout

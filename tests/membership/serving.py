@@ -12,7 +12,7 @@ from lightning_ring.membership.membership import Membership
 from lightning_ring.membership.silence import SilenceLimits
 from lightning_ring.membership.steward import Steward
 
-WAIT = 10.0
+WAIT = 60.0
 
 
 class Serving:

@@ -95,7 +95,6 @@ def test_bars_show_it_and_a_users_own_decides(tmp_path: Path, bar: Any, shown: b
 
 
 @pytest.mark.skipif(executable() is None, reason=f"none of {', '.join(NAMES)} is installed")
-@pytest.mark.timeout(240)
 def test_pages_open_in_a_browser(battery: Battery, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     check = "check_tensorboard_pages_are_written"

@@ -25,7 +25,6 @@ from tests.battery import Battery, check_names
 MODULE = "tests.checks.gap"
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("check", check_names(MODULE))
 def test_on_two_ranks(battery: Battery, check: str) -> None:
     battery(MODULE, 2, check, timeout=150)

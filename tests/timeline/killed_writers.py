@@ -56,7 +56,7 @@ def kill_one(path: Path, seed: int, appends: int, after: float, pipe: tuple[int,
             write_for_ever(path, seed, pipe[0], appended)
         finally:
             os._exit(1)
-    until = time.monotonic() + 5
+    until = time.monotonic() + 60
     while appended[0] < max(1, appends) and time.monotonic() < until:
         time.sleep(0.0001)
     time.sleep(after)

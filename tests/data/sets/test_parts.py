@@ -141,7 +141,7 @@ def test_a_wrong_part_says_what_is_expected(text, monkeypatch):
 @pytest.mark.ranks
 def test_ranks_of_mpirun_pack_one_set(source, tmp_path):
     words = ["pack", str(source), str(tmp_path / "dst"), "--size", "40", "--shard-mb", "0.015625", "--part", "ranks"]
-    done = run(mpirun_command(3, sys.executable, "-m", "lightning_ring.cli.main", *words), timeout=100)
+    done = run(mpirun_command(3, sys.executable, "-m", "lightning_ring.cli.main", *words))
     assert done.returncode == 0, done.stdout
     assert done.stdout.count("the last part to end makes the set") == 2
     assert "20 images of 2 classes" in done.stdout

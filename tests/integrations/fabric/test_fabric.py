@@ -33,7 +33,7 @@ def test_on_two_ranks(battery: Any, check: str) -> None:
 @pytest.mark.ranks
 def test_the_recipe_starts_its_own_ranks_and_learns(tmp_path: Path) -> None:
     command = [*forked.python(), RECIPE, "--devices", "2", "--strategy", "ring_sharded", "--epochs", "3"]
-    done = run([*command, "--logs", str(tmp_path)], timeout=120, CUDA_VISIBLE_DEVICES="", **forked.ranks())
+    done = run([*command, "--logs", str(tmp_path)], CUDA_VISIBLE_DEVICES="", **forked.ranks())
     assert done.returncode == 0, done.stdout
     accuracy = float(done.stdout.partition("test accuracy ")[2].split()[0])
     assert accuracy > 0.9
@@ -59,7 +59,7 @@ def test_a_rank_that_dies_ends_the_job_and_is_named(tmp_path: Path) -> None:
         "print('the end')\n"
     )
     command = [sys.executable, "-m", "lightning_ring.cli.ringrun", "--no-mpi", "-n", "2", str(script)]
-    done = run(command, timeout=100, **forked.ranks())
+    done = run(command, **forked.ranks())
     assert done.returncode == 137, done.stdout
     assert "rank 0 ends: rank 1 (host" in done.stdout
     assert "the end" not in done.stdout

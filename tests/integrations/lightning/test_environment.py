@@ -146,7 +146,7 @@ DISCOVER = "from lightning_ring.job.ranks import discover_ranks; discover_ranks(
 @pytest.mark.skipif(mpi_family() != "openmpi", reason="no mpirun of Open MPI beside this Python")
 def test_an_mpi4py_that_the_launcher_does_not_reach():
     variables = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}
-    result = run([sys.executable, "-c", DISCOVER], timeout=60, **variables, **NO_SHARED_MEMORY)
+    result = run([sys.executable, "-c", DISCOVER], **variables, **NO_SHARED_MEMORY)
     assert result.returncode != 0
     assert "mpi4py sees rank 0 of 1 ranks" in result.stdout
     assert "rank 0 of 2" in result.stdout
@@ -172,7 +172,7 @@ def test_a_launcher_of_another_mpi_is_an_error_before_mpi_starts():
     family = "OMPI_COMM_WORLD" if hydra else "PMI"
     program = f"try: {DISCOVER}\nexcept Exception as error: print(error)\n{DISCOVER}"  # the same, asked again
     variables = {f"{family}_RANK": "0", f"{family}_SIZE": "2"}
-    result = run([sys.executable, "-c", program], timeout=60, **variables, **NO_SHARED_MEMORY)
+    result = run([sys.executable, "-c", program], **variables, **NO_SHARED_MEMORY)
     assert result.returncode == 1, result.stdout
     other = "Open MPI" if hydra else "MPICH or Intel MPI"
     assert result.stdout.count(f"but the mpirun of {other} started this process. Use the mpirun beside") == 2
@@ -184,7 +184,7 @@ def test_mpi_variables_without_mpi4py():
         "import sys; sys.modules['mpi4py'] = None\n"
         "from lightning_ring.job.ranks import discover_ranks; discover_ranks()"
     )
-    result = run([sys.executable, "-c", program], timeout=60, OMPI_COMM_WORLD_RANK="0", OMPI_COMM_WORLD_SIZE="2")
+    result = run([sys.executable, "-c", program], OMPI_COMM_WORLD_RANK="0", OMPI_COMM_WORLD_SIZE="2")
     assert result.returncode != 0
     assert "Open MPI started this process, but mpi4py cannot be used" in result.stdout
     assert "pip install lightning-ring[openmpi]" in result.stdout
@@ -195,6 +195,6 @@ def test_a_cluster_that_offers_pmi_to_everything_is_still_slurm():
     program = "from lightning_ring.job.ranks import discover_ranks; print(discover_ranks())"
     slurm = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1"}
     slurm |= {"SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_NODEID": "0", "SLURM_STEP_TASKS_PER_NODE": "2"}
-    result = run([sys.executable, "-c", program], timeout=60, PMI_RANK="1", PMI_SIZE="2", **slurm, **NO_SHARED_MEMORY)
+    result = run([sys.executable, "-c", program], PMI_RANK="1", PMI_SIZE="2", **slurm, **NO_SHARED_MEMORY)
     assert "rank=1, world_size=2" in result.stdout
     assert "source='slurm'" in result.stdout

@@ -25,7 +25,7 @@ WAYS = {
     "torchrun": [*forked.python(), "-m", "torch.distributed.run", "--nproc-per-node=2", SCRIPT],
     "ringrun": [sys.executable, "-m", "lightning_ring.cli.ringrun", "-n", "2", SCRIPT],
 }
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(150)]
+pytestmark = pytest.mark.ranks
 
 
 @contextmanager
@@ -57,8 +57,8 @@ def ranks_in_step_3(process: subprocess.Popen[str], folder: Path) -> list[int]:
     return [int(file.read_text()) for file in files]
 
 
-def assert_gone(pids: list[int], within: float = 5.0) -> None:
-    deadline = time.monotonic() + within
+def assert_gone(pids: list[int]) -> None:
+    deadline = time.monotonic() + 60
     while alive := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
         assert time.monotonic() < deadline, f"still running: {alive}"
         time.sleep(0.05)
@@ -69,7 +69,7 @@ def assert_gone(pids: list[int], within: float = 5.0) -> None:
     [("python", "plain"), ("python", "spawn"), ("python", "fork"), ("torchrun", "plain")],
 )
 def test_both_ranks_train_however_they_were_started(way: str, action: str, tmp_path: Path) -> None:
-    result = run([*WAYS[way], action, str(tmp_path)], timeout=120, **forked.ranks())
+    result = run([*WAYS[way], action, str(tmp_path)], **forked.ranks())
     assert result.returncode == 0, result.stdout
     spawned = action in ("spawn", "fork")  # there the script goes on in the parent alone
     results = [(tmp_path / f"done.{rank}").read_text() for rank in range(1 if spawned else 2)]
@@ -82,7 +82,7 @@ def test_both_ranks_train_however_they_were_started(way: str, action: str, tmp_p
 def test_a_rank_that_raises_ends_the_job_and_its_error_is_shown(tmp_path: Path) -> None:
     with job("python", "raise", tmp_path) as process:
         pids = ranks_in_step_3(process, tmp_path)
-        output, _ = process.communicate(timeout=30)
+        output, _ = process.communicate(timeout=90)
         assert process.returncode != 0
         assert_gone(pids)
     assert "ValueError: no such photo" in output
@@ -91,7 +91,7 @@ def test_a_rank_that_raises_ends_the_job_and_its_error_is_shown(tmp_path: Path) 
 
 
 def test_a_rank_that_raises_after_fit_ends_the_job(tmp_path: Path) -> None:
-    result = run([*WAYS["mpirun"], "raise-after", str(tmp_path)], timeout=90)
+    result = run([*WAYS["mpirun"], "raise-after", str(tmp_path)])
     assert result.returncode == 1, result.stdout
     assert "ValueError: no such photo" in result.stdout
     assert not list(tmp_path.glob("done.*"))
@@ -100,7 +100,7 @@ def test_a_rank_that_raises_after_fit_ends_the_job(tmp_path: Path) -> None:
 def test_a_rank_killed_is_named(tmp_path: Path) -> None:
     with job("torchrun", "kill", tmp_path) as process:
         pids = ranks_in_step_3(process, tmp_path)
-        output, _ = process.communicate(timeout=30)
+        output, _ = process.communicate(timeout=90)
         assert process.returncode != 0
         assert_gone(pids)
     assert "rank 1" in output or "rank      : 1" in output, output
@@ -109,13 +109,13 @@ def test_a_rank_killed_is_named(tmp_path: Path) -> None:
 def test_a_rank_that_stalls_is_shown_and_ends_the_job_after_the_timeout(tmp_path: Path) -> None:
     with job("python", "sleep", tmp_path) as process:
         ranks_in_step_3(process, tmp_path)
-        output, _ = process.communicate(timeout=40)
+        output, _ = process.communicate(timeout=90)
         assert process.returncode != 0
     assert "CollectiveError" in output
     assert "bucket 0 (layer." in output
     assert "waiting for rank 1" in output, output
     report = re.search(
-        r"^all_reduce \"backward 4 \(step 3\): bucket 0 .* has waited 1 s; it fails after 4 s\.\n((?:  .*\n)+)",
+        r"^all_reduce \"backward 4 \(step 3\): bucket 0 .* has waited [12] s; it fails after 8 s\.\n((?:  .*\n)+)",
         output,
         re.M,
     )
@@ -131,7 +131,7 @@ def test_a_signal_stops_all_ranks_with_a_checkpoint(way: str, signum: signal.Sig
     with job(way, "slow", tmp_path) as process:
         pids = ranks_in_step_3(process, tmp_path)
         process.send_signal(signum)
-        output, _ = process.communicate(timeout=30)
+        output, _ = process.communicate(timeout=90)
         assert process.returncode == 128 + signum, output
         assert_gone(pids)
     assert (tmp_path / "stopped.ckpt").exists(), output
@@ -142,11 +142,12 @@ def test_ranks_end_when_mpirun_is_killed(tmp_path: Path) -> None:
     with job("mpirun itself", "slow", tmp_path) as process:
         pids = ranks_in_step_3(process, tmp_path)
         os.kill(process.pid, signal.SIGKILL)
-        assert_gone(pids, within=30)
+        assert_gone(pids)
+    assert not list(tmp_path.glob("done.*"))  # they did not come to their end
 
 
 def test_mpirun_inside_a_slurm_batch_job_is_taken_for_mpirun(tmp_path: Path) -> None:
     slurm = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_JOB_NAME": "x"}
-    result = run([*WAYS["mpirun"], "plain", str(tmp_path)], timeout=90, **slurm)
+    result = run([*WAYS["mpirun"], "plain", str(tmp_path)], **slurm)
     assert result.returncode == 0, result.stdout
     assert [(tmp_path / f"done.{rank}").read_text()[:2] for rank in range(2)] == ["2 ", "2 "]

@@ -20,7 +20,7 @@ HERE = ROOT / "tests" / "integrations" / "lightning"
 def test_ranks_run_the_script_and_the_parent_returns_their_code(tmp_path):
     if mpirun_path() is None:
         pytest.skip("no mpirun beside this Python")
-    result = run([*forked.python(), str(HERE / "launched_script.py"), str(tmp_path)], timeout=120, **forked.ranks())
+    result = run([*forked.python(), str(HERE / "launched_script.py"), str(tmp_path)], **forked.ranks())
     assert result.returncode == 7, result.stdout  # rank 1's
     for rank in range(2):
         assert (tmp_path / f"rank.{rank}").read_text() == "2 mpi"
@@ -31,7 +31,7 @@ def test_ranks_run_the_script_and_the_parent_returns_their_code(tmp_path):
 def test_a_slurm_job_of_one_task_starts_its_ranks_without_mpirun_which_would_find_one_slot(tmp_path):
     slurm = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1", "SLURM_TASKS_PER_NODE": "1", "SLURM_PROCID": "0"}
     command = [*forked.python(), str(HERE / "launched_script.py"), str(tmp_path)]
-    result = run(command, timeout=120, **forked.ranks(), **slurm)
+    result = run(command, **forked.ranks(), **slurm)
     assert result.returncode == 7, result.stdout
     assert [(tmp_path / f"rank.{rank}").read_text() for rank in range(2)] == ["2 ringrun"] * 2
 
@@ -48,7 +48,7 @@ def test_hydra_sweep_one_job_after_the_other_each_in_one_folder(tmp_path):
         f"+folder={tmp_path}",
     ]
     command += ["+begun=${now:%H:%M:%S.%f}", f"hydra.sweep.dir={tmp_path}/out"]
-    result = run(command, timeout=100, **forked.ranks())
+    result = run(command, **forked.ranks())
     assert result.returncode == 0, result.stdout
     for job, lr in enumerate((1, 2)):
         texts = {(tmp_path / f"{lr}.{rank}").read_text() for rank in range(2)}
@@ -78,7 +78,7 @@ def test_a_rank_whose_variables_are_gone_does_not_start_ranks_again(monkeypatch)
 @pytest.mark.ranks
 def test_no_script_no_ranks():
     program = "from lightning_ring.launch.rerun import own_command\nwith own_command() as command: print(command)"
-    result = run([sys.executable, "-c", program], timeout=60)
+    result = run([sys.executable, "-c", program])
     assert result.returncode == 1
     assert "Write a script, use RingStrategy(start_method='fork')" in result.stdout
 
@@ -98,7 +98,7 @@ trainer = L.Trainer(strategy="ring", accelerator="cpu", devices=2, max_steps=2, 
 trainer.fit(model)
 print("ranks", trainer.world_size)
 """
-    result = run([sys.executable, "-c", program], timeout=90)
+    result = run([sys.executable, "-c", program])
     assert result.returncode == 0, result.stdout
     assert "`max_steps=2` reached" in result.stdout
     assert result.stdout.count("ranks 2\n") == 1, result.stdout  # the rest of the notebook runs once

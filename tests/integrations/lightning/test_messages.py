@@ -33,12 +33,12 @@ if __name__ == "__main__":
 def test_messages_come_once_and_an_error_ends_in_its_cause(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    result = run([*forked.python(), str(script)], timeout=90, **forked.ranks())
+    result = run([*forked.python(), str(script)], **forked.ranks())
     assert result.returncode == 1
     assert result.stdout.count("GPU available") == 1
     assert "from a library" not in result.stdout
     assert "from the user" in result.stdout
     last = result.stdout.splitlines()[-1]
     assert last in {f"lightning_ring: rank {rank} failed: ValueError: after the fit" for rank in range(2)}
-    shown = run([*forked.python(), "-W", "default::FutureWarning", str(script)], timeout=90, **forked.ranks())
+    shown = run([*forked.python(), "-W", "default::FutureWarning", str(script)], **forked.ranks())
     assert "from a library" in shown.stdout

@@ -14,14 +14,14 @@ from tests import forked
 from tests.processes import ROOT, clean_env, end_session, mpirun_command, run
 
 SCRIPT = str(ROOT / "tests" / "integrations" / "lightning" / "session_script.py")
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(150)]
+pytestmark = pytest.mark.ranks
 
 # They serve the next fit, and what the script does between: docs/architecture.md, "What stays after a fit"
 STAYS = {"threads", "excepthook", "exit", "exit handlers", "rank", "group", "files"}
 
 
 def results(folder: Path, command: list[str]) -> list[dict[str, Any]]:
-    done = run(command, timeout=120, **forked.ranks())
+    done = run(command, **forked.ranks())
     assert done.returncode == 0, done.stdout[-4000:]
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 

@@ -49,7 +49,7 @@ class Module(L.LightningModule):
 def main() -> None:
     kwargs: dict[str, Any] = {}
     if ACTION == "sleep":
-        kwargs = {"timeout": timedelta(seconds=4), "stall_warning": timedelta(seconds=1)}
+        kwargs = {"timeout": timedelta(seconds=8), "stall_warning": timedelta(seconds=1)}
     if ACTION in ("spawn", "fork"):
         kwargs["start_method"] = ACTION
     trainer = L.Trainer(

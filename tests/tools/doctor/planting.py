@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.processes import clean_env, end_session
+from tests.processes import HANGS, clean_env, end_session
 
 FAST = ("versions", "launcher", "mpi", "threads", "memory", "network")  # none of them imports torch
 
@@ -41,7 +41,7 @@ def doctor(
     python: str | Path = sys.executable,
     within: Sequence[str] = (),
     cwd: Path | None = None,
-    seconds: float = 60,
+    seconds: float = HANGS,
     **env: str,
 ) -> Report:
     """``lightning-ring doctor --json``, run by ``python`` through the command ``within``."""

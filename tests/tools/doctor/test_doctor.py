@@ -32,7 +32,7 @@ sys.exit(code)
 
 @pytest.mark.ranks
 def test_a_whole_examination():
-    done = run([sys.executable, "-c", WHOLE], timeout=150)
+    done = run([sys.executable, "-c", WHOLE])
     lines = done.stdout.splitlines()
     assert lines[-1] == "imported: []", "what can break was imported into the doctor itself"
     findings = {line[9:28].strip(): line for line in lines[:-2] if line[:8].strip() in ("ok", "warning", "broken")}
@@ -51,7 +51,7 @@ def test_a_program_that_hangs_is_ended_with_all_that_it_started():
     answer = ask(["sh", "-c", "echo begun; sleep 1000 & echo $$; wait"], 0.5)
     begun, pid = answer.stdout.split()
     assert (begun, answer.problem) == ("begun", "did not end within 0.5 s")
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while processes_of_sessions({int(pid)}):  # a grandchild is there until somebody takes note of its end
         assert time.monotonic() < deadline, "what it started is still there"
         time.sleep(0.02)
@@ -76,12 +76,12 @@ def test_told_to_stop_it_ends_what_it_started(tmp_path):
     program(environment / "bin", "mpirun", f"echo $$ > {tmp_path}/pid; exec sleep 1000")
     line = [str(environment / "bin" / "python"), "-m", "lightning_ring.cli.main", "doctor", "--only", "mpi", "threads"]
     process = subprocess.Popen(line, env=clean_env(), stdout=subprocess.DEVNULL, start_new_session=True)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
         assert time.monotonic() < deadline, "it never asked mpirun"
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=10) == 128 + signal.SIGINT
+    assert process.wait(timeout=240) == 128 + signal.SIGINT
     assert not os.path.exists(f"/proc/{(tmp_path / 'pid').read_text().strip()}")
 
 

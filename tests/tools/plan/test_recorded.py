@@ -120,7 +120,7 @@ def test_prediction_and_run_between_two_hosts_are_put_side_by_side(tmp_path: Pat
     write_profile(small, tmp_path / "profile.json")
     words = ["--profile", str(tmp_path / "profile.json"), "--rates", "10gbit", "--hosts", "2", "--layouts", "flat"]
     words += ["--steps", "2", "--bench-seconds", "0.05", "--tolerance", "inf", "--json", str(tmp_path / "out.json")]
-    result = run([sys.executable, "-m", "benchmarks.plan", *words], timeout=100)
+    result = run([sys.executable, "-m", "benchmarks.plan", *words])
     assert result.returncode == 0, result.stdout
     rows = json.loads((tmp_path / "out.json").read_text())
     assert [(row["num_hosts"], row["way"]) for row in rows] == [(2, "ring, flat"), (2, "ring_sharded, flat")]

@@ -11,11 +11,11 @@ from tests import forked
 from tests.processes import ROOT, run
 
 RANK = str(ROOT / "tests" / "integrations" / "lightning" / "elastic" / "ending_rank.py")
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(200)]
+pytestmark = pytest.mark.ranks
 
 
 def job(folder: Path, *arguments: str, **env: str) -> tuple[int, str]:
-    done = run([*forked.python(), RANK, str(folder), *arguments], timeout=150, **forked.ranks(), **env)
+    done = run([*forked.python(), RANK, str(folder), *arguments], **forked.ranks(), **env)
     return done.returncode, done.stdout
 
 
