@@ -158,7 +158,7 @@ def test_ranks_that_are_too_few_for_too_long_learn_why_the_job_ends(parted: bool
             assert one.next_view(WAIT).last == "1 rank is left"
             late = server.join(2)
             late.report(Report())
-            one.close()
+            server.calls.append(lambda: server.steward.gone(0, "its process has ended"))
             one = late
         with pytest.raises(TooFewRanks, match="The job ends: 1 rank is left"):
             one.next_view(WAIT)
