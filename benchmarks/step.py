@@ -44,7 +44,7 @@ class Row:
     asked_state: tuple[tuple[str, str, float], ...] = ()
     steps: int = 4  # a turn
     rounds: int = 8
-    start: str = "fork"  # "mpirun"; "exec": one process a job
+    start: str = "fork"  # "mpirun"; "exec": one process a job; "ringrun"
     options: tuple[str, ...] = ()  # of `step_rank`
     by_turn: bool = False  # compare means of turns, where not every step costs the same
 
@@ -82,6 +82,16 @@ ROWS = {
         (("ring", "ring:monitor=False", 1.01), (_TRACED, "ring:monitor=False", 1.01)),
         steps=50,  # of which one is logged
         options=("--logger",),
+        by_turn=True,
+    ),
+    "elastic": Row(
+        "resnet18",
+        ("ring", "ring:elastic=True"),
+        (("ring:elastic=True", "ring", 1.01),),
+        steps=50,
+        rounds=12,
+        start="ringrun",  # an elastic job has a launcher that outlives its ranks
+        options=("--logger", "--sampled", "--batch", "4"),
         by_turn=True,
     ),
     "state": Row(
@@ -124,6 +134,10 @@ def commands(row: Row, options: Sequence[str]) -> Iterator[list[list[str]]]:
             yield [[*mpirun, "-n", str(row.ranks), *command] for command in each]
         elif row.start == "exec":
             yield each
+        elif row.start == "ringrun":
+            run = [*python, "lightning_ring.cli.ringrun", "-n", str(row.ranks)]
+            kinds = [["--min-ranks", "1"] if "elastic=True" in name else ["--no-mpi"] for name in row.contenders]
+            yield [[*run, *kind, *command] for kind, command in zip(kinds, each, strict=True)]
         elif opened is not None:
             addresses = [opened.address(name) for name in opened.names]
             fork = [*python, "benchmarks.forked", forked.plan(row.contenders, arguments, row.ranks, addresses)]

@@ -27,9 +27,11 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.plugins.environments import LightningEnvironment, MPIEnvironment, TorchElasticEnvironment
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from benchmarks.turns import Turns
 from lightning_ring import RingStrategy
+from lightning_ring.data import ShuffledSampler
 from lightning_ring.host.malloc import keep_freed_memory
 
 
@@ -94,6 +96,27 @@ class OneBatch:
             yield self._images, self._labels
 
 
+class AnyBatch:
+    """Samples of which `sampled` makes the same batch, whichever they are."""
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitems__(self, indices: list[int]) -> list[int]:
+        return indices
+
+
+def sampled(batches: OneBatch, batch_size: int) -> DataLoader[Any]:
+    """The batch of ``batches`` from a loader with a sampler, which an elastic fit needs to divide an epoch anew."""
+    batch = next(iter(batches))
+    length = len(batches) * batch_size
+    order = ShuffledSampler(length, shuffle=False, remainder="drop", seed=0)
+    return DataLoader(AnyBatch(length), batch_size, sampler=order, collate_fn=lambda _: batch)  # type: ignore[arg-type]
+
+
 class InTurns(L.Callback):
     def __init__(self, turns: Turns) -> None:
         self._turns = turns
@@ -124,8 +147,9 @@ def strategy(contender: str, device: str) -> tuple[Any, dict[str, Any]]:
     name, _, text = contender.partition(":")
     settings = dict(setting.split("=", 1) for setting in text.split(",")) if text else {}
     by_mpi = "OMPI_COMM_WORLD_SIZE" in os.environ
-    world_size = int(os.environ.get("OMPI_COMM_WORLD_SIZE", os.environ.get("WORLD_SIZE", 1)))
-    local_size = int(os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    by_ringrun = os.environ.get("RING_WORLD_SIZE", "1")  # on one host
+    world_size = int(os.environ.get("OMPI_COMM_WORLD_SIZE", os.environ.get("WORLD_SIZE", by_ringrun)))
+    local_size = int(os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", by_ringrun)))
     if name in ("auto", "alone", "ddp") and settings.get("keep_freed_memory") == "True":
         keep_freed_memory()
     devices = {"devices": local_size, "num_nodes": world_size // local_size}
@@ -163,6 +187,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--precision", default="32-true")
     parser.add_argument("--channels-last", action="store_true")
     parser.add_argument("--logger", action="store_true", help="log to TensorBoard, in a temporary folder")
+    parser.add_argument("--sampled", action="store_true", help="read the batch through a DataLoader with a sampler")
     asked = parser.parse_args(arguments)
     warnings.filterwarnings("ignore", module="lightning")
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
@@ -187,8 +212,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     for logger in trainer.loggers:
         atexit.register(shutil.rmtree, logger.save_dir, ignore_errors=True)
-    batch = OneBatch(shape, asked.batch or batch_size, asked.device, asked.channels_last)
-    trainer.fit(Trained(build(), asked.channels_last), batch)
+    batch_size = asked.batch or batch_size
+    batches = OneBatch(shape, batch_size, asked.device, asked.channels_last)
+    trainer.fit(Trained(build(), asked.channels_last), sampled(batches, batch_size) if asked.sampled else batches)
 
 
 if __name__ == "__main__":

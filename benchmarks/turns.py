@@ -89,8 +89,11 @@ class Conductor:
     def _check_alive(self) -> None:
         for number, process in enumerate(self._processes):
             if process.poll():
-                output = (self._folder / f"{number}.log").read_text(errors="replace")
-                raise SystemExit(f"a job ended with exit code {process.returncode}:\n{output[-3000:]}")
+                raise SystemExit(f"a job ended with exit code {process.returncode}:\n{self._output(number)}")
+
+    def _output(self, number: int) -> str:
+        """The last lines that a command and its processes have written."""
+        return (self._folder / f"{number}.log").read_text(errors="replace")[-3000:]
 
     def turn(self, job: str, num_steps: int) -> list[float]:
         """Seconds of each of ``num_steps`` steps of ``job`` on its slowest rank, after one that is not timed."""
@@ -108,19 +111,23 @@ class Conductor:
         return facts
 
     def _ask(self, job: str, num_steps: int) -> list[Any]:
-        for stream in self._ranks[job]:
-            stream.write(f"{num_steps}\n")
-            stream.flush()
         answers = []
+        for stream in self._ranks[job]:
+            with contextlib.suppress(OSError):  # a rank that has left answers nothing
+                stream.write(f"{num_steps}\n")
+                stream.flush()
         for stream in self._ranks[job]:
             try:
                 line = stream.readline()
             except TimeoutError:
                 raise SystemExit(f"{job}: no answer within {TURN_SECONDS:.0f} s") from None
+            except OSError:
+                line = ""
             if not line:
                 time.sleep(1.0)  # its launcher says why
                 self._check_alive()
-                raise SystemExit(f"{job}: a rank left in mid-turn")
+                outputs = "\n".join(self._output(number) for number in range(len(self._processes)))
+                raise SystemExit(f"{job}: a rank left in mid-turn:\n{outputs}")  # its launcher waits for the others
             answers.append(json.loads(line))
         return answers
 

@@ -62,6 +62,19 @@ def test_a_job_that_fails_is_an_error_with_its_output_and_ends_the_others(job: l
         time.sleep(0.05)
 
 
+@pytest.mark.ranks
+def test_a_rank_that_leaves_while_its_launcher_waits_is_an_error_with_its_output(
+    job: list[str], tmp_path: Path
+) -> None:
+    leaves = "Turns('b')._stream.close(); print('no such photo', flush=True); time.sleep(60)"
+    waits = [sys.executable, "-c", f"import time; from benchmarks.turns import Turns; {leaves}"]
+    said = r"(?s)b: a rank left in mid-turn:.*no such photo"
+    with Conductor(tmp_path) as conductor:
+        conductor.start([[*job, "a"], waits], "ab", num_ranks=1)
+        with pytest.raises(SystemExit, match=said):
+            conductor.turn("b", 3)
+
+
 def command_lines() -> list[str]:
     found = []
     for file in Path("/proc").glob("[0-9]*/cmdline"):

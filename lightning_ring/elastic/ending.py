@@ -10,7 +10,8 @@ from types import TracebackType
 from typing import Any
 
 from lightning_ring.job.exit import end_process, leave_cause, say
-from lightning_ring.membership.member import JobEnded, Member
+from lightning_ring.membership.endings import JobEnded
+from lightning_ring.membership.member import Member
 
 
 def end_job_on_error(member: Member) -> Callable[[], None]:

@@ -14,7 +14,8 @@ from lightning_ring.elastic.generations import Generations
 from lightning_ring.errors import ConfigurationError, PeerFailedError, RingError, StateLostError
 from lightning_ring.job.watch.peers import comes_from_a_peer
 from lightning_ring.membership.agreement import Report
-from lightning_ring.membership.member import JobEnded, Member
+from lightning_ring.membership.endings import JobEnded, TooFewRanks
+from lightning_ring.membership.member import Member
 from lightning_ring.membership.view import View
 
 BLAME_SECONDS = 3.0  # a transport may see a death before the steward says so
@@ -138,7 +139,7 @@ class Recovery:
                 self.training.enter(connected, self._generations.open(connected))
                 if view.last:
                     self._generations.communicator.barrier()  # nobody needs this rank any more
-                    raise JobEnded(f"The job ends: {view.last}.")
+                    raise TooFewRanks(f"The job ends: {view.last}.")
             except (JobEnded, ConfigurationError, StateLostError):
                 raise
             except (RingError, RuntimeError, TimeoutError) as again:

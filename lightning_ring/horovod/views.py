@@ -20,7 +20,8 @@ from lightning_ring.horovod.errors import HorovodInternalError
 from lightning_ring.job.communicators import open_communicator
 from lightning_ring.job.job import Job
 from lightning_ring.membership.agreement import Report
-from lightning_ring.membership.member import GenerationOver, JobEnded, Member
+from lightning_ring.membership.endings import GenerationOver, JobEnded
+from lightning_ring.membership.member import Member
 from lightning_ring.membership.view import View
 
 

@@ -14,6 +14,7 @@ from lightning_ring.errors import PeerFailedError, RankDiscoveryError
 from lightning_ring.job.exit import end_process, say
 from lightning_ring.job.watch.messages import Message, MessageConnection, in_forked_children
 from lightning_ring.membership.agreement import Report
+from lightning_ring.membership.endings import GenerationOver, JobEnded, TooFewRanks
 from lightning_ring.membership.view import View
 
 CONNECT_SECONDS = 30.0
@@ -21,18 +22,6 @@ FINISH_SECONDS = 10.0
 RESUME_FROM = "RING_RESUME_FROM"  # a checkpoint: an earlier start of the job has lost its state
 FIRST_WORLD_SIZE = "RING_FIRST_WORLD_SIZE"  # ranks with which the job began
 _LOST_SECONDS = 2.0
-
-
-class GenerationOver(PeerFailedError):
-    """The ranks of this generation do not go on together: one died, or others wait to take part. A view follows."""
-
-
-class JobEnded(PeerFailedError):
-    """The steward has ended the job; ``finished`` if the training had been finished by all."""
-
-    def __init__(self, why: str, finished: bool = False) -> None:
-        super().__init__(why)
-        self.finished = finished
 
 
 class Member:
@@ -291,7 +280,8 @@ class Member:
                 self._stopped_generation = message["generation"]
                 stop = self.over_error(f"Generation {message['generation']} is over: {message['why']}.")
             elif kind == "end":
-                stop = JobEnded(f"The job ends: {message['why']}.", message["finished"])
+                ended = TooFewRanks if message["too_few"] else JobEnded
+                stop = ended(f"The job ends: {message['why']}.", message["finished"])
             if stop is not None and not isinstance(self._over, JobEnded):
                 self._over = stop
             self._news.notify_all()

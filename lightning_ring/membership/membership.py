@@ -138,6 +138,8 @@ class Membership:
         """
         if not self._is_settled() or (len(self._reports) < self._min_ranks and not self._last):
             return None
+        if self.last_word:  # newcomers come too late
+            return None
         members = [*self.members, *([] if self._last else self.newcomers)][: self._max_ranks]
         if self._has_state and all(self._reports[member].step is None for member in members):
             raise StateLostError(

@@ -48,6 +48,7 @@ class Steward:
         self.last_words: dict[int, str] = {}
         self.resume_from: tuple[str, int] | None = None
         self._kill = kill
+        self._too_few = False  # ranks, for too long: why the job is over
         self._store = KeyValue()
         self._silence = Silence(silence or SilenceLimits(), idle)
         self._connections = Connections(self, lambda member: self.membership.knows(member), host)
@@ -86,26 +87,26 @@ class Steward:
         self.membership.fenced(member)
         self._advance()
 
-    def end(self, why: str) -> None:
-        """Tell everybody that the job is over: members save what they have, and leave."""
+    def end(self, why: str, *, too_few: bool = False) -> None:
+        """Tell everybody that the job is over: members leave, and where there are ``too_few`` save what they have."""
         if self.ended is None:
-            self.ended = why
+            self.ended, self._too_few = why, too_few
             self._store.close(why)
             membership = self.membership
             for member in [*membership.members, *membership.newcomers, *membership.catching_up]:
                 self._tell_end(member, why)
 
     def end_with_too_few(self, why: str) -> None:
-        """As `end`; but ranks that each have a part of the state get a last view first, to save it."""
+        """As `end` with ``too_few``; but ranks that each have a part of the state get a last view first, to save it."""
         if self.membership.end_with_last_view(why):
             self._advance()
         else:
-            self.end(why)
+            self.end(why, too_few=True)
 
     def begin_anew(self) -> None:
         """Serve the processes that follow. All earlier ones have ended."""
         self.membership = self.membership.begin_anew()
-        self.ended, self.resume_from, self.last_words = None, None, {}
+        self.ended, self._too_few, self.resume_from, self.last_words = None, False, None, {}
         self._told_to_stop, self._why = True, ""
 
     def close(self) -> None:
@@ -224,10 +225,11 @@ class Steward:
         if self.membership.finished:
             self.end("the training has finished")
         elif self.membership.last_word:
-            self.end(self.membership.last_word)
+            self.end(self.membership.last_word, too_few=True)
 
     def _tell_end(self, member: int, why: str) -> None:
-        self._tell(member, {"kind": "end", "why": why, "finished": self.membership.finished})
+        how = {"finished": self.membership.finished, "too_few": self._too_few}
+        self._tell(member, {"kind": "end", "why": why, **how})
 
     def _tell(self, member: int, message: Message) -> None:
         self._connections.tell(member, message)

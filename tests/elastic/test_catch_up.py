@@ -58,19 +58,21 @@ class Rank:
         self.module = module or Net(0)
         self.optimizer = build(self.module.parameters())
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 3, 0.5)
-        self.source = Source(lambda: self.module, lambda: [self.optimizer])
+        self.optimizers = [self.optimizer]
+        self.source = Source(lambda: self.module, lambda: self.optimizers)
         self.step = 0
 
     def train(self, pause: float = 0.02) -> None:
         self.source.hold_still(self.step)
         time.sleep(pause)
         g = torch.Generator().manual_seed(self.step)
-        self.optimizer.zero_grad()
+        self.module.zero_grad()
         for name, param in self.module.named_parameters():
             if param.requires_grad and (name != "late" or self.step > 4):
                 param.grad = torch.randn(param.shape, generator=g).to(param)
         self.source.update(self.step + 1, ())
-        self.optimizer.step()
+        for optimizer in self.optimizers:
+            optimizer.step()
         self.schedule.step()
         self.step += 1
 
@@ -141,6 +143,24 @@ def test_who_follows_ends_with_the_same_bits(name: str, monkeypatch: pytest.Monk
     rank.source.close("over")
     stream.close()
     assert not rank.source._feeds
+
+
+def test_several_optimizers_step_what_is_theirs() -> None:
+    def optimizers(module: nn.Module) -> list[torch.optim.Optimizer]:
+        params = list(module.parameters())
+        return [OPTIMIZERS["adam"](params[:4]), OPTIMIZERS["sgd"](params[4:])]
+
+    rank, module = Rank(OPTIMIZERS["sgd"]), Net(1)
+    rank.optimizers, theirs = optimizers(rank.module), optimizers(module)
+    rank.train()
+    stream = Stream("127.0.0.1", module, theirs)
+    follow(rank, stream)
+    assert stream.complete.is_set()
+    for first, second in zip(rank.optimizers, theirs, strict=True):
+        assert first.state
+        assert differing(rank.module, first, module, second) == []
+    rank.source.close("over")
+    stream.close()
 
 
 def test_two_are_served_and_one_that_joins_gets_no_more(rank: Rank) -> None:

@@ -9,7 +9,7 @@ import pytest
 from lightning_ring.elastic.recovery import Recovery
 from lightning_ring.errors import CollectiveError, PeerFailedError
 from lightning_ring.membership.agreement import Report
-from lightning_ring.membership.member import GenerationOver, JobEnded
+from lightning_ring.membership.endings import GenerationOver, JobEnded
 from lightning_ring.membership.view import View
 
 OVER = GenerationOver("generation 0 is over")

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from lightning_ring.elastic.gloo_sockets import shut_down_sockets
 from lightning_ring.elastic.store import StewardStore
-from lightning_ring.membership.member import GenerationOver
+from lightning_ring.membership.endings import GenerationOver
 from tests.membership.serving import first_view, serving
 
 EVERY_BYTE = bytes(range(256))

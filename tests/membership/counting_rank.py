@@ -13,7 +13,8 @@ import time
 from pathlib import Path
 
 from lightning_ring.membership.agreement import Report
-from lightning_ring.membership.member import GenerationOver, JobEnded, Member
+from lightning_ring.membership.endings import GenerationOver, JobEnded
+from lightning_ring.membership.member import Member
 from lightning_ring.membership.view import View
 
 WAIT = 60.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from lightning_ring.membership.agreement import Report
@@ -19,6 +19,7 @@ class Serving:
     """A steward in a thread, whose members are threads' too: a killed one is seen to be dead at once."""
 
     def __init__(self, silence: SilenceLimits | None = None, **limits: int) -> None:
+        self.calls: list[Callable[[], object]] = []  # of the steward, in its thread
         self.killed: list[int] = []
         self.why: dict[int, str] = {}
         self.members: list[Member] = []
@@ -30,6 +31,8 @@ class Serving:
     def serve(self) -> None:
         while not self.over.is_set():
             self.steward.step(0.005)
+            while self.calls:
+                self.calls.pop(0)()
             while self.killed:
                 self.steward.gone(self.killed.pop(), "killed")
 

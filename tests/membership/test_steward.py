@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from lightning_ring.membership.agreement import Report
-from lightning_ring.membership.member import GenerationOver, JobEnded, Member
+from lightning_ring.membership.endings import GenerationOver, JobEnded, TooFewRanks
+from lightning_ring.membership.member import Member
 from tests.membership.serving import WAIT, first_view, serving
 
 
@@ -140,6 +141,33 @@ def test_a_failure_ends_the_job_on_every_rank() -> None:
         with pytest.raises(JobEnded, match="ValueError: no such file") as ended:
             two.next_view(WAIT)
         assert not ended.value.finished
+
+
+@pytest.mark.parametrize("parted", [False, True])
+def test_ranks_that_are_too_few_for_too_long_learn_why_the_job_ends(parted: bool) -> None:
+    """By the type of the error. Ranks with parts of the state meet once more before."""
+    with serving(min_ranks=2) as server:
+        one, two = first_view(server, 2)
+        two.close()
+        one.report(Report(3, parted=parted))
+        until = time.monotonic() + WAIT
+        while not server.steward.membership.below_min_ranks and time.monotonic() < until:
+            time.sleep(0.01)
+        server.calls.append(lambda: server.steward.end_with_too_few("1 rank is left"))
+        if parted:
+            assert one.next_view(WAIT).last == "1 rank is left"
+            late = server.join(2)
+            late.report(Report())
+            server.calls.append(lambda: server.steward.gone(0, "its process has ended"))
+            one = late
+        with pytest.raises(TooFewRanks, match="The job ends: 1 rank is left"):
+            one.next_view(WAIT)
+    with serving() as server:
+        one, two = first_view(server, 2)
+        one.fail("rank 0 failed")
+        with pytest.raises(JobEnded) as ended:
+            two.next_view(WAIT)
+        assert not isinstance(ended.value, TooFewRanks)
 
 
 def test_a_process_that_waits_when_the_training_ends_is_told_so() -> None:

@@ -28,7 +28,7 @@ from lightning_ring.integrations.lightning.elastic.watchers import tell_monitors
 from lightning_ring.job.job import Job, adopt
 from lightning_ring.job.members import own_member
 from lightning_ring.job.ranks import RankInfo
-from lightning_ring.membership.member import FIRST_WORLD_SIZE, JobEnded
+from lightning_ring.membership.member import FIRST_WORLD_SIZE
 from lightning_ring.membership.view import View
 
 if TYPE_CHECKING:
@@ -223,10 +223,10 @@ class ElasticFit:
             self.changed = False
             self.position.go_on()
 
-    def save_at_the_end(self, error: JobEnded) -> None:
+    def save_at_the_end(self) -> None:
         """Save what this rank has finished, where the job ends because it had too few ranks for too long."""
         if self.recovery.step is not None:  # else it has not joined yet
-            save_at_the_end(self._strategy, self.process, error, take_back=self._under_way.take_back)
+            save_at_the_end(self._strategy, self.process, take_back=self._under_way.take_back)
 
     # -- newcomers
 

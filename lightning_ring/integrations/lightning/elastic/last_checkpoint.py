@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_ring.errors import StateLostError
 from lightning_ring.integrations.lightning.checkpoints import count_trained_batches
 from lightning_ring.job.exit import say
-from lightning_ring.membership.member import JobEnded
+from lightning_ring.membership.endings import JobEnded
 
 if TYPE_CHECKING:
     from lightning_ring.integrations.lightning.elastic.process import ElasticProcess
@@ -35,15 +35,11 @@ def save_last_checkpoint(strategy: ElasticStrategy, number: int) -> Path:
     return path
 
 
-def save_at_the_end(
-    strategy: ElasticStrategy, process: ElasticProcess, error: JobEnded, take_back: Callable[[], None]
-) -> None:
+def save_at_the_end(strategy: ElasticStrategy, process: ElasticProcess, take_back: Callable[[], None]) -> None:
     """Save what this rank has finished, where the job ends because it had too few ranks for too long.
 
     ``take_back`` undoes the step under way.
     """
-    if "of its ranks are left" not in str(error):
-        return
     number = process.member.number
     sharded, view = strategy.algorithm.sharded, process.recovery.view
     if sharded and (view is None or not view.last):

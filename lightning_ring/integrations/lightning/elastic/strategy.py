@@ -32,7 +32,8 @@ from lightning_ring.integrations.lightning.stop_requests import leave_sigterm_to
 from lightning_ring.integrations.lightning.strategy import RingStrategy, _inform, _warn
 from lightning_ring.job.launchers.elastic import started_by_steward
 from lightning_ring.job.members import nodes_of
-from lightning_ring.membership.member import RESUME_FROM, JobEnded
+from lightning_ring.membership.endings import TooFewRanks
+from lightning_ring.membership.member import RESUME_FROM
 from lightning_ring.monitor.ring_monitor import add_monitor
 from lightning_ring.monitor.terminal import widen_terminal
 from lightning_ring.timeline.settings import SWITCH_VARIABLE
@@ -261,8 +262,8 @@ class ElasticStrategy(RingStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
-        if isinstance(exception, JobEnded) and self._fit is not None and self._fit.position is not None:
-            self._fit.save_at_the_end(exception)
+        if isinstance(exception, TooFewRanks) and self._fit is not None and self._fit.position is not None:
+            self._fit.save_at_the_end()
 
     def teardown(self) -> None:
         self._in_fit.close()

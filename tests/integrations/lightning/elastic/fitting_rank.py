@@ -235,6 +235,7 @@ def main() -> None:
         "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
         "batches": int(module.net[1].num_batches_tracked) / (2 if manual else 1),
         "scale": scaler.get_scale(),
+        "caught_up": trainer.strategy._fit.catching_up.has_state,
     }
     (FOLDER / f"{NUMBER}.json").write_text(json.dumps(result))
 

@@ -56,6 +56,15 @@ def test_too_few_ranks_save_a_checkpoint_and_say_who_died(tmp_path: Path) -> Non
     assert not list(sharded.glob("*.ckpt.*"))
 
 
+def test_too_few_ranks_that_have_lost_a_shard_save_no_checkpoint(tmp_path: Path) -> None:
+    code, output = job(tmp_path, "1", "1:3:9", "2:3:9", MIN="3", SHARD="1")  # a rank, and that with its mirror
+    assert code == 1
+    assert "No checkpoint could be saved" in output
+    assert "process 0 ends: The job ends: 1 of its ranks are left" in output
+    assert "saved a checkpoint" not in output
+    assert not list(tmp_path.glob("*.ckpt*"))
+
+
 def test_a_rank_that_is_asked_to_stop_stops_all_of_them(tmp_path: Path) -> None:
     code, output = job(tmp_path, "1", "1:3:15")
     assert code != 0

@@ -130,7 +130,7 @@ def test_a_newcomer_trains_on_as_the_others_do(tmp_path: Path) -> None:
     assert len(ends) >= 2
     assert {path.read_text() for path in tmp_path.glob("*.world_size")} == {"3"}  # also where they set up alone
     assert json.loads((tmp_path / "3.log").read_text().splitlines()[0])[:2] == [0, 0]
-    assert (tmp_path / "4.json").exists()  # it took the place of process 1
+    assert next(end for end in ends if end["number"] == 4)["caught_up"]  # it took the place of process 1
     assert "while the ranks waited, 0.0 of 0.0 MiB" in (tmp_path / "output").read_text()
     events = read_trace(tmp_path / "trace" / "trace.json")
     of_newcomer = [slice["name"] for slice in slices(events, "ranks", 4)]
@@ -140,6 +140,16 @@ def test_a_newcomer_trains_on_as_the_others_do(tmp_path: Path) -> None:
     assert len(slices(events, "steps", 4)) > 5
     text = (tmp_path / "csv" / "version_0" / "hparams.yaml").read_text()
     assert "lr: 0.01" in text  # the next rank 0 keeps what the first one wrote
+
+
+def test_a_newcomer_steps_several_optimizers_as_the_others_do(tmp_path: Path) -> None:
+    """With manual optimization, where it gets its state while they wait. A rank steps twice in a batch."""
+    env = {"FIT_MANUAL": "1", "FIT_WAIT": "12", "FIT_NEWCOMER": "2"}
+    ends = fit(tmp_path, "gloo", "1:8:between", respawn=True, ranks=2, **env)
+    check(tmp_path, ends, 2)
+    assert [(end["number"], end["caught_up"]) for end in ends] == [(0, False), (2, False)]
+    assert len(trained_batches(tmp_path, 2)) > 5
+    assert "while the ranks waited, 0.0 of 0.0 MiB" in (tmp_path / "output").read_text()
 
 
 @pytest.mark.parametrize(

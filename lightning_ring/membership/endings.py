@@ -1,0 +1,21 @@
+"""How a rank learns that its view, or the whole job, has come to an end."""
+
+from __future__ import annotations
+
+from lightning_ring.errors import PeerFailedError
+
+
+class GenerationOver(PeerFailedError):
+    """The ranks of this generation do not go on together: one died, or others wait to take part. A view follows."""
+
+
+class JobEnded(PeerFailedError):
+    """The steward has ended the job; ``finished`` if the training had been finished by all."""
+
+    def __init__(self, why: str, finished: bool = False) -> None:
+        super().__init__(why)
+        self.finished = finished
+
+
+class TooFewRanks(JobEnded):
+    """The job has ended because it had too few ranks for too long: those that are left save what they have."""
