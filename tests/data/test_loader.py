@@ -30,11 +30,6 @@ from lightning_ring.errors import ConfigurationError, SampleError
 from tests.images import write_folder
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> ImageFolder:
-    return ImageFolder(write_folder(tmp_path_factory.mktemp("images")))
-
-
 @pytest.fixture(autouse=True)
 def _no_thread_stays() -> Iterator[None]:
     yield

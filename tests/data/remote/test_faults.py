@@ -11,7 +11,7 @@ import pytest
 
 from lightning_ring.data import RandomResizedCrop, ShuffledSampler, image_loader
 from lightning_ring.data.shards.manifest import read_manifest
-from lightning_ring.errors import RingError, ShardError, StoreError
+from lightning_ring.errors import RingError, ShardError, ShardLostError, StoreError
 from tests.data.remote.faulty_server import serve
 from tests.data.remote.sets import SMALL, opened, shuffled
 
@@ -110,6 +110,21 @@ def test_an_outage_is_not_taken_for_broken_images(server, remote):
     server.plant(dead=True)
     with pytest.raises(StoreError, match=r"could not be read in 0\.5 s"):
         next(iter(loader))
+
+
+def test_a_missing_object_is_not_taken_for_broken_images(server, remote):
+    dataset = opened(server, remote)
+    sampler = ShuffledSampler(len(dataset), rank=0, world_size=1)
+    server.plant(statuses={"shard-000001.tar": 404})
+    for on_error in ("skip", "skip_shards"):
+        loader = image_loader(dataset, sampler, 8, crop=RandomResizedCrop(16), transform=None, on_error=on_error)
+        if on_error == "skip":
+            with pytest.raises(ShardLostError, match=r"shard-000001\.tar, bytes .* it is not there"):
+                list(loader)
+        else:
+            assert len(list(loader)) == len(dataset) / 8
+            lost = sum(dataset._index.place(i).shard == 1 for i in range(len(dataset)))
+            assert len(loader.maker.skipped.reasons) == lost > 0  # type: ignore[attr-defined]
 
 
 def test_errors_are_ours():
