@@ -15,13 +15,10 @@ import time
 import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
-import lightning as L
 import torch
-from hydra import compose, initialize
-from hydra.utils import instantiate
 
+from benchmarks.digits_recipe import digits
 from lightning_ring import RingStrategy
 from lightning_ring.algorithms.local import DiLoCo, LocalSGD
 from lightning_ring.gradients.compression import DGC, OneBit, PowerSGD, TopK
@@ -45,24 +42,7 @@ WAYS: dict[str, tuple[Callable[[], RingStrategy], tuple[str, ...]]] = {
 
 
 def accuracy(make: Callable[[], RingStrategy], overrides: tuple[str, ...], seed: int) -> float:
-    with initialize(version_base="1.3", config_path="../configs"):
-        config = compose("train", overrides=["experiment=digits", f"seed={seed}", *overrides])
-    L.seed_everything(seed, workers=True, verbose=False)
-    model: Any = instantiate(
-        config.model, optimizer=instantiate(config.optimizer), schedule=instantiate(config.schedule)
-    )
-    trainer = L.Trainer(
-        accelerator="cpu",
-        strategy=make(),
-        max_epochs=config.trainer.max_epochs,
-        logger=False,
-        enable_progress_bar=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        limit_val_batches=0,
-    )
-    data = instantiate(config.data)
+    trainer, model, data = digits(make(), seed, overrides)
     trainer.fit(model, data)
     return float(trainer.test(model, data, verbose=False)[0]["test/accuracy"])
 

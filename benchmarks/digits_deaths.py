@@ -27,11 +27,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import lightning as L
 import torch
-from hydra import compose, initialize
-from hydra.utils import instantiate
 
 from benchmarks.chaos_job import Job
 from benchmarks.chaos_plan import Plan
+from benchmarks.digits_recipe import digits
 from lightning_ring import RingStrategy
 
 RANKS, FIRST, EVERY = 4, 10, 18  # the first death is in that step
@@ -63,25 +62,7 @@ class Deaths(L.Callback):
 def train(folder: Path, seed: int, deaths: Mapping[int, int]) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    with initialize(version_base="1.3", config_path="../configs"):
-        config = compose("train", overrides=["experiment=digits", f"seed={seed}"])
-    L.seed_everything(seed, workers=True, verbose=False)
-    model: Any = instantiate(
-        config.model, optimizer=instantiate(config.optimizer), schedule=instantiate(config.schedule)
-    )
-    data = instantiate(config.data)
-    trainer = L.Trainer(
-        accelerator="cpu",
-        strategy=RingStrategy(elastic=True),
-        max_epochs=config.trainer.max_epochs,
-        callbacks=[Deaths(deaths, folder)],
-        logger=False,
-        enable_progress_bar=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        limit_val_batches=0,
-    )
+    trainer, model, data = digits(RingStrategy(elastic=True), seed, callbacks=[Deaths(deaths, folder)])
     trainer.fit(model, data)
     if trainer.is_global_zero:
         images, labels = data.datasets["test"].tensors

@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.loader import BATCH, make_images
 from lightning_ring.data import RandomResizedCrop, Remote, ShardDataset, ShuffledSampler, image_loader
-from tests.data.faulty_server import serve
+from tests.data.remote.faulty_server import serve
 
 
 def _serve(folder: Path, delay: float, pipe: Any) -> None:

@@ -39,6 +39,10 @@ class ShardError(RingError):
     """Packed shards are missing, cut short or changed; the message names the file and, where known, the offset."""
 
 
+class ShardLostError(ShardError):
+    """A shard is missing, cut short or cannot be read at all, and with it many images; the message names the file."""
+
+
 class SampleError(RingError):
     """A sample cannot be read or decoded, or its data set raised; the message names it."""
 

@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,14 @@ def chosen_hosts(options: argparse.Namespace) -> list[Host]:
     return read_hostfile(options.hostfile) if options.hostfile is not None else []
 
 
-def check_output(option: str, path: str | Path | None) -> None:
-    """Raises `ConfigurationError` if the file ``path`` of ``option`` cannot be written: before minutes of work."""
+def check_output(option: str, path: str | Path | None, inputs: Iterable[Path] = ()) -> None:
+    """Before minutes of work: whether the file ``path`` of ``option`` can be written, and is none of ``inputs``.
+
+    Raises:
+        ConfigurationError: It is not so.
+    """
+    if path is not None and any(Path(path).exists() and each.exists() and each.samefile(path) for each in inputs):
+        raise ConfigurationError(f"{option} {path}: this file is read. Name another one, which may be written.")
     if path is not None and (Path(path).is_dir() or not os.access(Path(path).absolute().parent, os.W_OK)):
         raise ConfigurationError(f"{option} {path}: cannot be written. Name a file in an existing folder.")
 

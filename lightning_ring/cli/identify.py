@@ -16,7 +16,8 @@ def main(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
     if options.k < 1:
         raise ConfigurationError(f"-k {options.k}: expected 1 or more.")
-    check_output("-o", options.output)
+    checkpoints = [] if options.checkpoint is None else [options.checkpoint]
+    check_output("-o", options.output, inputs=[*options.photos, options.index, *checkpoints])
     return exit_code("identify", lambda: _identify(options), "There is no page, or it is as it was.")
 
 

@@ -20,7 +20,7 @@ def main(arguments: Sequence[str]) -> int:
     for option, value in (("--size", options.size), ("--resize", options.resize)):
         if value is not None and value < 1:
             raise ConfigurationError(f"{option} {value}: expected 1 or more.")
-    check_output("-o", options.output)
+    check_output("-o", options.output, inputs=[options.checkpoint])
     return exit_code("index", lambda: _index(options), "There is no index, or it is as it was.")
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """0; 1 where ``--verify`` found problems, or the disk failed; 130 after Ctrl-C.
+    """0; 1 where ``--verify`` found problems, or the disk or the store failed; 130 after Ctrl-C.
 
     Raises `ConfigurationError`: the command line is wrong, or what it names cannot be packed.
     """
@@ -51,7 +51,8 @@ def main(arguments: Sequence[str]) -> int:
                 return check(options, workers, bar)
         return _pack(options, workers)
 
-    return exit_code("pack", run, "The same command goes on after the last finished shard.")
+    packs = not options.verify and not options.check
+    return exit_code("pack", run, "The same command goes on after the last finished shard." if packs else "")
 
 
 def _parser() -> argparse.ArgumentParser:

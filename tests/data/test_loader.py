@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from lightning_ring.data import (
     BalancedSampler,
@@ -27,13 +26,8 @@ from lightning_ring.data import (
 )
 from lightning_ring.data.packing.run import pack
 from lightning_ring.data.packing.settings import PackSettings
-from lightning_ring.errors import ConfigurationError, SampleError, ShardError
-from tests.images import picture, write_folder
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> ImageFolder:
-    return ImageFolder(write_folder(tmp_path_factory.mktemp("images")))
+from lightning_ring.errors import ConfigurationError, SampleError
+from tests.images import write_folder
 
 
 @pytest.fixture(autouse=True)
@@ -280,124 +274,6 @@ def test_collate_functions_and_batched_data_sets() -> None:
     assert list(item_loader(Batched(6), sampler, 4, collate=sum)) == [-6, -9]
     with pytest.raises(SampleError, match="make no batch"):
         list(item_loader(Items(6), sampler, 4, collate=sum))
-
-
-def test_image_folder_has_torchvisions_order(folder: ImageFolder, tmp_path: Path, caplog: Any) -> None:
-    datasets = pytest.importorskip("torchvision.datasets")
-    theirs = datasets.ImageFolder(folder.root)
-    assert [(folder.where(i), int(folder.labels[i])) for i in range(len(folder))] == theirs.samples
-    assert folder.classes == theirs.classes
-    image, label = folder[9]
-    assert label == 1
-    assert np.array_equal(image.permute(1, 2, 0).numpy(), np.asarray(theirs.loader(theirs.samples[9][0])))
-    root = write_folder(tmp_path / "odd", classes=2, images=1)
-    (root / "empty").mkdir()
-    (root / "c0" / "notes.txt").write_text("x")
-    odd = ImageFolder(root)
-    assert odd.classes == ["c0", "c1", "empty"]
-    assert "found 1 classes without images: empty" in caplog.text
-    assert "left out 1 files and folders that are not images of a class: c0/notes.txt" in caplog.text
-    Image.new("RGB", (4, 4)).save(root / "c1" / "more.png")
-    assert ImageFolder(root).fingerprint != odd.fingerprint
-    with pytest.raises(ConfigurationError, match="holds no images"):
-        ImageFolder(root / "empty")
-    with pytest.raises(ConfigurationError, match="is not a folder"):
-        ImageFolder(root / "gone")
-
-
-def test_images_that_cannot_be_read_are_replaced_without_disturbing_the_others(tmp_path: Path, caplog: Any) -> None:
-    root = write_folder(tmp_path / "src", classes=3, images=8)
-    pack(root, tmp_path / "dst", PackSettings(size=0), 1, lambda *numbers: None)
-    bad = 5
-    places = ShardDataset(tmp_path / "dst")._index
-    with open(tmp_path / "dst" / "shard-000000.tar", "r+b") as file:
-        file.seek(places.place(bad).offset + 700)
-        file.write(b"damaged")
-    shards = ShardDataset(tmp_path / "dst")
-
-    def taken(rank: int, world_size: int, skip: bool = True) -> Any:
-        sampler = ShuffledSampler(len(shards), rank=rank, world_size=world_size)
-        loader = image_loader(
-            shards,
-            sampler,
-            3,
-            crop=RandomResizedCrop(16),
-            transform=None,
-            with_indices=True,
-            on_error="skip" if skip else "raise",
-        )
-        got = [
-            (int(i), int(label), image)
-            for images, *rest in loader
-            for image, label, i in zip(images, *rest, strict=True)
-        ]
-        return got, [*sampler], loader
-
-    for world_size in (1, 2):
-        for rank in range(world_size):
-            caplog.clear()
-            got, order, loader = taken(rank, world_size)
-            replaced = [place for place, index in enumerate(order) if index == bad]
-            assert loader.times.skipped == len(replaced) == caplog.text.count(f"image {bad} (")
-            assert list(loader.maker.skipped.reasons) == [bad] * len(replaced)
-            for place, (index, label, _) in enumerate(got):
-                assert (index == order[place]) == (place not in replaced)
-                assert label == shards.labels[order[place]]  # the replacement is of the same class
-    (whole, order, _), halves = taken(0, 1), [taken(rank, 2)[0] for rank in range(2)]
-    for place, sample in enumerate(whole):  # the same replacement and pixels on any number of ranks
-        other = halves[place % 2][place // 2]
-        assert sample[:2] == other[:2]
-        assert torch.equal(sample[2], other[2])
-    with pytest.raises(ShardError, match=rf"image {bad} \(.*CRC-32"):
-        taken(0, 1, skip=False)
-    with pytest.raises(ConfigurationError, match="expected 'raise' or 'skip'"):
-        image_loader(shards, ShuffledSampler(24), 3, crop=RandomResizedCrop(16), transform=None, on_error="drop")
-
-
-def test_a_source_of_which_nothing_can_be_read_is_an_error(tmp_path: Path) -> None:
-    folder = ImageFolder(write_folder(tmp_path, classes=2, images=3))
-    for path in tmp_path.glob("*/*.jpg"):
-        path.write_bytes(b"no")
-    sampler = ShuffledSampler(6, rank=0, world_size=1)
-    loader = image_loader(folder, sampler, 3, crop=RandomResizedCrop(16), transform=None, on_error="skip")
-    with pytest.raises(SampleError, match=r"nor can any of 7 images in its place"):
-        next(iter(loader))
-
-
-@pytest.mark.parametrize("size", [0, 20])
-def test_folders_shards_and_torchvision_agree_on_empty_classes_and_on_exif(tmp_path: Path, size: int) -> None:
-    datasets = pytest.importorskip("torchvision.datasets")
-    root = write_folder(tmp_path / "src", classes=4, images=1, size=(20, 33))
-    (root / "c1" / "0.jpg").unlink()
-    exif = Image.Exif()
-    exif[0x0112] = 6  # lies on its side
-    Image.fromarray(picture(5, 20, 33)).save(root / "c2" / "0.jpg", exif=exif)
-    expected = datasets.ImageFolder(root, allow_empty=True)
-    folder = ImageFolder(root)
-    manifest = pack(root, tmp_path / "dst", PackSettings(size, group_by_class=True), 1, lambda *numbers: None)
-    shards = ShardDataset(tmp_path / "dst")
-    assert manifest.counts["not turned"] == 1
-    for ours in (folder, shards):
-        assert ours.classes == expected.classes
-        assert ours.labels.tolist() == expected.targets == [0, 2, 3]
-        for i, (path, _) in enumerate(expected.samples):
-            assert np.array_equal(ours[i][0].permute(1, 2, 0).numpy(), np.asarray(expected.loader(path)))
-    upright = PackSettings(size, upright=True, group_by_class=True)
-    assert pack(root, tmp_path / "upright", upright, 1, lambda *numbers: None).counts["turned"] == 1
-    assert ShardDataset(tmp_path / "upright")[1][0].shape == (3, 33, 20)
-
-
-def test_image_folder_takes_every_image_once_and_in_torchvisions_order(tmp_path: Path, caplog: Any) -> None:
-    datasets = pytest.importorskip("torchvision.datasets")
-    for path in ("c/a/b", "c/a-b", "c"):
-        (tmp_path / path).mkdir(parents=True, exist_ok=True)
-        Image.new("RGB", (4, 4)).save(tmp_path / path / "x.png")
-    expected = [path for path, _ in datasets.ImageFolder(tmp_path).samples]
-    (tmp_path / "c" / "loop").symlink_to("..")
-    (tmp_path / ".hidden").mkdir()
-    folder = ImageFolder(tmp_path)
-    assert [folder.where(i) for i in range(len(folder))] == expected
-    assert "left out 2 files and folders that are not images of a class: .hidden, c/loop" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -232,6 +232,15 @@ def test_a_shard_that_shrinks_or_goes_after_it_was_opened_is_named(packed):
         dataset.read(0)
 
 
+def test_a_shard_that_cannot_be_read_hides_no_other_damage(packed):
+    (packed / SHARD).unlink()
+    (packed / SHARD).mkdir()
+    overwrite(packed / "shard-000000.tar", 3000, b"wrong")
+    problems = verify(packed)
+    assert f"{packed / SHARD} cannot be read: Is a directory" in problems
+    assert any(problem.startswith(f"{packed / 'shard-000000.tar'} has SHA-256") for problem in problems)
+
+
 def test_a_page_of_zeros_in_the_index_is_no_image(packed):
     places = np.load(packed / INDEX / "places.npy", mmap_mode="r+")
     places[3] = 0

@@ -178,15 +178,15 @@ class AsynchronousGossip(Gossip):
         index = next(self._turns[peer])
         with self._changing:
             before = self._x[index].clone()
-            self._average(index, question)
+            self._average_part(index, question)
         return before
 
     def _average_with(self, index: int, theirs: Tensor) -> None:
         with self._changing:
-            self._average(index, theirs)
+            self._average_part(index, theirs)
 
     @torch.no_grad()
-    def _average(self, index: int, theirs: Tensor) -> None:
+    def _average_part(self, index: int, theirs: Tensor) -> None:
         """A part of x, with the same bits on both ranks."""
         part = self._parts[index]
         x = part.views(self._x[index], self._params)

@@ -1,1 +1,1 @@
-"""Commands for packed sets: ``lightning-ring delete | relabel | annotate | merge | ls | stat | prune``."""
+"""Commands for packed sets: ``lightning-ring ls | stat | delete | relabel | annotate | merge | compact | prune``."""

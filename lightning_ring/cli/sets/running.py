@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lightning_ring.data.remote.options import is_url
-from lightning_ring.errors import ConfigurationError, ShardError
+from lightning_ring.errors import ConfigurationError, ShardError, StoreError
 
 EXTRAS = {
     **dict.fromkeys(("numpy", "PIL", "simplejpeg", "tqdm"), "data"),
@@ -32,7 +32,7 @@ def number(text: str) -> int:
 
 
 def exit_code(command: str, run: Callable[[], int], after_stop: str) -> int:
-    """What ``run`` returns; 1 after a `ShardError`, 130 after Ctrl-C.
+    """What ``run`` returns; 1 after a `ShardError` or a `StoreError`, 130 after Ctrl-C.
 
     Raises `ConfigurationError`: the command line is wrong, or an extra is not installed.
     """
@@ -46,16 +46,16 @@ def exit_code(command: str, run: Callable[[], int], after_stop: str) -> int:
             f"{error.name} is not installed. Run `pip install 'lightning-ring[{extra}]'`."
         ) from None
     except KeyboardInterrupt:
-        print(f"\nlightning-ring {command}: stopped. {after_stop}", file=sys.stderr)
+        print(f"\nlightning-ring {command}: stopped. {after_stop}".rstrip(), file=sys.stderr)
         return 130
     except BrokenPipeError:
         sys.stderr.close()  # `| head` has seen enough
         return 0
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        print(f"lightning-ring {command}: {where}{error.strerror or error}. {after_stop}", file=sys.stderr)
+        print(f"lightning-ring {command}: {where}{error.strerror or error}. {after_stop}".rstrip(), file=sys.stderr)
         return 1
-    except ShardError as error:
+    except (ShardError, StoreError) as error:
         print(f"lightning-ring {command}: {error}", file=sys.stderr)
         return 1
 

@@ -33,7 +33,10 @@ def verify_set(paths: Sequence[Path | str], workers: int, bar: Any) -> int:
     for problem in problems:
         print(problem)
     if problems:
-        print(f"{root}: {len(problems)} problems. Restore these files, or pack the images again.", file=sys.stderr)
+        print(
+            f"{root}: {count(len(problems), 'problem')}. Restore these files, or pack the images again.",
+            file=sys.stderr,
+        )
         return 1
     images, shards = count(manifest.samples, "image"), count(len(manifest.shards), "shard")
     print(f"{root}: {images} in {shards}, all as they were packed.")

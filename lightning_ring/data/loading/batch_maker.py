@@ -17,7 +17,7 @@ class LoaderTimes:
 
     Attributes:
         batches, samples: Handed over so far.
-        skipped: Samples among them that took the place of others (``on_error="skip"``).
+        skipped: Samples among them that took the place of others (``on_error`` of `ImageBatches`).
         reading: Getting encoded images from files.
         transforming: Decoding, cropping and resizing; of a torch data set all of ``__getitem__``.
         collating: Making a batch out of the samples of a torch data set, in its thread.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from time import perf_counter
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, Protocol, cast, get_args
 
 import numpy.typing as npt
 import torch
@@ -24,11 +24,11 @@ from lightning_ring.data.loading.replacement import Skipped
 from lightning_ring.data.loading.transforms import Crop, DeviceTransform, height_and_width
 from lightning_ring.data.sampling.counters import Stream, integers, uniforms
 from lightning_ring.data.sampling.sampler import Ints, OrderedSampler
-from lightning_ring.errors import ConfigurationError, SampleError, ShardError
+from lightning_ring.errors import ConfigurationError, SampleError, ShardError, ShardLostError
 from lightning_ring.host.accelerator import is_gpu
 from lightning_ring.host.cores import available_cores
 
-OnError = Literal["raise", "skip"]
+OnError = Literal["raise", "skip", "skip_shards"]
 Rows = list[list[float]]
 """Random numbers of each crop of a sample."""
 
@@ -72,8 +72,10 @@ class ImageBatches:
         transform: Run on the device on the whole batch; `None` leaves uint8 images.
         device: Where batches go. On a GPU they are copied from pinned memory on a stream of their own.
         with_indices: Also give each sample's index in ``source``.
-        on_error: What an image that cannot be read or decoded does: ``"raise"`` ends the iteration, ``"skip"`` puts
-            another one into its place (see `Skipped`). An evaluation that counts each image once wants ``"raise"``.
+        on_error: What an image does that is damaged: ``"raise"`` ends the iteration, ``"skip"`` puts another image into
+            its place (see `Skipped`). A shard that is missing, cut short or cannot be read ends the iteration all the
+            same (`ShardLostError`), but for ``"skip_shards"``, which replaces each of its images. An evaluation that
+            counts each image once wants ``"raise"``.
         sample_transforms: Run on each crop of each image.
         batch_transform: ``(images, labels) -> (images, labels)``, run on the device after ``transform``.
 
@@ -94,8 +96,9 @@ class ImageBatches:
         sample_transforms: SampleTransforms | None = None,
         batch_transform: Transform | None = None,
     ) -> None:
-        if on_error not in ("raise", "skip"):
-            raise ConfigurationError(f"on_error={on_error!r} was given, expected 'raise' or 'skip'.")
+        if on_error not in get_args(OnError):
+            expected = "'raise', 'skip' or 'skip_shards'"
+            raise ConfigurationError(f"on_error={on_error!r} was given, expected {expected}.")
         self.on_error = on_error
         self.skipped = Skipped()
         self.source = source
@@ -143,8 +146,7 @@ class ImageBatches:
                 try:
                     self._decode(room.memory.places[place], index, data, rows)
                 except (SampleError, ShardError, OSError) as error:
-                    if self.on_error == "raise":
-                        raise
+                    self._raise_unless_skipped(error)
                     self.skipped.add(index, self.source.where(index), error)
                     room.indices[place] = self._replace(room.memory.places[place], index, rows, error)
                     skipped += 1
@@ -166,9 +168,13 @@ class ImageBatches:
         try:
             return [*self.source.read_many(indices)]
         except (ShardError, OSError) as error:
-            if self.on_error == "raise":
-                raise
+            self._raise_unless_skipped(error)
             return [error] if len(indices) == 1 else [self._read([index])[0] for index in indices]
+
+    def _raise_unless_skipped(self, error: Exception) -> None:
+        """A lost shard is many images: an operator wants to know of it."""
+        if self.on_error == "raise" or (self.on_error == "skip" and isinstance(error, ShardLostError)):
+            raise error
 
     def _decode(self, places: Sequence[Tensor], index: int, data: bytes | Exception, rows: Rows) -> None:
         if isinstance(data, Exception):
@@ -190,6 +196,7 @@ class ImageBatches:
                 self._decode(places, other, self._read([other])[0], rows)
                 return other
             except (SampleError, ShardError, OSError) as failure:
+                self._raise_unless_skipped(failure)
                 self.skipped.add(other, self.source.where(other), failure)
         raise SampleError(
             f"{self.source.where(index)} cannot be read, nor can any of {tried} images in its place: is the disk gone? "

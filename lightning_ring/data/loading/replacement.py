@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator
+from itertools import count, takewhile
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import numpy.typing as npt
 
 log = logging.getLogger(__name__)
 
-_TRIES = 10  # of the same class, then as many of any
+_NEAR = 10  # images that are tried one after the other, before those further and further on
 
 
 class Skipped:
@@ -20,7 +21,7 @@ class Skipped:
 
     The replacement depends on the image alone: order, crops and other ranks' samples stay as they are, on any number of
     ranks and after resuming. It is the next image of the class, so that class-balanced batches stay balanced; of
-    another class where ten of the class cannot be read either.
+    another class where none that is tried of the class can be read.
     """
 
     def __init__(self) -> None:
@@ -37,9 +38,14 @@ class Skipped:
             log.warning("lightning_ring: skipped and replaced by another image (%d so far): %s", num, reason)
 
     def candidates(self, index: int, labels: npt.NDArray[Any]) -> Iterator[int]:
-        """Images to try in the place of ``index``, the nearest first."""
+        """Images to try in the place of ``index``: of its class, then of any; the nearest first."""
         of_class = np.flatnonzero(labels == labels[index])
-        after = np.roll(of_class, -1 - int(np.searchsorted(of_class, index)))[: len(of_class) - 1]
-        yield from after[:_TRIES].tolist()
-        for step in range(1, min(_TRIES + 1, len(labels))):
-            yield (index + step) % len(labels)
+        at = int(np.searchsorted(of_class, index))
+        yield from (int(of_class[(at + step) % len(of_class)]) for step in _steps(len(of_class)))
+        yield from ((index + step) % len(labels) for step in _steps(len(labels)))
+
+
+def _steps(num: int) -> list[int]:
+    """How far from an image of ``num`` others are tried: neighbours lie in one shard, and may be lost together."""
+    further = takewhile(lambda step: step < num, (_NEAR * 2**doubled for doubled in count(1)))
+    return [*range(1, min(_NEAR + 1, num)), *further]

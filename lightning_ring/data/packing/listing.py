@@ -60,10 +60,13 @@ def _scan_class(folder: Path, class_name: str) -> Iterator[Found | LeftOut]:
     yield from loops
 
 
-def walk(folder: str, class_name: str, loops: list[LeftOut]) -> Iterator[tuple[str, list[str]]]:
+def walk(folder: str, class_name: str, loops: list[LeftOut], hidden: bool = True) -> Iterator[tuple[str, list[str]]]:
     """The folders at and below ``folder/class_name``, with their files. Links are followed.
 
     Those that lead back to a folder that they are in are not: they are added to ``loops``.
+
+    Args:
+        hidden: Whether folders whose names begin with a dot are looked into.
     """
 
     def fail(error: OSError) -> None:
@@ -71,6 +74,8 @@ def walk(folder: str, class_name: str, loops: list[LeftOut]) -> Iterator[tuple[s
 
     for root, folders, files in os.walk(os.path.join(folder, class_name), onerror=fail, followlinks=True):
         here = os.path.realpath(root) + os.sep
+        if not hidden:
+            folders[:] = [name for name in folders if not name.startswith(".")]
         for name in list(folders):
             path = os.path.join(root, name)
             if os.path.islink(path) and here.startswith(os.path.realpath(path) + os.sep):

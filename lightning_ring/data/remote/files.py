@@ -59,7 +59,7 @@ class RemoteFiles:
         """The bytes at ``place``. Their CRC-32 is the caller's to compare.
 
         Raises:
-            ShardError: The shard is not there, or ends before.
+            ShardLostError: The shard is not there.
             StoreError: The store did not answer until the deadline, or the cache's disk fails or is too small.
         """
         for _ in range(_EVICTED):

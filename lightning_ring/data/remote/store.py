@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from lightning_ring.data.remote.cached_shard import write_at
 from lightning_ring.data.remote.options import Remote
-from lightning_ring.errors import ConfigurationError, ShardError, StoreError
+from lightning_ring.errors import ConfigurationError, ShardLostError, StoreError
 
 T = TypeVar("T")
 _PART = 1 << 22  # bytes of one request for a long object
@@ -74,7 +74,7 @@ class ObjectStore:
         """Bytes ``start`` to ``stop`` of object ``name``, all of them.
 
         Raises:
-            ShardError: There is no such object.
+            ShardLostError: There is no such object.
             StoreError: The store refuses, or did not give the bytes until the deadline.
         """
         what = f"{self._path(name)}, bytes {start} to {stop - 1},"
@@ -147,7 +147,7 @@ class ObjectStore:
             except Exception as raised:
                 error = _cause(raised)
                 if isinstance(error, FileNotFoundError):
-                    raise ShardError(
+                    raise ShardLostError(
                         f"{what} cannot be read: it is not there. Upload it again; or open the newest "
                         "generation, if this one was removed."
                     ) from error

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from lightning_ring.data.packing.files import whole_file
 from lightning_ring.data.packing.shard_writer import ShardWriter, shard_name
-from lightning_ring.data.sets.generation import following, images, write_generation
+from lightning_ring.data.sets.generation import following, images, new_shards, write_generation
 from lightning_ring.data.sets.lock import PACKING, changing
 from lightning_ring.data.sets.rows import SetRows
 from lightning_ring.data.shards.files import ShardFiles
@@ -31,7 +31,7 @@ def compact_set(root: Path) -> Manifest:
         ShardError: ``root`` is no set, or is damaged.
     """
     root = Path(root)
-    with changing(root) as manifest:
+    with changing(root) as manifest, new_shards(root, manifest) as made:
         num = sum(shard.deleted for shard in manifest.shards)
         if not num:
             return manifest
@@ -49,6 +49,7 @@ def compact_set(root: Path) -> Manifest:
             stop = first + sum(shard.samples for shard in old)
             while first < stop:
                 shard = _write_shard(root, plan, index, places, first, stop)
+                made.append(shard.name)
                 shards.append(shard)
                 first += shard.samples
                 plan = replace(plan, next_shard=plan.free_shard + 1, next_key=plan.free_key + shard.samples)

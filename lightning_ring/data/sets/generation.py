@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -21,7 +22,7 @@ from lightning_ring.data.packing.files import sync_folder, whole_file, write_who
 from lightning_ring.data.sets.rows import Rows, SetRows
 from lightning_ring.data.shards.columns import Column, file_names, joined, missing
 from lightning_ring.data.shards.index import COLUMNS, DELETED, NAMES
-from lightning_ring.data.shards.manifest import MANIFEST, REPORT, Manifest, file_sha256
+from lightning_ring.data.shards.manifest import MANIFEST, REPORT, Manifest, file_sha256, read_manifest
 from lightning_ring.errors import ConfigurationError
 
 _PLAIN = ("labels", "places", "stamps")
@@ -38,6 +39,23 @@ def following(base: Manifest, change: str, **others: Any) -> Manifest:
         next_key=base.free_key,
         **others,
     )
+
+
+@contextmanager
+def new_shards(root: Path, base: Manifest | None) -> Iterator[list[str]]:
+    """A list for the names of shards that a change of ``base`` has made in ``root``.
+
+    They are removed if the block fails before it has made a generation: a disk that is full stays full otherwise.
+    """
+    names: list[str] = []
+    try:
+        yield names
+    except BaseException:
+        made = read_manifest(root).generation if (root / MANIFEST).exists() else None
+        if made == (None if base is None else base.generation):
+            for name in names:
+                (root / name).unlink(missing_ok=True)
+        raise
 
 
 def write_generation(

@@ -14,7 +14,7 @@ import numpy as np
 from lightning_ring.data.packing.files import link_or_copy, write_whole
 from lightning_ring.data.packing.shard_writer import shard_name
 from lightning_ring.data.packing.sources import check_distinct
-from lightning_ring.data.sets.generation import joined_metadata, write_generation
+from lightning_ring.data.sets.generation import joined_metadata, new_shards, write_generation
 from lightning_ring.data.sets.lock import PACKING, SETTINGS, changing, clear, only_one
 from lightning_ring.data.sets.repeated import names_of, without_repeated
 from lightning_ring.data.sets.rows import SetRows
@@ -46,8 +46,8 @@ def merge_sets(sources: Sequence[Path], target: Path, prefixes: bool = False) ->
         if problems := check_lengths(source, read_manifest(source).shards):
             raise ShardError("\n".join([*problems, "Restore what is missing or damaged before it is merged."]))
     if (target / MANIFEST).exists():
-        with changing(target) as base:
-            return _merge(sources, target, base, prefixes)
+        with changing(target) as base, new_shards(target, base) as made:
+            return _merge(sources, target, base, prefixes, made)
     asked = {"merge": [str(source) for source in sources], "prefixes": prefixes, "generation": 0}
     _check_target(target, asked)
     with only_one(target / PACKING, target):
@@ -56,9 +56,9 @@ def merge_sets(sources: Sequence[Path], target: Path, prefixes: bool = False) ->
         write_whole(target / PACKING / SETTINGS, json.dumps(asked).encode())
         _remove_links(target)  # of a merge that was killed
         try:
-            manifest = _merge(sources, target, None, prefixes)
+            with new_shards(target, None) as made:
+                manifest = _merge(sources, target, None, prefixes, made)
         except (ConfigurationError, ShardError):
-            _remove_links(target)
             clear(target / PACKING)
             raise
         clear(target / PACKING, ignore_errors=True)
@@ -83,7 +83,8 @@ def _remove_links(target: Path) -> None:
         path.unlink()
 
 
-def _merge(sources: Sequence[Path], target: Path, base: Manifest | None, prefixes: bool) -> Manifest:
+def _merge(sources: Sequence[Path], target: Path, base: Manifest | None, prefixes: bool, made: list[str]) -> Manifest:
+    """The generation of ``base`` and ``sources``. Names of shards are added to ``made`` as they are linked."""
     parts = [] if base is None else [SetRows(target, base)]
     classes = [] if base is None else list(base.classes)
     for source in sources:
@@ -108,6 +109,7 @@ def _merge(sources: Sequence[Path], target: Path, base: Manifest | None, prefixe
             name = shard_name(number)
             (target / name).unlink(missing_ok=True)  # of a merge that was killed
             link_or_copy(part.root / shard.name, target / name)
+            made.append(name)
             renamed.append(replace(shard, name=name))
             number += 1
         part.shards = renamed

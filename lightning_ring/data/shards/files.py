@@ -11,9 +11,10 @@ from pathlib import Path
 
 from lightning_ring.data.shards.index import ByteRange
 from lightning_ring.data.shards.manifest import Shard
-from lightning_ring.errors import ShardError
+from lightning_ring.errors import ShardError, ShardLostError
 from lightning_ring.host.open_files import most_open_files
 
+_LOOK_AFTER = "Look after the disk or the network file system, then start the job again."
 _FLAGS = os.O_RDONLY | getattr(os, "O_BINARY", 0)  # Windows
 
 
@@ -69,10 +70,12 @@ class ShardFiles:
             try:
                 file = _OpenFile(self.path(shard))
             except FileNotFoundError:
-                raise ShardError(
+                raise ShardLostError(
                     f"{self.path(shard)} is gone since it was opened. Open the newest generation, if `lightning-ring "
                     "prune` has removed this one; else restore the file."
                 ) from None
+            except OSError as error:
+                raise ShardLostError(f"{self.path(shard)} cannot be opened: {error.strerror}. {_LOOK_AFTER}") from error
             # Not an OrderedDict behind a lock: a lock that a thread holds during a fork stays held in the child.
             for oldest in list(_open)[: max(0, len(_open) - self._max_open + 1)]:
                 _open.pop(oldest, None)
@@ -82,19 +85,19 @@ class ShardFiles:
     def read(self, place: ByteRange) -> bytes:
         """The bytes at ``place``, in one system call, without the GIL. Their CRC-32 is the caller's to compare.
 
-        Raises `ShardError`: the file is gone, ends before, or the disk fails.
+        Raises `ShardLostError`: the file is gone, ends before, or the disk fails.
         """
         file = self._file(place.shard)  # held, or another thread could close it meanwhile
         try:
             data = file.read(place.size, place.offset)
         except OSError as error:
-            raise ShardError(
+            raise ShardLostError(
                 f"{self.path(place.shard)} cannot be read at offset {place.offset}, {place.size} bytes: "
-                f"{error.strerror}. Look after the disk or the network file system, then start the job again."
+                f"{error.strerror}. {_LOOK_AFTER}"
             ) from error
         if len(data) != place.size:
             shard = self._shards[place.shard]
-            raise ShardError(
+            raise ShardLostError(
                 f"{self.path(place.shard)} is cut short: at offset {place.offset} it has {len(data)} bytes, expected "
                 f"{place.size}. Restore the file ({shard.bytes} bytes, SHA-256 {shard.sha256})."
             )

@@ -78,10 +78,13 @@ def check_shard(
 ) -> list[str]:
     """Problems of the file ``path``, which errors call ``shown``; where ``index`` opens one, also of its images."""
     shown = shown or str(path)
-    if (found := file_sha256(path)) == shard.sha256:
-        return []
-    images = () if index is None else _damaged_images(path, shown, manifest, shard, index())
-    return [*images, f"{shown} has SHA-256 {found}, expected {shard.sha256}"]
+    try:
+        if (found := file_sha256(path)) == shard.sha256:
+            return []
+        images = () if index is None else _damaged_images(path, shown, manifest, shard, index())
+        return [*images, f"{shown} has SHA-256 {found}, expected {shard.sha256}"]
+    except OSError as error:  # a bad sector must not hide what is wrong elsewhere
+        return [f"{shown} cannot be read: {error.strerror}"]
 
 
 def _damaged_images(path: Path, shown: str, manifest: Manifest, shard: Shard, index: ShardIndex) -> Iterator[str]:

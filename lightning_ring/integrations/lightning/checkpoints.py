@@ -1,14 +1,19 @@
-"""Additions to Lightning's checkpoints: random states, the algorithm's state, and the true position of loaders."""
+"""States in Lightning's checkpoints: of optimizers, of the algorithm, of random generators, and of loaders."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.optimizer import _optimizer_to_device
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch.optim import Optimizer
 
 from lightning_ring.algorithms.algorithm import Algorithm
 from lightning_ring.comm.communicator import Communicator
+from lightning_ring.comm.replicate import broadcast_optimizer_state
 from lightning_ring.host.random_state import collect_random_state, restore_random_state
 
 _RANDOM_KEY = "lightning_ring"
@@ -60,6 +65,45 @@ class SavedStates:
             )
             return
         restore_random_state(states[rank])
+
+
+def sharded_optimizer_state(
+    optimizer: Optimizer, algorithm: Algorithm, *, is_rank_zero: bool, alone: bool
+) -> dict[str, Any]:
+    """The ordinary, full state dict of ``optimizer``, of which each rank has a shard: on rank 0, and empty elsewhere.
+
+    Collective, unless ``alone``: after an exception other ranks may be gone. It is then empty, with a warning.
+    """
+    if alone:
+        rank_zero_warn(
+            "lightning_ring: a checkpoint after an exception holds no optimizer state where that is sharded "
+            "(ring_sharded, ParameterServer): the other ranks, which have their shards of it, may be gone."
+        )
+        return {}
+    return algorithm.optimizer_state_dict(optimizer, is_rank_zero=is_rank_zero)
+
+
+def load_optimizer_states(
+    states: Sequence[dict[str, Any]],
+    optimizers: Sequence[Optimizer],
+    algorithm: Algorithm,
+    device: torch.device,
+    comm: Communicator | None,
+) -> None:
+    """Give ``optimizers`` the ``states`` of a checkpoint; rank 0's to all ranks of ``comm``. Collective."""
+    held = [pair for pair in zip(optimizers, states, strict=False) if pair[1]]
+    if len(held) < min(len(optimizers), len(states)):
+        rank_zero_warn(
+            "lightning_ring: the checkpoint holds no state for some of the optimizers (ring_sharded leaves it out "
+            "of checkpoints after an exception). These optimizers start without state."
+        )
+    for optimizer, state in held:
+        algorithm.load_optimizer_state_dict(optimizer, state)
+        if not algorithm.sharded:
+            _optimizer_to_device(optimizer, device)
+    if comm is not None and not algorithm.sharded:
+        for optimizer in optimizers:
+            broadcast_optimizer_state(optimizer, comm)
 
 
 def count_trained_batches(checkpoint: dict[str, Any], trainer: pl.Trainer) -> None:

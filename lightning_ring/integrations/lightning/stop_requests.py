@@ -9,8 +9,10 @@ from collections.abc import Callable
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
 from lightning_ring.comm.communicator import Communicator
-from lightning_ring.integrations.lightning.slurm_requeue import in_slurm_job
+from lightning_ring.integrations.lightning.slurm_requeue import in_slurm_job, save_and_requeue
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -29,12 +31,17 @@ class Request(IntEnum):
 class StopRequests:
     """Handlers of the signals to stop or to requeue, and the agreement of all ranks on a request.
 
-    ``ask`` is called with True when this rank has a request (``pending``), and with False when the request was met.
+    ``ask`` is called with True when this rank has a request, and with False when the request was met.
     ``requeue_signal`` is Slurm's before the end of the job's time, or `None`.
+
+    Attributes:
+        pending: The request of this rank.
+        stops_together: Whether all ranks leave the training loop at one step.
     """
 
     def __init__(self, requeue_signal: signal.Signals | None, ask: Callable[[bool], None]) -> None:
         self.pending = Request.NONE
+        self.stops_together = False
         self._requeue_signal = requeue_signal
         self._ask = ask
 
@@ -69,6 +76,20 @@ class StopRequests:
             self.pending = Request.NONE
             self._ask(False)
         return asked
+
+    def follow(self, trainer: pl.Trainer, comm: Communicator | None, before: Callable[[], None]) -> None:
+        """Between two batches: stop or requeue on all ranks if some rank was asked to, after ``before()``. Collective.
+
+        Raises:
+            SIGTERMException: The training ends, on every rank at the same step.
+        """
+        request = self.agree(comm, received_sigterm=trainer.received_sigterm)
+        if request == Request.NONE:  # the request was met before this flag arrived
+            return
+        before()
+        if request == Request.STOP or save_and_requeue(trainer):
+            self.stops_together = True
+            raise SIGTERMException(143)  # 128 + SIGTERM
 
 
 def stop_signals() -> list[signal.Signals]:

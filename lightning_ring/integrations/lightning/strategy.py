@@ -13,7 +13,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.optimizer import _optimizer_to_device, _optimizers_to_device
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import CheckpointIO, Precision
 from lightning.pytorch.trainer.states import TrainerFn
@@ -28,19 +28,24 @@ from lightning_ring.algorithms.sharded import Sharded
 from lightning_ring.algorithms.step_hooks import StepHooks
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.recording import RecordedCommunicator
-from lightning_ring.comm.replicate import broadcast_module, broadcast_optimizer_state, check_same_model
-from lightning_ring.errors import ConfigurationError, RingError
+from lightning_ring.comm.replicate import broadcast_module, check_same_model
 from lightning_ring.gradients.compression import Compressor
 from lightning_ring.host.malloc import keep_freed_memory, return_freed_memory
 from lightning_ring.integrations.lightning.averaged_weights import ShowAverages
 from lightning_ring.integrations.lightning.buffers import BroadcastAfterSwap, BufferBroadcast
-from lightning_ring.integrations.lightning.checkpoints import SavedStates, count_trained_batches
+from lightning_ring.integrations.lightning.checkpoints import (
+    SavedStates,
+    count_trained_batches,
+    load_optimizer_states,
+    sharded_optimizer_state,
+)
 from lightning_ring.integrations.lightning.combined_loader import TrainingLoaders
 from lightning_ring.integrations.lightning.join import ActiveRanks
 from lightning_ring.integrations.lightning.manual_optimization import add_no_sync, calls_manual_backward, remove_no_sync
 from lightning_ring.integrations.lightning.rank_strategy import RankedStrategy
+from lightning_ring.integrations.lightning.refusals import check_algorithm
 from lightning_ring.integrations.lightning.sharded_hooks import ShardedHooks
-from lightning_ring.integrations.lightning.slurm_requeue import in_slurm_job, save_and_requeue
+from lightning_ring.integrations.lightning.slurm_requeue import in_slurm_job
 from lightning_ring.integrations.lightning.stop_requests import (
     Request,
     StopRequests,
@@ -48,9 +53,9 @@ from lightning_ring.integrations.lightning.stop_requests import (
     stop_signals,
 )
 from lightning_ring.integrations.lightning.uneven import warn_of_padding
+from lightning_ring.integrations.lightning.whole_weights import show_averages, wait_parameters
 from lightning_ring.integrations.lightning.worker_signals import ignore_in_workers
 from lightning_ring.integrations.lightning.zero_loss import ZeroLoss
-from lightning_ring.integrations.ranks.loss_scaling import refuse_scaler
 from lightning_ring.monitor.ring_monitor import add_monitor
 from lightning_ring.options import (
     Backend,
@@ -180,7 +185,6 @@ class RingStrategy(RankedStrategy):
         self._calls_manual_backward = False
         self._training_loaders = TrainingLoaders()
         self._requests = StopRequests(self.options.requeue_signal, self._ask_all_ranks)
-        self._stopping_together = False  # all ranks leave the training loop at the same step
         self._keeps_freed_memory = False
         self._saved_states = SavedStates()
         self._buffers = BufferBroadcast(self.options.broadcast_buffers, _warn)
@@ -230,7 +234,7 @@ class RingStrategy(RankedStrategy):
             broadcast_module(self.model, self._comm)
             self._after_swap.follow(trainer)
         if fitting:
-            self._stopping_together = False
+            self._requests.stops_together = False
             self.algorithm = self.options.new_algorithm() if self._comm is not None else Algorithm()
             add_no_sync(self.model, self.block_backward_sync)
             if self._comm is not None:
@@ -253,10 +257,9 @@ class RingStrategy(RankedStrategy):
         assert self.model is not None
         self._calls_manual_backward = calls_manual_backward(trainer.lightning_module)
         self._recorded = RecordedCommunicator(comm, self.listeners)
+        check_algorithm(self.algorithm, trainer, self.timeline.settings.switch)
         if self.algorithm.steps_alone:
-            refuse_scaler(self.precision_plugin, type(self.algorithm).__name__)
             self._averages.follow(trainer)
-        self._refuse_beside(trainer)
         self._step_hooks = StepHooks(self.algorithm)
         self.algorithm.attach(self.model, self.optimizers, self._recorded, _warn, _inform)
         if isinstance(self.algorithm, Sharded):
@@ -265,16 +268,6 @@ class RingStrategy(RankedStrategy):
             f"{self.world_size} ranks on {self.ring_environment.num_nodes()} node(s), gradients by "
             f"{type(comm).__name__}{self.algorithm.description()}"
         )
-
-    def _refuse_beside(self, trainer: pl.Trainer) -> None:
-        """Raise `ConfigurationError` for arguments of the Trainer that the algorithm cannot have beside it."""
-        if trainer.gradient_clip_val and (why := self.algorithm.refusal_of_clipping()):
-            raise ConfigurationError(f"Trainer got gradient_clip_val={trainer.gradient_clip_val}, but {why}")
-        if not self.algorithm.steps_together and (switch := self.timeline.settings.switch) is not None:
-            raise ConfigurationError(
-                f"the timeline is to be switched by {switch}, at a step that all ranks take together, and under "
-                f"{type(self.algorithm).__name__} each rank has steps of its own. Give timeline a path."
-            )
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -420,29 +413,12 @@ class RingStrategy(RankedStrategy):
             return super().optimizer_step(optimizer, closure_or_none, model, **kwargs)
 
     def _wait_parameters(self) -> None:
-        try:
-            self.algorithm.wait_parameters()
-        except RingError as error:
-            if not self._alone or not isinstance(self.algorithm, Sharded):
-                raise
-            self.algorithm.show()
-            rank_zero_warn(
-                "lightning_ring: after the exception some parameters did not arrive from the ranks that stepped them "
-                f"({type(error).__name__}). On this rank the weights, and a checkpoint of them, mix those before and "
-                "after the last step: go on from an earlier checkpoint."
-            )
+        wait_parameters(self.algorithm, alone=self._alone)
 
     def _show_averages(self) -> None:
-        if self._step_hooks is None or not self.algorithm.steps_alone:
-            return
-        if self._alone:
-            rank_zero_warn(
-                "lightning_ring: after the exception the weights, and a checkpoint of them, are this rank's, and not "
-                "the average of the ranks'. Go on from an earlier checkpoint."
-            )
-            return
-        with self._reporting_failures():
-            self.algorithm.show_averages()
+        if self._step_hooks is not None:
+            with self._reporting_failures():
+                show_averages(self.algorithm, alone=self._alone)
 
     def _progress(self) -> str:
         text, more = super()._progress(), self.algorithm.progress()
@@ -513,29 +489,12 @@ class RingStrategy(RankedStrategy):
         """The ordinary, full state dict of the optimizer; under ``ring_sharded`` on rank 0, and empty elsewhere."""
         if not self.algorithm.sharded:
             return super().optimizer_state(optimizer)
-        if self._alone and not self._stopping_together:
-            rank_zero_warn(
-                "lightning_ring: a checkpoint after an exception holds no optimizer state where that is sharded "
-                "(ring_sharded, ParameterServer): the other ranks, which have their shards of it, may be gone."
-            )
-            return {}
-        return self.algorithm.optimizer_state_dict(optimizer, is_rank_zero=self.is_global_zero)
+        alone = self._alone and not self._requests.stops_together
+        return sharded_optimizer_state(optimizer, self.algorithm, is_rank_zero=self.is_global_zero, alone=alone)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         states = checkpoint["optimizer_states"]
-        held = [pair for pair in zip(self.optimizers, states, strict=False) if pair[1]]
-        if len(held) < min(len(self.optimizers), len(states)):
-            rank_zero_warn(
-                "lightning_ring: the checkpoint holds no state for some of the optimizers (ring_sharded leaves it out "
-                "of checkpoints after an exception). These optimizers start without state."
-            )
-        for optimizer, state in held:
-            self.algorithm.load_optimizer_state_dict(optimizer, state)
-            if not self.algorithm.sharded:
-                _optimizer_to_device(optimizer, self.root_device)
-        if self._comm is not None and not self.algorithm.sharded:
-            for optimizer in self.optimizers:
-                broadcast_optimizer_state(optimizer, self._comm)
+        load_optimizer_states(states, self.optimizers, self.algorithm, self.root_device, self._comm)
         if self._comm is not None:
             self._saved_states.restore_algorithm(self.algorithm)
         # not later: the loaders' iterators draw their seeds from this state next
@@ -550,14 +509,7 @@ class RingStrategy(RankedStrategy):
         self.algorithm.ask_to_stop(asked)
 
     def _follow_requests(self, trainer: pl.Trainer) -> None:
-        """Between two batches: stop or requeue on all ranks if some rank was asked to. Collective."""
-        request = self._requests.agree(self._comm, received_sigterm=trainer.received_sigterm)
-        if request == Request.NONE:  # the request was met before this flag arrived
-            return
-        self._wait_parameters()
-        if request == Request.STOP or save_and_requeue(trainer):
-            self._stopping_together = True
-            raise SIGTERMException(143)  # 128 + SIGTERM, on every rank at the same step
+        self._requests.follow(trainer, self._comm, self._wait_parameters)
 
 
 def _warn(message: str) -> None:  # no lambda: ``start_method="spawn"`` pickles the strategy

@@ -101,10 +101,13 @@ class PhotoEmbedder:
                 failed |= {start + place: reason for place, reason in reasons.items()}
                 progress(min(start + BATCH, len(files)), len(files))
         embeddings = torch.cat(rows)
-        if not bool(torch.isfinite(embeddings).all()):
+        finite = torch.isfinite(embeddings).all(1)
+        finite[list(failed)] = True  # a black image in the place of the file
+        if not bool(finite.all()):
+            first = files[int(finite.long().argmin())]
             raise ConfigurationError(
-                f"the model of {self.checkpoint} gives embeddings that are NaN or infinite: it has diverged. Name an "
-                "earlier checkpoint."
+                f"the model of {self.checkpoint} gives {first} an embedding that is NaN or infinite: it has diverged. "
+                "Name an earlier checkpoint."
             )
         return embeddings, failed
 

@@ -153,11 +153,10 @@ def photos_below(folder: Path) -> tuple[list[Path], dict[str, str]]:
     loops: list[LeftOut] = []
     found = [
         Path(root) / file
-        for root, files in walk(str(folder), "", loops)
+        for root, files in walk(str(folder), "", loops, hidden=False)
         for file in files
-        if file.lower().endswith(EXTENSIONS)
+        if file.lower().endswith(EXTENSIONS) and not file.startswith(".")
     ]
-    found = [path for path in found if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
     if not found:
         raise ConfigurationError(f"{folder} holds no images. Known extensions: {', '.join(EXTENSIONS)}.")
     return sorted(found), {str(folder / loop.name): loop.reason for loop in loops}

@@ -92,7 +92,7 @@ def _imported(class_path: str) -> Any:
     module, _, name = class_path.rpartition(":" if ":" in class_path else ".")
     try:
         found: Any = reduce(getattr, name.split("."), import_module(module))
-    except (ImportError, AttributeError, ValueError) as error:
+    except Exception as error:  # of the user's module: anything
         raise ConfigurationError(
             f"{class_path} cannot be imported ({in_one_line(error)}). Expected module:Class, in a "
             "folder where the module can be imported."

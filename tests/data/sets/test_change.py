@@ -15,6 +15,7 @@ import pytest
 
 from lightning_ring.cli.main import main
 from lightning_ring.data import ShardDataset
+from lightning_ring.data.packing.shard_writer import shard_name
 from lightning_ring.data.sets import merge
 from lightning_ring.data.sets.change import annotate_images, delete_images, relabel_images
 from lightning_ring.data.sets.merge import merge_sets
@@ -143,6 +144,20 @@ def test_a_merged_set_remembers_what_was_deleted_from_its_sources(target, tmp_pa
         pack(draw(tmp_path / "src", {"cat/new.jpg": 5}), new, keep_known=True, **options)
         assert name not in images_of(new)
         assert name.replace("1", "new") in images_of(new)
+
+
+def test_nothing_is_left_of_a_merge_that_fails(target, tmp_path):
+    other = tmp_path / "other"
+    pack(draw(tmp_path / "src2", {f"ant/{i}.jpg": i for i in range(12)}), other)
+    blocked = target / shard_name(read_manifest(target).free_shard + 1)
+    blocked.mkdir()  # one shard is linked before it
+    before = files_of(target)
+    with pytest.raises(OSError, match=blocked.name):
+        merge_sets([other], target)
+    assert files_of(target) == before
+    blocked.rmdir()
+    merge_sets([other], target)
+    assert len(images_of(target)) == len(NAMES) + 12
 
 
 def test_shards_that_are_links_are_merged(target, tmp_path):

@@ -105,6 +105,21 @@ def test_a_damaged_image_is_not_copied(target):
     assert read_manifest(target).generation == manifest.generation
 
 
+def test_nothing_is_left_of_a_compaction_that_fails(target):
+    """Two shards with deleted images, and one between them: the first is written when the second is read."""
+    dataset = ShardDataset(target)
+    of_shard = [dataset._index.place(i).shard for i in range(len(dataset))]
+    damaged = dataset._index.place(of_shard.index(2) + 1)
+    delete_images(target, names=[dataset.name(of_shard.index(number)) for number in (0, 2)])
+    with open(target / "shard-000002.tar", "r+b") as file:
+        file.seek(damaged.offset + 100)
+        file.write(b"wrong")
+    before = files_of(target)
+    with pytest.raises(ShardError, match="not those that were packed"):
+        compact_set(target)
+    assert files_of(target) == before
+
+
 def test_the_command(target, capsys):
     assert main(["compact", str(target)]) == 0
     assert "nothing to do: its shards hold no deleted image; generation 1" in capsys.readouterr().out

@@ -44,6 +44,13 @@ class Maps(Embedder):
         return self.layers(images)
 
 
+class Standardising(Embedder):
+    """Each image is divided by its standard deviation: one of a single colour has no embedding."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        return super().forward(images / images.std(dim=(2, 3), keepdim=True))
+
+
 def save(file: Path, model: L.LightningModule | None = None, seed: int = 0, **changes: Any) -> Path:
     """As Lightning's Trainer saves ``model``; ``changes`` of the checkpoint's top level."""
     torch.manual_seed(seed)

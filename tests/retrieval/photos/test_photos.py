@@ -17,7 +17,7 @@ from lightning_ring.data.loading.pixels import decode_into
 from lightning_ring.retrieval.photos.index import PhotoIndex
 from tests.images import picture
 from tests.monitor.browser import NAMES, executable, open_browser
-from tests.retrieval.photos.models import NAME, Embedder
+from tests.retrieval.photos.models import NAME, Embedder, Standardising, save
 
 INDEX = ["index", "model.ckpt", "--model", NAME, "--size", "32"]
 
@@ -89,6 +89,27 @@ def test_a_flat_folder_a_small_one_and_a_broken_photograph(indexed, capsys):
         assert capsys.readouterr().out.count("flat/") == 3  # the photograph, and the two others
     assert "&amp; &lt;b&gt;.jpg" in Path("flat.html").read_text()
     assert "<b>" not in Path("flat.html").read_text()
+
+
+def test_a_broken_photograph_is_left_out_by_a_model_that_cannot_embed_black_images(here, capsys):
+    save(here / "standardising.ckpt", Standardising(16))
+    (here / "photos" / "broken.jpg").write_bytes(b"\xff\xd8 no image")
+    command = ["index", "standardising.ckpt", "photos", "--size", "32"]
+    assert main([*command, "--model", NAME.replace("Embedder", "Standardising")]) == 0
+    assert "21 photographs, 1 left out" in capsys.readouterr().out
+    Image.new("RGB", (40, 40)).save(here / "photos" / "black.png")
+    assert main([*command, "--model", NAME.replace("Embedder", "Standardising")]) == 2
+    assert "gives photos/black.png an embedding that is NaN or infinite" in capsys.readouterr().err
+
+
+def test_hidden_folders_are_not_looked_into(here, capsys):
+    hidden = here / "photos" / ".trash"
+    hidden.mkdir()
+    (hidden / "loop").symlink_to(here / "photos")
+    shutil.copy("photos/c0/0.jpg", hidden / "old.jpg")
+    assert main([*INDEX, "photos"]) == 0
+    said = capsys.readouterr()
+    assert (said.out, said.err) == ("photographs.index: 21 photographs\n", "")
 
 
 def test_more_photographs_than_a_batch_and_names_that_are_no_text(here, capsys, monkeypatch):

@@ -28,6 +28,16 @@ def test_an_index_or_a_photograph_that_cannot_be_used(indexed, refused):
     assert "made with other weights" in refused("identify", "photos/c0/0.jpg", "--checkpoint", str(other))
 
 
+def test_no_file_that_is_read_is_written(indexed, refused):
+    before = {path: path.read_bytes() for path in indexed.rglob("*.*") if path.is_file()}
+    Path("link.html").symlink_to("photos/c0/0.jpg")
+    for output in ("photos/c0/0.jpg", "link.html", "photographs.index"):
+        assert f"-o {output}: this file is read" in refused("identify", "photos/c0/0.jpg", "-o", output)
+    index = ("index", "model.ckpt", "photos", "--model", NAME, "--size", "32")
+    assert "-o model.ckpt: this file is read" in refused(*index, "-o", "model.ckpt")
+    assert {path: path.read_bytes() for path in before} == before
+
+
 def test_a_folder_that_cannot_be_used(here, refused):
     index = ("index", "model.ckpt", "--model", NAME, "--size", "32")
     assert "nowhere is not a folder" in refused(*index, "nowhere")
@@ -60,6 +70,8 @@ def test_a_class_that_cannot_be_used(here, refused):
 
     for name in ("nowhere:Embedder", f"{MODELS}:Nothing", "Embedder"):
         assert f"{name} cannot be imported" in index(name)
+    Path("raises_when_imported.py").write_text("1 / 0\n")
+    assert "cannot be imported (ZeroDivisionError: division by zero)" in index("raises_when_imported:Embedder")
     assert f"{MODELS}:save has no load_from_checkpoint" in index(f"{MODELS}:save")
     assert f"{MODELS}:OfOneSize.load_from_checkpoint('model.ckpt') failed (RuntimeError" in index(f"{MODELS}:OfOneSize")
     save(Path("one_size.ckpt"), OfOneSize(16))

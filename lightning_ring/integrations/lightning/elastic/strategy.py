@@ -273,7 +273,7 @@ class ElasticStrategy(RingStrategy):
             fit.catching_up.close()
             interrupted = trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
             fit.process.fitting = fit.process.fitting and interrupted
-            fit.process.was_stopped = self._stopping_together
+            fit.process.was_stopped = self._requests.stops_together
         super().teardown()
 
     def _meet(self, fit: ElasticFit, position: TrainingPosition | None) -> None:

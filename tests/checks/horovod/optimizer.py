@@ -1,0 +1,114 @@
+"""`DistributedOptimizer` of `lightning_ring.horovod`."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from mpi4py import MPI
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import lightning_ring.horovod as hvd
+from lightning_ring.gradients.compression import ErrorFeedback, Int8
+from tests.checks.loops import assert_same, batches, loss_of, network, sgd
+
+RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+torch.set_num_threads(1)
+
+
+def check_the_optimizer_equals_ddp() -> None:
+    hvd.init()
+    model, reference = network(seed=RANK), network(seed=0)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    optimizer = hvd.DistributedOptimizer(sgd(model), named_parameters=model.named_parameters())
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    wrapped, plain = DistributedDataParallel(reference), sgd(reference)
+    for inputs in batches(5):
+        for net, one in ((wrapped, plain), (model, optimizer)):
+            one.zero_grad()
+            loss_of(net(inputs)).backward()
+            if one is optimizer:
+                one.synchronize()
+            nn.utils.clip_grad_norm_(net.parameters(), 0.05)
+            with optimizer.skip_synchronize() if one is optimizer else warnings.catch_warnings():
+                one.step()
+    assert_same(model, reference)
+
+
+def check_accumulation_sums_and_sum_and_compression() -> None:
+    hvd.init()
+    for op, factor in ((hvd.Average, 1.0), (hvd.Sum, float(SIZE))):
+        model = network()
+        expected = copy.deepcopy(model)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            named_parameters=model.named_parameters(),
+            backward_passes_per_step=2,
+            op=op,
+        )
+        mine = batches(4)
+        everyones: list[Any] = MPI.COMM_WORLD.allgather(mine)
+        plain = torch.optim.SGD(expected.parameters(), lr=0.1)
+        for step in range(2):
+            for net, one, loaders in ((model, optimizer, [mine]), (expected, plain, everyones)):
+                one.zero_grad()
+                for loader in loaders:
+                    for number, inputs in enumerate(loader[2 * step : 2 * step + 2]):
+                        scale = factor / SIZE if net is expected else 1.0
+                        (loss_of(net(inputs)) * scale).backward()
+                        if net is model:  # after the first one of two, gradients are this rank's own
+                            grads: list[Any] = MPI.COMM_WORLD.allgather(net[0].weight.grad.flatten().tolist())
+                            assert len({tuple(grad) for grad in grads}) == (SIZE if number == 0 else 1)
+                one.step()
+        assert_same(model, expected, tolerance=1e-6)
+    model = network()
+    half = hvd.DistributedOptimizer(sgd(model), model.named_parameters(), compression=hvd.Compression.fp16)
+    loss_of(model(batches(1)[0])).backward()
+    half.step()
+    grads = [param.grad for param in model.parameters() if param.grad is not None]
+    assert grads
+    assert all(torch.equal(grad, grad.half().float()) for grad in grads)
+
+
+def check_compressors_of_the_strategy_carry_gradients() -> None:
+    hvd.init()
+    for compression, tolerance in ((Int8(min_numel=1), 0.01), ("bf16", 0.01), (ErrorFeedback(Int8(min_numel=1)), 0.01)):
+        model = network()
+        before = [param.detach().clone() for param in model.parameters()]
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters(), compression=compression
+        )
+        loss_of(model(batches(1)[0])).backward()
+        own = [param.grad.clone() for param in model.parameters()]
+        optimizer.step()
+        for param, start, grad in zip(model.parameters(), before, own, strict=True):
+            mean = torch.from_numpy(np.mean(MPI.COMM_WORLD.allgather(grad.numpy()), 0))
+            found = start - param.detach()
+            assert (found - mean).abs().max() <= tolerance * mean.abs().max() + 1e-6
+            assert len({each.tobytes() for each in MPI.COMM_WORLD.allgather(param.detach().numpy())}) == 1
+    model = network()
+    with pytest.raises(ValueError, match=r"compression='int9' with op=Average, expected .*, fp16 or bf16, one of fp16"):
+        hvd.DistributedOptimizer(sgd(model), model.named_parameters(), compression="int9")
+    with pytest.raises(ValueError, match=r"fp16 or bf16\.$"):
+        hvd.DistributedOptimizer(sgd(model), model.named_parameters(), compression="int8", op=hvd.Adasum)
+    with pytest.raises(ValueError, match="momentum twice"):
+        hvd.DistributedOptimizer(sgd(model), model.named_parameters(), compression="dgc")
+
+
+def check_a_rank_without_gradients_takes_part_with_zeros() -> None:
+    hvd.init()
+    model = nn.Linear(2, 1, bias=False)
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters())
+    for _ in range(2):
+        if RANK == 0:
+            model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert torch.allclose(model.weight, torch.full((1, 2), 1.0 - 2 / SIZE))

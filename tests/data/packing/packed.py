@@ -1,0 +1,22 @@
+"""How the tests of packing pack."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lightning_ring.data.packing import run
+from lightning_ring.data.packing.settings import PackSettings
+
+SETTINGS = PackSettings(size=40, shard_mb=16 / 1024)  # 16 KiB: a few images a shard
+
+
+class Stop(Exception):
+    pass
+
+
+def pack(source, target, settings=SETTINGS, workers=2, progress=lambda done, total, left_out: None):
+    return run.pack(Path(source), Path(target), settings, workers, progress)
+
+
+def contents(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}

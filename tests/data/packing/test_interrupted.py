@@ -1,0 +1,160 @@
+"""A packing that something ends goes on to the bytes that it would have written."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from lightning_ring.data import ShardDataset
+from lightning_ring.data.packing import run, shard_loop
+from lightning_ring.data.packing.settings import PackSettings
+from lightning_ring.data.packing.shard_writer import read_records
+from lightning_ring.data.shards.manifest import read_manifest
+from lightning_ring.errors import ConfigurationError, ShardError
+from tests.data.packing.packed import SETTINGS, Stop, contents, pack
+from tests.data.photos import image_folder
+from tests.processes import clean_env
+
+COMMAND = "import sys; from lightning_ring.cli.pack import main; sys.exit(main(sys.argv[1:]))"
+
+
+@pytest.mark.parametrize("at", [1, 5, 20, 39, 40])
+def test_an_interrupted_packing_goes_on_to_the_same_bytes(source, packed, tmp_path, at):
+    def stop(done, total, left_out):
+        assert total == 40
+        if done == at:
+            raise Stop
+
+    with pytest.raises(Stop):
+        pack(source, tmp_path / "dst", progress=stop)
+    with pytest.raises(ShardError, match=r"has not finished: run the same `lightning-ring pack` again"):
+        ShardDataset(tmp_path / "dst")
+    whole = {shard.name: shard.bytes for shard in read_manifest(packed).shards}
+    for path in (tmp_path / "dst").glob("*.tar"):
+        assert path.stat().st_size == whole[path.name]
+    done = []
+    pack(source, tmp_path / "dst", progress=lambda n, total, left_out: done.append(n))
+    assert at < 20 or done[0] > 1  # it did not begin again
+    assert contents(tmp_path / "dst") == contents(packed)
+
+
+@pytest.mark.parametrize("step", ["write_record", "write_manifest"])
+def test_ended_between_two_files_it_goes_on_to_the_same_bytes(source, packed, tmp_path, step, monkeypatch):
+    def stop(*arguments):
+        raise Stop
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shard_loop if step == "write_record" else run, step, stop)
+        with pytest.raises(Stop):
+            pack(source, tmp_path / "dst")
+    pack(source, tmp_path / "dst")
+    assert contents(tmp_path / "dst") == contents(packed)
+
+
+def test_killed_in_the_middle_it_goes_on_to_the_same_bytes(tmp_path):
+    source = image_folder(tmp_path / "src", classes=2, images=150)
+    arguments = [str(source), str(tmp_path / "dst"), "--size", "10", "--shard-mb", "0.05"]
+    process = subprocess.Popen([sys.executable, "-c", COMMAND, *arguments], env=clean_env(), stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while len(list((tmp_path / "dst").glob("*.tar"))) < 2 and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.001)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait(10) == -signal.SIGKILL, "it ended before it could be killed"
+    settings = PackSettings(size=10, shard_mb=0.05)
+    starts = []
+    pack(source, tmp_path / "dst", settings, progress=lambda done, total, left_out: starts.append(done))
+    assert 1 < starts[0] < 300
+    pack(source, tmp_path / "whole", settings)
+    assert contents(tmp_path / "dst") == contents(tmp_path / "whole")
+
+
+def test_two_packings_into_one_folder_are_an_error(source, tmp_path):
+    def second(*numbers):
+        with pytest.raises(ConfigurationError, match="another process is packing into"):
+            pack(source, tmp_path / "dst")
+        raise Stop
+
+    with pytest.raises(Stop):
+        pack(source, tmp_path / "dst", progress=second)
+
+
+def test_a_source_that_vanishes_stops_the_packing(tmp_path):
+    source = image_folder(tmp_path / "src", classes=1, images=40)
+
+    def unmount(done, total, left_out):
+        if done == 8:
+            source.rename(tmp_path / "moved")
+
+    with pytest.raises(ShardError, match=r"src is gone\. Bring it back and run the same command again"):
+        pack(source, tmp_path / "dst", workers=1, progress=unmount)
+    (tmp_path / "moved").rename(source)
+    assert pack(source, tmp_path / "dst").samples == 40
+
+
+def test_a_shard_that_is_written_anew_takes_those_after_it_along(source, tmp_path):
+    state = tmp_path / "dst" / run.PACKING
+
+    def stop(done, total, left_out):
+        if done == 30:
+            raise Stop
+
+    with pytest.raises(Stop):
+        pack(source, tmp_path / "dst", progress=stop)
+    assert len(list(state.glob("*.npz"))) > 2
+    (tmp_path / "dst" / "shard-000001.tar").unlink()
+    assert len(read_records(state, tmp_path / "dst")) == 1
+    assert [path.name for path in state.glob("*.npz")] == ["shard-000000.tar.npz"]
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A real disk of 1 MiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk]).returncode:
+        pytest.skip("mounting a small disk needs root")
+    yield disk
+    subprocess.run(["umount", disk], check=True)
+
+
+def test_a_disk_that_fills_keeps_what_is_whole_and_goes_on_when_there_is_room(source, packed, small_disk):
+    ballast = small_disk / "ballast"
+    ballast.write_bytes(bytes(2**20 - 2**17))  # 128 KiB are left: the index and some of the shards do not fit
+    target = small_disk / "dst"
+    settings = PackSettings(size=40, shard_mb=SETTINGS.shard_mb)
+    with pytest.raises(ShardError, match=r"No space left on device \(\d+ MiB are free\)\. Make room\. Finished shards"):
+        pack(source, target, settings)
+    whole = {shard.name: (packed / shard.name).read_bytes() for shard in read_manifest(packed).shards}
+    found = {path.name: path.read_bytes() for path in target.glob("*.tar")}
+    assert len(found) > 0
+    assert found.items() <= whole.items()
+    assert not list(target.rglob("*.part"))
+    ballast.unlink()
+    pack(source, target, settings)
+    assert contents(target) == contents(packed)
+
+
+@pytest.mark.parametrize("file", ["shard.part", "sources.json.part", "labels.npy.part", "manifest.json.part"])
+def test_a_disk_that_fills_at_any_file_is_an_error_that_can_be_gone_on_from(
+    source, packed, tmp_path, file, monkeypatch
+):
+    real = os.fsync
+
+    def full(descriptor):
+        if os.readlink(f"/proc/self/fd/{descriptor}").endswith(f"/{file}"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(descriptor)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        with pytest.raises(ShardError, match="No space left on device"):
+            pack(source, tmp_path / "dst")
+    assert not list((tmp_path / "dst").rglob("*.part"))
+    pack(source, tmp_path / "dst")
+    assert contents(tmp_path / "dst") == contents(packed)

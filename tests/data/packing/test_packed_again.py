@@ -1,0 +1,82 @@
+"""A set that is packed again: by the same command, by another one, from a source that has changed."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_ring.data import ShardDataset
+from lightning_ring.data.packing.settings import PackSettings
+from lightning_ring.errors import ConfigurationError
+from tests.data.packing.packed import SETTINGS, Stop, contents, pack
+from tests.data.photos import encode, photo
+
+
+def test_packing_again_does_nothing(source, packed):
+    before = {path: path.stat().st_mtime_ns for path in packed.rglob("*")}
+    assert pack(source, packed).fingerprint == ShardDataset(packed).fingerprint
+    assert {path: path.stat().st_mtime_ns for path in packed.rglob("*")} == before
+
+
+def test_another_command_for_the_same_folder_is_an_error(source, packed, tmp_path):
+    with pytest.raises(ConfigurationError, match=r"packed already with another command: size 40, now 50\."):
+        pack(source, packed, PackSettings(size=50, shard_mb=SETTINGS.shard_mb))
+    with pytest.raises(Stop):
+        pack(source, tmp_path / "dst", progress=lambda *numbers: (_ for _ in ()).throw(Stop))
+    with pytest.raises(ConfigurationError, match="half packed with another command: quality 90, now 80"):
+        pack(source, tmp_path / "dst", PackSettings(size=40, shard_mb=SETTINGS.shard_mb, quality=80))
+
+
+def csv_of(folder, labels):
+    """``labels``: by photo. Each has another picture."""
+    for i in range(len(labels)):
+        if not (folder / f"{i}.jpg").exists():
+            (folder / f"{i}.jpg").write_bytes(encode(photo(i, 60, 40)))
+    (folder / "train.csv").write_text("path,label\n" + "".join(f"{i}.jpg,{label}\n" for i, label in enumerate(labels)))
+    return folder / "train.csv"
+
+
+def stop_at_the_end(done, total, left_out):
+    if done == total:
+        raise Stop
+
+
+@pytest.mark.parametrize("half", [True, False])
+def test_a_source_that_has_changed_is_an_error_that_says_what_has(tmp_path, half):
+    file = csv_of(tmp_path, "abab" * 5)
+    if half:
+        with pytest.raises(Stop):
+            pack(file, tmp_path / "dst", progress=stop_at_the_end)
+        assert list((tmp_path / "dst").glob("*.tar"))
+    else:
+        pack(file, tmp_path / "dst")
+    before = contents(tmp_path / "dst")
+    state = "half packed" if half else "packed already"
+
+    def refused(message):
+        with pytest.raises(ConfigurationError, match=f"(?s)is {state}, and .* has changed since: {message}"):
+            pack(file, tmp_path / "dst")
+        assert contents(tmp_path / "dst") == before
+
+    csv_of(tmp_path, "baba" * 5)
+    refused(r"20 images in another class \(0.jpg: 'a', now 'b', 1.jpg: 'b', now 'a', and 18 more\)\. Nothing")
+    csv_of(tmp_path, "abab" * 4 + "abac")
+    refused(r"1 image in another class \(19.jpg: 'b', now 'c'\); 2 classes, now 3: new c\.")
+    csv_of(tmp_path, "abab" * 5 + "a")
+    refused(r"1 image added \(20.jpg\)\.")
+    csv_of(tmp_path, "abab" * 4)
+    refused(r"4 images removed \(1[6-9].jpg, 1[6-9].jpg, and 2 more\)\.")
+    csv_of(tmp_path, "abab" * 5)
+    (tmp_path / "3.jpg").write_bytes(encode(photo(99, 60, 40)))
+    refused(r"1 image with another length or time \(3.jpg\)\.")
+
+
+def test_a_source_that_changed_before_its_first_shard_is_packed_as_it_is_now(tmp_path):
+    file = csv_of(tmp_path, "abab")
+    with pytest.raises(Stop):
+        pack(file, tmp_path / "dst", PackSettings(), progress=stop_at_the_end)
+    csv_of(tmp_path, "cccb")
+    pack(file, tmp_path / "dst", PackSettings())
+    dataset = ShardDataset(tmp_path / "dst")
+    assert {dataset.name(i): dataset.classes[dataset.labels[i]] for i in range(4)} == {
+        f"{i}.jpg": label for i, label in enumerate("cccb")
+    }
