@@ -112,8 +112,11 @@ def _to_neighbours(count: int, numel: int, world_size: int, local_size: int) -> 
 
 
 def _past_odd_ranks(numel: int, world_size: int, local_size: int) -> float:
-    """To the odd ranks of a host, or of its even ones to others; answers come back a part later."""
-    both = 1 + 1 / num_gossip_parts(4 * numel)
+    """To the odd ranks of a host, or of its even ones to others.
+
+    A lone rank's wire is free the other way: answers come back a part later. That of several carries others' answers.
+    """
+    both = 1 + 1 / num_gossip_parts(4 * numel) if local_size == 1 else 2
     return both * 4 * numel * _askers_of_each(world_size) * -(-local_size // 2)
 
 
