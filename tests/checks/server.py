@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,28 @@ def check_loops_over_every_backend() -> None:
                 assert (training.optimizer_state_dict(optimizer) != {}) == (RANK == 0)
             steps = {float(state["step"]) for state in optimizer.state_dict()["state"].values()}
             assert steps == {8.0 if mode == "bulk" else 8.0 * SIZE}
+
+
+def check_a_rank_without_a_batch_takes_part_in_evaluations_and_checkpoints() -> None:
+    """Once before any other batch of its own."""
+    inputs = batches(8)
+    for idle in (0, 1):
+        for algorithm in (AsynchronousGossip(), ParameterServer(mode="async")):
+            net = network()
+            optimizer = torch.optim.AdamW(net.parameters(), 0.01)
+            shown = [parameters(net)]
+            with distribute(net, optimizer, algorithm=algorithm) as training:
+                for number in (0 if idle == RANK else 3, 2, 0 if idle == RANK else 1, 0):
+                    for batch in inputs[:number]:
+                        loss_of(net(batch)).backward()
+                        optimizer.step()
+                        optimizer.zero_grad()
+                    training.show_averages()
+                    shown.append(parameters(net))
+                    assert_all_ranks_equal(shown[-1])
+                    assert training.state_dict() or RANK != 0
+            moved = [not torch.equal(before, after) for before, after in pairwise(shown)]
+            assert moved == [True, True, True, False]
 
 
 def check_fabric_saves_the_servers_weights_and_goes_on_from_them(tmp_path: Path) -> None:

@@ -57,6 +57,7 @@ class AsynchronousGossip(Gossip):
         self._copied: list[Tensor] = []  # the copy for which g_r is computed
         self._turns: dict[int, Iterator[int]] = {}  # the part of the next question of each peer
         self._is_new = True  # the parameters are what x shall be
+        self._has_begun = False  # a batch
 
     def __deepcopy__(self, memo: Any) -> AsynchronousGossip:
         return type(self)(seed=self.seed)  # of one that trains nothing: a lock has no copy
@@ -65,14 +66,25 @@ class AsynchronousGossip(Gossip):
 
     def detach(self, *, wait: bool = True) -> None:
         self._end_requests(wait=wait)
+        self._has_begun = False
         super().detach(wait=wait)
 
     def load_state_dict(self, state: dict[str, Any]) -> str:
         self._is_new = True
         return super().load_state_dict(state)
 
+    def _answer_others(self) -> None:
+        """Collective: at the first batch, or before an evaluation or the end on ranks that have no batch by then.
+
+        So when other parameters are trained.
+        """
+        params = self._parameters()
+        if self._requests is None or [*map(id, params)] != [*map(id, self._params)]:
+            self._begin_requests(params)
+        elif self._is_new:
+            self._take_parameters()
+
     def _begin_requests(self, params: Sequence[Parameter]) -> None:
-        """Collective: at the first batch, and when other parameters are trained."""
         self._end_requests()
         self._params = list(params)
         num_parts = num_gossip_parts(sum(param.nbytes for param in self._params))
@@ -100,11 +112,8 @@ class AsynchronousGossip(Gossip):
         comm = self._communicator
         if comm.world_size == 1:
             return
-        params = self._parameters()
-        if self._requests is None or [*map(id, params)] != [*map(id, self._params)]:
-            self._begin_requests(params)
-        elif self._is_new:
-            self._take_parameters()
+        self._has_begun = True
+        self._answer_others()
         if self._exchange_under_way is None and comm.rank % 2 == 0:
             chosen = random.Random(f"{self.seed} {comm.rank} {self.num_steps}").randrange(1, comm.world_size, 2)
             assert self._requests is not None
@@ -123,10 +132,11 @@ class AsynchronousGossip(Gossip):
             self._add_step()
 
     def show_averages(self) -> None:
-        if self._requests is None:
+        if self._communicator.world_size == 1:
             return
+        self._answer_others()  # this rank may have had no batch, and the others ask it
         self._finish_exchange()
-        if not meet_for_pause(self._communicator, after_steps=not self._own):
+        if not meet_for_pause(self._communicator, after_steps=self._has_begun and not self._own):
             return
         self._hide_averages()  # where this rank alone has taken no step
         self._add_step()  # of length 0: the parameters become x
@@ -207,6 +217,10 @@ class AsynchronousGossip(Gossip):
             return False
         self._told_to_stop = False
         return True
+
+    @property
+    def _may_differ(self) -> bool:
+        return True  # other ranks may have taken steps
 
     def exchange(self) -> Exchange:
         return asynchronous_gossip()

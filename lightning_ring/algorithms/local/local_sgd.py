@@ -239,12 +239,17 @@ class LocalSGD(Delegating):
     def state_dict(self) -> dict[str, Any]:
         """The position in the round, and every rank's own parameters and optimizer state."""
         comm, ranks = unrecorded(self._communicator), []
-        if self.num_steps > self.warmup_steps:
+        if self._may_differ:
             trained = self._module.named_parameters() if self.steps_of_round else ()
             own = {name: self._own.get(param, param) for name, param in trained if param.requires_grad}
             ranks = collect(rank_state(own, self._optimizers), comm)
         rounds = (self.every, self._rounds_from) if self._pace is None else None
         return {"num_steps": self.num_steps, "rounds": rounds, "ranks": ranks, "gradients": super().state_dict()}
+
+    @property
+    def _may_differ(self) -> bool:
+        """Whether each rank may have a state of its own; the same answer on every rank."""
+        return self.num_steps > self.warmup_steps
 
     def load_state_dict(self, state: dict[str, Any]) -> str:
         comm = self._communicator

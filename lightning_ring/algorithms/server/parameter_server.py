@@ -117,18 +117,24 @@ class ParameterServer(Algorithm):
         self._optimizer = None
 
     def begin_batch(self, active_ranks: int | None = None) -> None:
-        if self._optimizer is None:
-            return
-        params = trained_parameters(self._optimizer.optimizer)
+        if self._optimizer is not None:
+            self._serve(self._optimizer)
+
+    def _serve(self, stand_in: StandIn) -> Serving:
+        """Collective: as late as the first batch, when the state of a checkpoint is in the optimizer.
+
+        Where ranks go at their own pace, before an evaluation or the end on those that have no batch by then.
+        """
+        params = trained_parameters(stand_in.optimizer)
         if self._serving is None or [*map(id, params)] != [*map(id, self._serving.params)]:
             self._end_serving()
-            self._begin_serving(self._optimizer, params)
+            self._serving = self._begin_serving(stand_in, params)
+        return self._serving
 
-    def _begin_serving(self, stand_in: StandIn, params: Sequence[Parameter]) -> None:
-        """Collective: as late as the first batch, when the state of a checkpoint is in the optimizer."""
+    def _begin_serving(self, stand_in: StandIn, params: Sequence[Parameter]) -> Serving:
         comm = unrecorded(self._communicator)
         number = self.servers or comm.world_size
-        self._serving = Serving(
+        serving = Serving(
             stand_in.optimizer,
             params,
             [index * comm.world_size // number for index in range(number)],
@@ -139,6 +145,7 @@ class ParameterServer(Algorithm):
         )
         stand_in.begin(params)
         self._shown_at = self.num_steps
+        return serving
 
     def _end_serving(self, *, wait: bool = True, keep_state: bool = True) -> None:
         """Collective with ``wait``: the optimizer has its state again."""
@@ -173,12 +180,15 @@ class ParameterServer(Algorithm):
         self._delays.append(delay)
 
     def show_averages(self) -> None:
-        if self._serving is None:
+        if self._optimizer is None:
             return
-        self._serving.rest()
+        serving = self._serving if self.steps_together else self._serve(self._optimizer)
+        if serving is None:
+            return
+        serving.rest()
         stepped = meet_for_pause(self._communicator, after_steps=self._shown_at != self.num_steps)
-        self._serving.end_rest(with_weights=stepped)
-        if stepped and self._optimizer is not None:
+        serving.end_rest(with_weights=stepped)
+        if stepped:
             self._optimizer.note_parameters()
         self._shown_at = self.num_steps
 

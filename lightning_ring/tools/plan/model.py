@@ -153,11 +153,13 @@ def predict(profile: Profile, cluster: Cluster, settings: Settings) -> Predicted
             inside = bucket.num_bytes if only_across else None
             ends.append(reduced.send(bucket.ready + encoded, bucket.wire_bytes, inside=inside))
         over = phases.backward + encoded
+        # a bucket's first collective leaves when it is ready, its others when somebody waits for the bucket
+        others = (num_rounds(settings) - 1) * profile.call_beside_link
         for end, seconds in zip(ends, coded, strict=True):
-            over = max(over, end) + seconds
+            over = max(over, end) + others + seconds
         sent = sum(bucket.wire_bytes for bucket in buckets)
         exposed = max(over - phases.backward, 2 * sum(coded) + processor_seconds(profile, sent))
-        exposed += num_rounds(settings) * profile.call_beside_link  # of the last bucket
+        exposed += profile.call_beside_link  # of the last bucket
         return PredictedStep(cluster.world_size, phases.alone + exposed, exposed, reduced.busy, phases.alone)
     scattered = _Wire("reduce_scatter", cluster, nested)
     for bucket in buckets:

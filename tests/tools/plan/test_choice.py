@@ -155,6 +155,18 @@ def test_calls_cost_what_the_profile_measured_among_ranks_that_compute(step: Any
     assert replace(slower, link=None).call_beside_link == 0
 
 
+@pytest.mark.parametrize(("compression", "calls"), [(None, 1), ("int8", 1 + 2), ("terngrad", 1 + 2 * 2)])
+def test_later_collectives_of_each_bucket_begin_when_it_is_waited_for(compression: str | None, calls: int) -> None:
+    """And are hidden by nothing; of the first ones only the last bucket's is seen."""
+    gradients = tuple(replace(ONE.gradients[0], name=name) for name in ("one", "two"))
+    recorded = Run(2, 2, "cpu", 16, 10)
+    known = replace(ONE, gradients=gradients, run=recorded, link={"all_reduce": CostModel(350e-6, 1e12)})
+    settings = Settings(compression=compression, bucket_cap_mb=1e-3)
+    slower, cluster = replace(known, call=3e-3), flat(2, Link.of("free", CostModel(0.0, float("inf"))))
+    longer = predict(slower, cluster, settings).exposed - predict(known, cluster, settings).exposed
+    assert longer == pytest.approx(calls * slower.call_beside_link)
+
+
 def test_a_limiter_that_lets_short_messages_pass_at_once_does_not_hide_the_rate(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
