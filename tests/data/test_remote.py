@@ -231,6 +231,7 @@ def test_damage_of_the_cache_is_mended(server, remote, everything):
     assert opened(server, remote).labels.tolist() == expected
 
 
+@pytest.mark.ranks  # takes seconds
 def test_the_cache_keeps_its_limit(server, remote, everything):
     limit = int(SMALL * 2**30)
     dataset = opened(server, remote, cache_gb=SMALL)
@@ -282,6 +283,7 @@ def test_processes_that_share_a_cache_and_are_killed_leave_no_wrong_bytes(server
     assert dataset.read_many(order) == [everything[i] for i in order]
 
 
+@pytest.mark.ranks
 def test_forked_workers_read_with_connections_of_their_own(server, remote, everything):
     dataset = opened(server, remote, cache_gb=SMALL, deadline=100)
     server.plant(delay=0.15)
