@@ -146,7 +146,10 @@ def test_residual_blocks_start_as_the_identity(composed):
     assert model(torch.randn(2, 1, 28, 28)).shape == (2, 10)
 
 
-@pytest.mark.parametrize("sampler", ["pxk", "balanced", "uniform"])
+SLOWER = [pytest.param(sampler, marks=pytest.mark.ranks) for sampler in ("balanced", "uniform")]
+
+
+@pytest.mark.parametrize("sampler", ["pxk", *SLOWER])
 def test_scan_to_identify_takes_two_steps_and_retrieves(sampler, composed, catalogue, tmp_path, capsys):
     config = composed("experiment=scan_to_identify", *TINY_CATALOGUE, catalogue, f"data.sampler={sampler}")
     metrics = recipes.train.train(config)
@@ -178,6 +181,7 @@ def test_every_loss_and_its_miner_make_an_embedding_better(loss, composed):
     assert losses[-1] < 0.8 * losses[0]
 
 
+@pytest.mark.ranks  # takes seconds
 def test_own_packed_images_take_the_catalogues_place(composed, catalogue):
     own = [option for option in TINY_CATALOGUE if "drawing" not in option]
     _, data = recipes.train.model_and_data(composed("experiment=scan_to_identify", *TINY_CATALOGUE, catalogue))
@@ -187,6 +191,7 @@ def test_own_packed_images_take_the_catalogues_place(composed, catalogue):
     assert {"test/R@1", "test_unseen/R@1"} <= set(metrics)
 
 
+@pytest.mark.ranks  # takes seconds
 def test_bottleneck_measures_and_trains_nothing(composed, catalogue, tmp_path, capsys):
     config = composed("experiment=bottleneck", *TINY_CATALOGUE, catalogue, "callbacks.gap_meter.steps=4")
     config.trainer.limit_train_batches = 1.0
@@ -273,11 +278,13 @@ def test_debug_experiment_takes_two_steps_and_its_checkpoint_resumes(composed, t
     assert torch.load(last, weights_only=False)["global_step"] == 4
 
 
+@pytest.mark.ranks  # takes seconds
 def test_run_is_the_same_for_the_same_seed(composed):
     losses = [recipes.train.train(composed("experiment=debug", f"seed={seed}"))["test/loss"] for seed in (1, 1, 2)]
     assert losses[0] == losses[1] != losses[2]
 
 
+@pytest.mark.ranks  # takes seconds
 def test_the_last_checkpoint_is_the_last_also_where_it_is_not_the_best(composed, tmp_path):
     # of epochs, the first has the least number
     best = ("callbacks.checkpoint.monitor=epoch", "+callbacks.checkpoint.mode=min")

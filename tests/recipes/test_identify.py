@@ -18,7 +18,7 @@ from tests.images import write_folder
 from tests.recipes.test_configs import TINY_CATALOGUE
 
 
-@pytest.mark.parametrize("loss", ["triplet", "sharded"])
+@pytest.mark.parametrize("loss", [pytest.param("triplet", marks=pytest.mark.ranks), "sharded"])
 def test_embeddings_are_those_of_the_runs_evaluation(loss, composed, catalogue, tmp_path, monkeypatch):
     config = composed("experiment=scan_to_identify", f"loss={loss}", *TINY_CATALOGUE, catalogue, "test=false")
     recipes.train.train(config)

@@ -97,8 +97,9 @@ def test_processes_give_what_one_gives(tmp_path):
 
 
 def test_a_run_that_diverges_is_recorded_and_never_chosen(tmp_path):
-    node = [f"methods.{name}.base_lrs=[1e30,0.01]" for name in ("sgd", "sgd_linear", "sgd_warmup")]
-    study(compose_study(*TINY, *node, "~methods.lars_warmup", "~methods.lamb_warmup"), tmp_path)
+    node = [f"methods.{name}.base_lrs=[1e30,0.01]" for name in ("sgd", "sgd_linear")]
+    without = [f"~methods.{name}_warmup" for name in ("sgd", "lars", "lamb")]
+    study(compose_study(*TINY, *node, *without), tmp_path)
     results = [json.loads(line) for line in (tmp_path / "runs.jsonl").read_text().splitlines()]
     diverged = [result for result in results if result["base_lr"] == 1e30]
     assert diverged

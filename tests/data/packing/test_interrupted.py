@@ -57,8 +57,9 @@ def test_ended_between_two_files_it_goes_on_to_the_same_bytes(source, packed, tm
     assert contents(tmp_path / "dst") == contents(packed)
 
 
+@pytest.mark.ranks
 def test_killed_in_the_middle_it_goes_on_to_the_same_bytes(tmp_path):
-    source = image_folder(tmp_path / "src", classes=2, images=150)
+    source = image_folder(tmp_path / "src", classes=2, images=300)
     arguments = [str(source), str(tmp_path / "dst"), "--size", "10", "--shard-mb", "0.05"]
     process = subprocess.Popen([sys.executable, "-c", COMMAND, *arguments], env=clean_env(), stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 60
@@ -69,7 +70,7 @@ def test_killed_in_the_middle_it_goes_on_to_the_same_bytes(tmp_path):
     settings = PackSettings(size=10, shard_mb=0.05)
     starts = []
     pack(source, tmp_path / "dst", settings, progress=lambda done, total, left_out: starts.append(done))
-    assert 1 < starts[0] < 300
+    assert 1 < starts[0] < 600
     pack(source, tmp_path / "whole", settings)
     assert contents(tmp_path / "dst") == contents(tmp_path / "whole")
 

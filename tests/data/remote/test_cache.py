@@ -55,6 +55,7 @@ def test_damage_of_the_cache_is_mended(server, remote, everything):
     assert opened(server, remote).labels.tolist() == expected
 
 
+@pytest.mark.ranks  # takes seconds
 def test_the_cache_keeps_its_limit(server, remote, everything):
     limit = int(SMALL * 2**30)
     dataset = opened(server, remote, cache_gb=SMALL)

@@ -40,6 +40,7 @@ def test_it_is_the_same_data_set_and_the_second_epoch_asks_for_nothing(packed, s
     assert server.counts == {"requests": 1}  # of the manifest, which says whether the set has changed
 
 
+@pytest.mark.ranks
 def test_forked_workers_read_with_connections_of_their_own(server, remote, everything):
     dataset = opened(server, remote, cache_gb=SMALL, deadline=100)
     server.plant(delay=0.15)

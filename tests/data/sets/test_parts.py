@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from itertools import permutations
 
 import pytest
 
@@ -40,7 +39,7 @@ def part(source, target, number, parts=3, progress=lambda *numbers: None, **opti
 def test_parts_in_any_order_make_the_same_set(source, tmp_path):
     pack(source, tmp_path / "whole")
     first = None
-    for order in permutations(range(3)):
+    for order in ((0, 1, 2), (2, 1, 0), (0, 2, 1)):  # each of them comes last
         target = tmp_path / "".join(map(str, order))
         *early, last = [part(source, target, number) for number in order]
         assert early == [None, None]
