@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks import chaos_host
 from benchmarks.chaos_plan import Plan
-from benchmarks.chaos_processes import Forked, children, die_with_parent, field_of
+from benchmarks.chaos_processes import Forked, die_with_parent, field_of
 from benchmarks.chaos_rank import live
 from benchmarks.hosts import Hosts
 from lightning_ring.launch import agent
@@ -30,6 +30,7 @@ from lightning_ring.launch.child import Child, _bind_to_parent
 from lightning_ring.launch.elastic import ElasticJob
 from lightning_ring.launch.hosts import Host
 from lightning_ring.launch.limits import ElasticLimits
+from lightning_ring.launch.processes import children_of
 from lightning_ring.launch.respawn import RespawnLimits
 from lightning_ring.membership.silence import SilenceLimits
 from lightning_ring.membership.steward import Steward
@@ -208,7 +209,7 @@ class Job:
                 client.close()
 
     def _give_up(self, why: str) -> None:
-        left = children()
+        left = children_of(os.getpid())
         self.wrong.append(f"{why}: {', '.join(f'{pid} ({field_of(pid, 0)})' for pid in left)}")
         self._ask_where_ranks_are()
         time.sleep(1.0)
@@ -224,7 +225,7 @@ class Job:
 
     def _kill_all(self) -> None:
         while self._reap():
-            for pid in children():
+            for pid in children_of(os.getpid()):
                 os.kill(pid, signal.SIGKILL)
             time.sleep(_LOOK_SECONDS)
 

@@ -30,18 +30,6 @@ def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))  # PR_SET_PDEATHSIG
 
 
-def children() -> list[int]:
-    """Of this process, also those that it has adopted."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        found += [int(stat.parent.name)] if int(fields[1]) == os.getpid() else []
-    return found
-
-
 def field_of(pid: int, number: int) -> str:
     """Of what the kernel tells of a process: 0 is its state, 1 its parent."""
     try:

@@ -2,6 +2,7 @@
 
     python benchmarks/join.py --mib 1008 --rate 10gbit            # as root, for hosts
     python benchmarks/join.py --mib 1008 --rate 10gbit --waiting  # the state is sent while all wait
+    python benchmarks/join.py --mib 1008 --strategy ring_sharded  # which always does so
 
 Two hosts (`benchmarks/hosts.py`) with a rank each. The second rank is killed, and another process joins in its place.
 ``--mib`` is the size of parameters and Adam's state. ``--compute`` seconds of a step are slept, as if an accelerator
@@ -92,7 +93,7 @@ def train(folder: Path, number: int, options: argparse.Namespace) -> None:
     CatchingUp.run = timed_run  # type: ignore[method-assign]
     module = Module(options, folder, number)
     trainer = pl.Trainer(
-        strategy=RingStrategy(elastic=True, monitor=False),
+        strategy=RingStrategy(elastic=True, shard_optimizer=options.strategy == "ring_sharded", monitor=False),
         accelerator="cpu",
         max_steps=1000,
         logger=False,
@@ -127,11 +128,11 @@ def run_job(options: argparse.Namespace) -> dict[str, Any]:
     together = [ms for ms, *_ in steps[join + 1 :]]
     return {
         "gbit/s": round(rate, 1),
-        "MiB sent while all waited": [float(mib) for mib in sent[-1]],
+        "MiB sent while all waited": [float(mib) for mib in sent[-1]] if sent else "all, in parts",
         "catching up, s": round(caught_up, 2),
         "step of two ranks, median": round(statistics.median(together)),
-        "step alone, median": round(statistics.median(alone)),
-        "longest step before the join": round(max(alone)),
+        "step alone, median": round(statistics.median(alone)) if alone else "none",
+        "longest step before the join": round(max(alone)) if alone else "none",
         "step with the join": round(steps[join][0]),
         "of it standing still": round(1e3 * found["stood_still"][-1]),
         "longest step behind it": round(max(together)),
@@ -172,6 +173,7 @@ def main() -> None:
     parser.add_argument("--mib", type=float, default=1008.0, help="of parameters and optimizer state")
     parser.add_argument("--rate", default="10gbit", help="of each host's link, as tc writes it")
     parser.add_argument("--compute", type=float, default=0.0, help="seconds of sleep in each step")
+    parser.add_argument("--strategy", choices=("ring_elastic", "ring_sharded"), default="ring_elastic")
     parser.add_argument("--waiting", action="store_true", help="send the state while all ranks wait")
     parser.add_argument("--jobs", type=int, default=1)
     options = parser.parse_args()

@@ -31,7 +31,7 @@ from benchmarks.chaos_plan import Plan
 from lightning_ring import RingStrategy
 from lightning_ring.elastic.generations import Generations
 from lightning_ring.elastic.recovery import Recovery
-from lightning_ring.integrations.lightning.elastic import fit as elastic_fit
+from lightning_ring.integrations.lightning.elastic import step as elastic_step
 
 STEPS = 6  # between two deaths
 WIDTH = 1024  # of layers of 4 MiB
@@ -103,9 +103,9 @@ def train(folder: Path, number: int, mib: float, deaths: dict[int, int]) -> None
     torch.set_num_threads(1)
     times = Times()
     times.measure(Recovery, "agree", "commit barrier")
-    times.measure(elastic_fit, "remember_step", "remembering")
-    times.measure(elastic_fit, "remember_progress", "remembering progress")
-    times.measure(elastic_fit.ElasticFit, "take_step", "step")
+    times.measure(elastic_step, "remember_step", "remembering")
+    times.measure(elastic_step, "remember_progress", "remembering progress")
+    times.measure(elastic_step.ElasticStep, "take", "step")
     times.follow_deaths()
     steps = STEPS * (len(deaths) + 1)
     trainer = pl.Trainer(

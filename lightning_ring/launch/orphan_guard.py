@@ -48,6 +48,7 @@ class OrphanGuard:
 
 
 def _sessions(leaders: set[int]) -> list[int]:
+    """As `processes.processes_of_sessions`, which this file cannot import."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 _EXITING = 0x4  # PF_EXITING of linux/sched.h
@@ -10,12 +11,12 @@ _EXITING = 0x4  # PF_EXITING of linux/sched.h
 
 def processes_of_sessions(leaders: set[int]) -> list[int]:
     """Pids of the live processes in the sessions that ``leaders`` lead (Linux; elsewhere the live leaders' own)."""
-    found: list[int] = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        fields = _fields(stat)
-        if fields is not None and int(fields[3]) in leaders and fields[0] not in "ZX":
-            found.append(int(stat.parent.name))
-    return found
+    return [pid for pid, fields in _all_processes() if int(fields[3]) in leaders and fields[0] not in "ZX"]
+
+
+def children_of(parent: int) -> list[int]:
+    """Pids of the processes whose parent is ``parent``, also of ended ones that it has not waited for."""
+    return [pid for pid, fields in _all_processes() if int(fields[1]) == parent]
 
 
 def session_of(pid: int) -> int | None:
@@ -57,6 +58,12 @@ def failure_of(pid: int) -> int | None:
 def _is_exiting(stat: Path) -> bool:
     fields = _fields(stat)
     return fields is None or fields[0] in "ZX" or bool(int(fields[6]) & _EXITING)
+
+
+def _all_processes() -> Iterator[tuple[int, list[str]]]:
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        if (fields := _fields(stat)) is not None:
+            yield int(stat.parent.name), fields
 
 
 def _fields(stat: Path) -> list[str] | None:

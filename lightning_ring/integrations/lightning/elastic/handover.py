@@ -38,7 +38,7 @@ def hand_over_fit(strategy: ElasticStrategy, fit: ElasticFit, comm: Communicator
         ConfigurationError: The fit is not the script's first one, or batches differ.
     """
     trainer, model = strategy.fit_trainer, strategy.fit_model
-    batch_size = fit.position.batch_size if fit.position is not None else 0
+    batch_size = fit.step.position.batch_size if fit.step.position is not None else 0
     caught_up = receives and fit.catching_up.has_state
     standing = comm.all_gather_object((fit.process.num_fits, fit.process.member.number, batch_size, caught_up))
     num_fits = max(fits for fits, _, _, _ in standing)
@@ -118,7 +118,7 @@ def _state(trainer: pl.Trainer, strategy: ElasticStrategy, fit: ElasticFit) -> d
     return {
         "step": fit.recovery.step,
         "checkpoint": checkpoint,
-        "position": fit.position.state_dict() if fit.position is not None else None,
+        "position": fit.step.position.state_dict() if fit.step.position is not None else None,
         "logger_names": names_of(trainer.loggers),
         "folders": [callback.dirpath for callback in _model_checkpoints(trainer)],
         "logged": {name: dict(getattr(trainer._logger_connector, name)) for name in _LOGGED},
@@ -151,8 +151,8 @@ def _restore(trainer: pl.Trainer, strategy: ElasticStrategy, fit: ElasticFit, st
     strategy.buffers_state = state["buffers"]
     strategy.rank_changes.load_state_dict(state["rank_changes"])
     log_as_the_others(trainer, state["log_every_n_steps"])
-    assert fit.position is not None
-    fit.position.load_state_dict(state["position"])
+    assert fit.step.position is not None
+    fit.step.position.load_state_dict(state["position"])
     fit.resize.begin(strategy.world_size)
 
 

@@ -23,11 +23,11 @@ from lightning_ring.errors import ConfigurationError, StateLostError
 from lightning_ring.integrations.lightning.elastic.checks import check_fit
 from lightning_ring.integrations.lightning.elastic.fit import ElasticFit
 from lightning_ring.integrations.lightning.elastic.last_checkpoint import go_on_from, lose_state
+from lightning_ring.integrations.lightning.elastic.loops import change_loops
 from lightning_ring.integrations.lightning.elastic.metric_sync import gathering_through
 from lightning_ring.integrations.lightning.elastic.position import TrainingPosition
 from lightning_ring.integrations.lightning.elastic.rank_zero_files import names_of, take_names
 from lightning_ring.integrations.lightning.elastic.samplers import with_ordered_sampler
-from lightning_ring.integrations.lightning.elastic.step_undo import remember_callbacks, remember_metrics
 from lightning_ring.integrations.lightning.stop_requests import leave_sigterm_to_the_buckets
 from lightning_ring.integrations.lightning.strategy import RingStrategy, _inform, _warn
 from lightning_ring.job.launchers.elastic import started_by_steward
@@ -225,95 +225,52 @@ class ElasticStrategy(RingStrategy):
         assert trainer is not None
         if fit is None:
             return
-        fit.position = TrainingPosition(trainer)
+        fit.step.position = TrainingPosition(trainer)
         if not fit.waits_to_join:
             plain = super().broadcast  # rank 0 is asked when it is called: it may be another one the second time
             names = self._call(lambda: plain(names_of(trainer.loggers) if self.is_global_zero else [], 0))
             take_names(trainer.loggers, names)
         self._in_fit.enter_context(gathering_through(fit.calls, trainer.lightning_module))
-        loop, plugin = trainer.fit_loop.epoch_loop, self.precision_plugin
-        advance, validate, after_closure = loop.advance, loop.val_loop.run, plugin._after_closure
-        self._in_fit.callback(vars(loop).pop, "advance", None)
-        self._in_fit.callback(vars(loop.val_loop).pop, "run", None)
-        self._in_fit.callback(vars(plugin).pop, "_after_closure", None)
-
-        def advance_with_all_ranks(data_fetcher: Any) -> None:
-            self._meet(fit, fit.position)
-            advance(data_fetcher)
-
-        def agree_after_closure(*args: Any) -> None:
-            if not fit.committing:
-                after_closure(*args)
-                fit.averages_are_complete()
-            fit.before_update()
-
-        if self.algorithm.sharded:  # ranks gather optimizer state before the strategy saves
-            save = trainer.save_checkpoint
-            self._in_fit.callback(vars(trainer).pop, "save_checkpoint", None)
-            trainer.save_checkpoint = (  # type: ignore[method-assign]
-                lambda *args, **kwargs: self._call(lambda: save(*args, **kwargs))
-            )
-        loop.advance = advance_with_all_ranks  # type: ignore[method-assign]
-        loop.val_loop.run = lambda: self._validate(validate)  # type: ignore[method-assign]
-        if self._is_automatic:
-            plugin._after_closure = agree_after_closure  # type: ignore[method-assign, assignment]
-        else:
-            self._in_fit.enter_context(fit.own_gradients.followed(self._lightning_optimizers))
+        change_loops(self, fit, self._in_fit)
 
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
-        if isinstance(exception, TooFewRanks) and self._fit is not None and self._fit.position is not None:
+        if isinstance(exception, TooFewRanks) and self._fit is not None and self._fit.step.position is not None:
             self._fit.save_at_the_end()
 
     def teardown(self) -> None:
         self._in_fit.close()
         fit, trainer = self._fit, self._trainer
         if fit is not None:
-            fit.position = None
+            fit.step.position = None
             fit.catching_up.close()
             interrupted = trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
             fit.process.fitting = fit.process.fitting and interrupted
             fit.process.was_stopped = self._requests.stops_together
         super().teardown()
 
-    def _meet(self, fit: ElasticFit, position: TrainingPosition | None) -> None:
-        """Before a batch is fetched: newcomers come in, and the loader learns that the number of ranks has changed."""
-        assert position is not None
-        if fit.waits_to_join:
-            fit.join()
-        elif fit.recovery.newcomers_wait:
-            fit.let_in_newcomers()
-        if fit.in_step:
-            return
-        first = self.fit_trainer.fit_loop.epoch_loop.batch_progress.current.ready == 0
-        if first and fit.recovery.view is not None and fit.recovery.view.generation > 0:
-            position.begin_epoch()
-        elif fit.changed:
-            position.go_on()
-        fit.changed = False
-
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         def start() -> None:
             super(ElasticStrategy, self).on_train_batch_start(batch, batch_idx)
 
         together = self._buffers.sends_before(batch_idx, self.fit_trainer.accumulate_grad_batches)
-        self._call(lambda: self._and_barrier(start) if together else start())
+        self._call(lambda: self.and_barrier(start) if together else start())
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         plain, fit = super().training_step, self._fit
-        if fit is None or not self._is_survivable:
+        if fit is None or not self.is_survivable:
             return plain(*args, **kwargs)
-        if not self._is_automatic:
-            return fit.take_batch(lambda batch: plain(batch, *args[1:], **kwargs), args[0])
-        if (batch := fit.batch_of_step()) is not None:
+        if not self.is_automatic:
+            return fit.step.take_batch(lambda batch: plain(batch, *args[1:], **kwargs), args[0])
+        if (batch := fit.step.batch()) is not None:
             args = (batch, *args[1:])
         return plain(*args, **kwargs)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         plain = super().optimizer_step
-        if self._fit is None or not self.in_fit or not self._is_automatic:  # `take_batch` is around a manual step
+        if self._fit is None or not self.in_fit or not self.is_automatic:  # `take_batch` is around a manual step
             return plain(optimizer, closure, model, **kwargs)
-        return self._fit.take_step(lambda compute: plain(optimizer, compute, model, **kwargs), closure)
+        return self._fit.step.take(lambda compute: plain(optimizer, compute, model, **kwargs), closure)
 
     # -- collectives of Lightning between steps
 
@@ -333,7 +290,7 @@ class ElasticStrategy(RingStrategy):
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         if not isinstance(tensor, torch.Tensor):
             return tensor
-        kept = tensor.detach().clone() if self._is_survivable else None
+        kept = tensor.detach().clone() if self.is_survivable else None
 
         def run() -> Any:
             if kept is not None and not tensor.requires_grad:
@@ -344,42 +301,25 @@ class ElasticStrategy(RingStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         save = super().save_checkpoint
-        self._call(lambda: self._and_barrier(lambda: save(dict(checkpoint), filepath, storage_options)))
+        self._call(lambda: self.and_barrier(lambda: save(dict(checkpoint), filepath, storage_options)))
 
     @property
-    def _is_automatic(self) -> bool:
+    def is_automatic(self) -> bool:
+        """Whether Lightning steps the optimizers, and not the module itself."""
         assert self.lightning_module is not None
         return self.lightning_module.automatic_optimization
 
     @property
-    def _is_survivable(self) -> bool:
-        return self._fit is not None and self._fit.position is not None and not self._alone
+    def is_survivable(self) -> bool:
+        """Whether a death here is survived: a fit trains."""
+        return self._fit is not None and self._fit.step.position is not None and not self._alone
 
     def _call(self, run: Callable[[], T]) -> T:
-        return self._fit.calls.call(run) if self._fit is not None and self._is_survivable else run()
+        return self._fit.calls.call(run) if self._fit is not None and self.is_survivable else run()
 
-    def _and_barrier(self, run: Callable[[], T]) -> T:
+    def and_barrier(self, run: Callable[[], T]) -> T:
         """Nobody leaves before all have run it to the end."""
         result = run()
         if self._comm is not None and not self._alone:
             self._comm.barrier()
         return result
-
-    def _validate(self, run: Callable[[], Any]) -> Any:
-        """A validation, again from its start where a rank dies in it."""
-        trainer, module = self._trainer, self.lightning_module
-        if self._fit is None or not self._is_survivable or trainer is None or module is None:
-            return run()
-        loop = trainer.fit_loop.epoch_loop.val_loop
-        restore_metrics, restore_callbacks = remember_metrics(module), remember_callbacks(trainer)
-        modes = [(part, part.training) for part in module.modules()]
-
-        def take_back() -> None:
-            restore_metrics()
-            restore_callbacks()
-            for part, training in modes:  # else the second run finds it in eval mode, and leaves it there
-                part.training = training
-            loop._restarting, loop._combined_loader = False, None
-            trainer.validating = True
-
-        return self._fit.calls.call(lambda: self._and_barrier(run), take_back)

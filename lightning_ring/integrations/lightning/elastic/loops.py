@@ -1,0 +1,87 @@
+"""What an elastic fit changes in Lightning's loops for the time in which it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+from lightning_ring.integrations.lightning.elastic.step_undo import remember_callbacks, remember_metrics
+
+if TYPE_CHECKING:
+    from lightning_ring.integrations.lightning.elastic.fit import ElasticFit
+    from lightning_ring.integrations.lightning.elastic.strategy import ElasticStrategy
+
+
+def change_loops(strategy: ElasticStrategy, fit: ElasticFit, in_fit: ExitStack) -> None:
+    """Let batches, validations and the optimizer's closure of ``strategy``'s Trainer outlive deaths.
+
+    ``in_fit`` takes back what is changed.
+    """
+    trainer = strategy.fit_trainer
+    loop, plugin = trainer.fit_loop.epoch_loop, strategy.precision_plugin
+    advance, validate, after_closure = loop.advance, loop.val_loop.run, plugin._after_closure
+    in_fit.callback(vars(loop).pop, "advance", None)
+    in_fit.callback(vars(loop.val_loop).pop, "run", None)
+    in_fit.callback(vars(plugin).pop, "_after_closure", None)
+
+    def advance_with_all_ranks(data_fetcher: Any) -> None:
+        _meet(strategy, fit)
+        advance(data_fetcher)
+
+    def agree_after_closure(*args: Any) -> None:
+        if not fit.step.committing:
+            after_closure(*args)
+            fit.step.averages_are_complete()
+        fit.step.before_update()
+
+    if strategy.algorithm.sharded:  # ranks gather optimizer state before the strategy saves
+        save = trainer.save_checkpoint
+        in_fit.callback(vars(trainer).pop, "save_checkpoint", None)
+        trainer.save_checkpoint = (  # type: ignore[method-assign]
+            lambda *args, **kwargs: strategy.call_together(lambda: save(*args, **kwargs))
+        )
+    loop.advance = advance_with_all_ranks  # type: ignore[method-assign]
+    loop.val_loop.run = lambda: _validate(strategy, fit, validate)  # type: ignore[method-assign]
+    if strategy.is_automatic:
+        plugin._after_closure = agree_after_closure  # type: ignore[method-assign, assignment]
+    else:
+        in_fit.enter_context(fit.step.own_gradients.followed(strategy._lightning_optimizers))
+
+
+def _meet(strategy: ElasticStrategy, fit: ElasticFit) -> None:
+    """Before a batch is fetched: newcomers come in, and the loader learns that the number of ranks has changed."""
+    position = fit.step.position
+    assert position is not None
+    if fit.waits_to_join:
+        fit.join()
+    elif fit.recovery.newcomers_wait:
+        fit.let_in_newcomers()
+    if fit.step.in_step:
+        return
+    first = strategy.fit_trainer.fit_loop.epoch_loop.batch_progress.current.ready == 0
+    if first and fit.recovery.view is not None and fit.recovery.view.generation > 0:
+        position.begin_epoch()
+    elif fit.step.changed:
+        position.go_on()
+    fit.step.changed = False
+
+
+def _validate(strategy: ElasticStrategy, fit: ElasticFit, run: Callable[[], Any]) -> Any:
+    """A validation, again from its start where a rank dies in it."""
+    trainer, module = strategy.fit_trainer, strategy.lightning_module
+    if not strategy.is_survivable or module is None:
+        return run()
+    loop = trainer.fit_loop.epoch_loop.val_loop
+    restore_metrics, restore_callbacks = remember_metrics(module), remember_callbacks(trainer)
+    modes = [(part, part.training) for part in module.modules()]
+
+    def take_back() -> None:
+        restore_metrics()
+        restore_callbacks()
+        for part, training in modes:  # else the second run finds it in eval mode, and leaves it there
+            part.training = training
+        loop._restarting, loop._combined_loader = False, None
+        trainer.validating = True
+
+    return fit.calls.call(lambda: strategy.and_barrier(run), take_back)

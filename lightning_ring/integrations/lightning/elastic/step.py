@@ -1,0 +1,203 @@
+"""A step of an elastic fit, which is finished, or done again, when ranks change in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from lightning_ring.elastic.catch_up.source import Source
+from lightning_ring.elastic.recovery import Recovery
+from lightning_ring.elastic.step_under_way import StepUnderWay
+from lightning_ring.integrations.lightning.elastic.host_calls import HostCalls
+from lightning_ring.integrations.lightning.elastic.loss_scaler import already_unscaled, forget_unscaling
+from lightning_ring.integrations.lightning.elastic.manual import OwnGradients, remember_weights
+from lightning_ring.integrations.lightning.elastic.position import TrainingPosition
+from lightning_ring.integrations.lightning.elastic.step_undo import remember_progress, remember_step
+
+if TYPE_CHECKING:
+    from lightning_ring.integrations.lightning.elastic.strategy import ElasticStrategy
+
+
+class ElasticStep:
+    """The current step of ``strategy``'s fit. It is done again from the first batch whose gradients it accumulates.
+
+    ``source`` sends the state of this rank to newcomers: it learns when that stands still, and when it changes.
+
+    Attributes:
+        position: In the training data; `None` outside of the training.
+        substitute: The batch that a step reads which is done again; `None` for the batch that Lightning has fetched.
+        changed: Whether ranks have changed since the loader was told.
+        committing: Whether a step is being finished whose averages were complete when its ranks changed.
+        own_gradients: Of manual optimization.
+    """
+
+    def __init__(self, strategy: ElasticStrategy, recovery: Recovery, calls: HostCalls, source: Source) -> None:
+        self._strategy = strategy
+        self._recovery = recovery
+        self._calls = calls
+        self._source = source
+        self.position: TrainingPosition | None = None
+        self.substitute: Any = None
+        self.changed = False
+        self.own_gradients = OwnGradients()
+        self.committing = False
+        self._stepping = False
+        self._begun = False  # the batches whose gradients the next step accumulates
+        self._under_way = StepUnderWay()
+        self._restore_progress: Callable[[], None] = lambda: None
+        self._step: Callable[[Callable[[], Any]], Any] = lambda closure: None
+        self._loss: Any = None
+        self._output: Any = None
+
+    @property
+    def in_step(self) -> bool:
+        """Whether batches whose gradients the next step accumulates were trained on."""
+        return self._begun
+
+    def batch(self) -> Any:
+        """Before a training step: the batch that it reads in place of its own, if any."""
+        if not self._stepping:
+            self.substitute = None
+            if not self._begun:
+                self._begin()
+        return self.substitute
+
+    def take_batch(self, train: Callable[[Any], Any], batch: Any) -> Any:
+        """``train(batch)``, a training_step that steps optimizers itself, as one step: done again as a whole."""
+
+        def step(compute: Callable[[], Any]) -> Any:
+            output = compute()
+            if not self.committing:
+                self.averages_are_complete()
+            return output
+
+        return self.take(step, lambda: train(batch if self.substitute is None else self.substitute))
+
+    def take(self, step: Callable[[Callable[[], Any]], Any], closure: Callable[[], Any]) -> Any:
+        """``step(closure)``, which computes averages in ``closure`` and then steps the optimizer, once."""
+        recovery, trainer = self._recovery, self._strategy.fit_trainer
+        assert self.position is not None
+        assert recovery.step is not None
+        after = recovery.step + 1
+        self._step = step
+        self._restore_progress = remember_progress(trainer)
+        self.substitute = None
+        if not self._begun:
+            self._begin()
+        self.position.end_step()
+        again = self.changed
+        self._stepping = True
+        try:
+            if again:  # ranks changed after the first batch of several
+                self.take_back()
+            while True:
+                if again:
+                    self._under_way.begin(self._remember())
+                try:
+                    with self._calls.inside():
+                        if again:
+                            self._accumulate_again(closure)
+                        output = step(lambda: self._compute(closure))
+                except Exception as error:
+                    recovery.after(error)
+                    again = True
+                    if recovery.step == after:
+                        self.changed = False
+                        self.position.go_on()
+                        return self._output
+                else:
+                    recovery.committed()
+                    self._under_way.finish()
+                    self._complete_parameters()
+                    return output
+        finally:
+            self._stepping = self._begun = False
+            if again and trainer.accumulate_grad_batches > 1:
+                self._strategy.drop_gradients()  # Lightning does so at multiples of that number of batches
+
+    def averages_are_complete(self) -> None:
+        """After the hooks that may change averages: from here on the step needs no other rank. Collective."""
+        self._strategy.algorithm.before_commit()
+        self._recovery.complete = True
+        self._recovery.agree()
+
+    def before_update(self) -> None:
+        """Gradients are final, and the optimizer takes its step with them, whatever becomes of other ranks."""
+        assert self._recovery.step is not None
+        members = self._recovery.view.members if self._recovery.view is not None else ()
+        self._source.update(self._recovery.step + 1, members)
+
+    def _begin(self) -> None:
+        assert self.position is not None
+        if self.changed:
+            self.changed, self.substitute = False, self.position.read_again()
+        self.position.begin_step()
+        self._under_way.begin(self._remember())
+        self._begun = True
+        assert self._recovery.step is not None
+        self._source.hold_still(self._recovery.step)
+
+    def _remember(self) -> Callable[[], None]:
+        """What undoes the step that begins."""
+        trainer, strategy = self._strategy.fit_trainer, self._strategy
+        restore = remember_step(trainer, strategy.fit_model)
+        if trainer.lightning_module.automatic_optimization:
+            return restore
+        self.own_gradients.begin_step(strategy.optimizers)
+        restore_weights = remember_weights(strategy)
+
+        def restore_all() -> None:
+            restore_weights()
+            restore()
+
+        return restore_all
+
+    def _accumulate_again(self, closure: Callable[[], Any]) -> None:
+        """The batches of this step, from its first one, with the ranks that there are now; all but the last batch's
+        gradients."""
+        assert self.position is not None
+        self.changed = False
+        self._strategy.drop_gradients()
+        self.substitute = self.position.go_back()
+        for _ in range(self.position.num_batches - 1):
+            with self._strategy.block_backward_sync():
+                closure()
+            self.substitute = self.position.fetch()
+
+    def _compute(self, closure: Callable[[], Any]) -> Any:
+        self._loss = closure()
+        return self._loss
+
+    def _complete_parameters(self) -> None:
+        try:
+            with self._calls.inside():
+                self._strategy.algorithm.after_commit()
+        except Exception as error:
+            self._stepping = False  # the step is finished
+            self._recovery.after(error)  # which completes them in another way
+            assert self.position is not None
+            self.changed = False
+            self.position.go_on()
+
+    def forget(self) -> None:
+        """Undo the step under way, which nobody will finish."""
+        self._under_way.take_back()
+
+    # -- called by the recovery
+
+    def commit(self) -> None:
+        """Finish the step under way, whose averages are complete. Calls no collective."""
+        self.committing = True  # the hooks have run, and gradients are clipped
+        try:
+            with self._calls.inside(), already_unscaled(self._strategy.precision_plugin):
+                self._output = self._step(lambda: self._loss)
+        finally:
+            self.committing = False
+        self._under_way.finish()
+
+    def take_back(self) -> None:
+        """Undo what the step under way has changed: it is done again."""
+        if self._stepping:  # else the step finds out that ranks have changed, and does its batches again
+            self._under_way.take_back()
+            self._restore_progress()
+            forget_unscaling(self._strategy.precision_plugin)
