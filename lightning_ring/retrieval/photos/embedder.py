@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from stat import S_ISREG
 
 import torch
 import torch.nn.functional as F
@@ -118,6 +119,8 @@ class PhotoEmbedder:
 
         def decode(place: int) -> str | None:
             try:
+                if not S_ISREG(files[place].stat().st_mode):
+                    return "not a regular file"  # reading a named pipe would wait for ever
                 with torch.inference_mode():  # of this thread
                     decode_into([images[place : place + 1]], files[place].read_bytes(), [self.crop], [[]])
                 return None
