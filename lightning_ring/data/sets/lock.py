@@ -43,7 +43,7 @@ def only_one(state: Path, target: Path, wait: bool = False) -> Iterator[None]:
 
 
 def clear(state: Path, ignore_errors: bool = False) -> None:
-    """Remove what is in the locked folder ``state``, but not its lock: whoever took that would find the rest."""
+    """Empty the locked folder ``state``, but keep its lock: another process could take the lock and find the rest."""
     for path in state.iterdir():
         with suppress(*[OSError] * ignore_errors):
             if path.is_dir():

@@ -12,9 +12,12 @@ from lightning_ring.errors import ConfigurationError
 
 
 def without_repeated(parts: Sequence[SetRows], deleted: Collection[bytes]) -> list[SetRows]:
-    """``parts`` without images that an earlier part has, and, but for the first, without names that are ``deleted``.
+    """``parts`` without images that an earlier part has. All parts but the first also lose names that are ``deleted``.
 
-    Parts that have no image left are left out. Raises `ConfigurationError`: two parts have a name, but not one image.
+    A part without any image left is left out.
+
+    Raises:
+        ConfigurationError: Two parts have different images of one name.
     """
     hashes = np.concatenate(
         [np.fromiter((hash(name) for name in names_of(part)), np.int64, len(part)) for part in parts]
@@ -51,7 +54,7 @@ def _image(part: SetRows, i: int) -> list[Any]:
 
 
 def names_of(part: SetRows) -> Iterator[bytes]:
-    """One after the other, as bytes."""
+    """The names of all images of ``part``, as bytes."""
     for text, lengths in part.names():
         at = 0
         for length in lengths.tolist():

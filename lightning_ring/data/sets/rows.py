@@ -35,9 +35,10 @@ class Rows(Protocol):
 
 
 class SetRows:
-    """Images of a set that is there: all, or ``kept`` (ascending numbers).
+    """The images of a set, or some of them (a `Rows`).
 
     Args:
+        kept: The numbers of these images, ascending; None: all.
         prefix: Put before every name.
         columns: ``labels`` or ``places`` of all images of the set, in the place of its own.
     """
@@ -74,16 +75,16 @@ class SetRows:
 
     @property
     def labels(self) -> npt.NDArray[np.int32]:
-        """Of all images of the set."""
+        """Class numbers of all images of the set, also of those that are not kept."""
         return self._columns.get("labels", self.index.labels)
 
     def only(self, kept: npt.NDArray[np.int64]) -> SetRows:
-        """Those of all images that are ``kept``."""
+        """The images with the numbers ``kept``, ascending."""
         assert self._kept is None
         return SetRows(self.root, self.manifest, kept, self.prefix, **self._columns)
 
     def give(self, name: str, folder: Path) -> bool:
-        """Put the file ``name`` of the index into ``folder`` as it is; False where it would be another."""
+        """Link the file ``name`` of the index into ``folder``; False if its content would be another one."""
         if self._kept is not None or self.prefix or name.removesuffix(".npy") in self._columns:
             return False
         link_or_copy(self.root / self.manifest.index / name, folder / name)

@@ -20,12 +20,14 @@ from lightning_ring.comm.replicate import digest_of_model
 from lightning_ring.elastic.catch_up.wire import Message
 from lightning_ring.job.watch.messages import in_forked_children, watch_for_loss
 
-PIECE_BYTES = 16 * 2**20  # of state that are copied at once: for so long a step may have to wait
+PIECE_BYTES = 16 * 2**20  # of state, copied at once: a step may have to wait for one copy
+# A newcomer is given up when more gradients are queued than both of these: bytes, and those of so many steps.
 LEAST_BEHIND_BYTES = 256 * 2**20
-STEPS_BEHIND = 3  # of gradients that may be queued, before the newcomer is given up
-STEPS_WITHOUT_STATE, SECONDS_WITHOUT_STATE = 100, 60.0  # in which gradients alone have filled the connection
+STEPS_BEHIND = 3
+# It is also given up when gradients have filled the connection, and no state was sent, for so many steps and seconds.
+STEPS_WITHOUT_STATE, SECONDS_WITHOUT_STATE = 100, 60.0
 CONNECT_SECONDS = 10.0
-CLOSE_SECONDS = 2.0
+CLOSE_SECONDS = 2.0  # for the end of a thread
 
 _log = logging.getLogger("lightning_ring")
 
@@ -33,14 +35,19 @@ _log = logging.getLogger("lightning_ring")
 class Source:
     """Sends ``module``'s parameters and the state of ``optimizers`` to processes that ask for them.
 
-    The training calls `hold_still` when parameters and optimizer state do not change for a while, and `update` before
-    they do. Both cost nothing while nobody asks. Thread-safe.
+    The training calls `hold_still` when parameters and optimizer state stay as they are for a while, and `update`
+    before they change. Both cost nothing while no process asks. Thread-safe.
+
+    Attributes:
+        refusal: Why no process gets any state; empty if they do.
+        news: The lock of this object; notified when there is something to send.
+        still_after: The number of steps after which the state stays as it is now; `None` while it may change.
     """
 
     def __init__(self, module: Callable[[], nn.Module], optimizers: Callable[[], Sequence[Optimizer]]) -> None:
-        self.refusal = ""  # why nobody gets anything
+        self.refusal = ""
         self.news = threading.Condition()
-        self.still_after: int | None = None  # steps, while nothing changes
+        self.still_after: int | None = None
         self._module = module
         self._optimizers = optimizers
         self._feeds: list[_Feed] = []
@@ -63,9 +70,10 @@ class Source:
             self.news.notify_all()
 
     def update(self, step: int, members: Collection[int]) -> None:
-        """The optimizers are about to take step number ``step``, with the averages that are in ``.grad``.
+        """Say that the optimizers are about to take step number ``step``, with the averages that are in ``.grad``.
 
-        ``members`` take it too, and need nothing any more. Copies gradients, and waits until no state is being copied.
+        Copies the gradients for processes that catch up. Waits while a piece of state is copied. Processes among
+        ``members`` take the step themselves: nothing more is sent to them.
         """
         with self.news:
             self.still_after = None
@@ -77,7 +85,7 @@ class Source:
             self.news.notify_all()
 
     def close(self, refusal: str) -> None:
-        """Send no more, and tell those that ask from now on why."""
+        """End all connections. Processes that ask from now on get ``refusal``, the reason, and nothing else."""
         with self.news:
             self.refusal = refusal
             feeds = list(self._feeds)
@@ -102,7 +110,7 @@ class Source:
 
 
 class _Feed(threading.Thread):
-    """Sends to one newcomer. All methods but `run` are called with the source's lock."""
+    """Sends to one newcomer. `run` is the thread; all other methods are called with the lock ``news`` of the source."""
 
     def __init__(self, source: Source, member: int, address: tuple[str, int], token: str) -> None:
         super().__init__(name="ring-feed", daemon=True)
@@ -151,7 +159,7 @@ class _Feed(threading.Thread):
                 connection.shutdown(socket.SHUT_RDWR)
 
     def take_gradients(self, step: int) -> None:
-        """Queue what the newcomer needs for step number ``step`` of the parameters that it has."""
+        """Queue the gradients of step number ``step``, of the parameters that were sent to the newcomer."""
         if self._over or not self._described:
             return
         self._steps_without_state += bool(self._left)
@@ -186,7 +194,7 @@ class _Feed(threading.Thread):
         ]
 
     def _next(self) -> Message | None:
-        """What is sent next; `None` at the end. Blocks."""
+        """The message that is sent next: a queued step, else a piece of state. Blocks; `None` at the end."""
         source = self._source
         with source.news:
             while not self._over:
@@ -201,7 +209,10 @@ class _Feed(threading.Thread):
         return None
 
     def _state(self, step: int) -> Message | None:
-        """The next parameters with their states, `PIECE_BYTES` or more; `None` once all were sent and that was told."""
+        """The next message of state: the model's digest, then pieces of `PIECE_BYTES` or more, then the word "all".
+
+        `None` after that.
+        """
         source = self._source
         if not self._described:
             self._described = True

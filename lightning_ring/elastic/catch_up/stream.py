@@ -28,16 +28,16 @@ _log = logging.getLogger("lightning_ring")
 
 
 class Stream(threading.Thread):
-    """Brings ``module`` and ``optimizers`` to where the rank is that connects to ``port`` and knows ``token``.
+    """Brings ``module`` and ``optimizers`` to the state of the rank that connects to ``port`` and sends ``token``.
 
-    A parameter takes part in its steps from the one on behind which it came. Whatever goes wrong ends the stream: what
-    it lacks is sent when this process joins.
+    Both are changed in place. A parameter that came after step n takes part in the steps from n + 1 on. Any failure
+    ends the stream: state that has not come is sent when this process joins.
 
     Attributes:
         complete: Set once every parameter has come.
         over: Set at the end of the stream.
         refusal: Why the rank sends nothing; empty if it does.
-        step: Number of steps that what has come has taken; -1 before anything has come.
+        step: The number of steps that the state of this process has taken; -1 before any state has come.
     """
 
     def __init__(self, address: str, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
@@ -83,7 +83,10 @@ class Stream(threading.Thread):
             self.over.set()
 
     def reach(self, step: int, check: Callable[[], None]) -> None:
-        """Return when ``step`` steps are taken, or when they will not be. ``check`` may raise meanwhile."""
+        """Return when ``step`` steps are taken, or when the stream has ended or is silent for `QUIET_SECONDS`.
+
+        ``check`` is called again and again meanwhile, and may raise.
+        """
         self._heard = time.monotonic()
         while 0 <= self.step < step and not self.over.wait(0.001):
             check()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from stat import S_ISREG
 
 import torch
 import torch.nn.functional as F
@@ -85,9 +86,11 @@ class PhotoEmbedder:
     def embed(
         self, files: Sequence[Path], progress: Callable[[int, int], object] = lambda done, total: None
     ) -> tuple[Tensor, dict[int, str]]:
-        """Embeddings of unit length ``[files, embedding_size]``, and why a file has none, by its place.
+        """Embed ``files``; ``progress`` is called with the numbers of files that are done, and of all.
 
-        The row of a file that cannot be read means nothing.
+        Returns:
+            Embeddings of unit length ``[len(files), embedding_size]``, float32. For files that cannot be read: the
+            reason, by their place in ``files``; their rows hold no embedding.
 
         Raises:
             ConfigurationError: An embedding is not finite.
@@ -112,12 +115,17 @@ class PhotoEmbedder:
         return embeddings, failed
 
     def _decoded(self, files: Sequence[Path], pool: Executor) -> tuple[Tensor, dict[int, str]]:
-        """Images ``[files, 3, height, width]``, uint8, and why a file is none, by its place: that one is black."""
+        """Images ``[len(files), 3, height, width]``, uint8; and for files that are no image the reason, by place.
+
+        The image of such a file is black.
+        """
         rows = torch.zeros(len(files), *height_and_width(self.crop.size), 3, dtype=torch.uint8)
         images = rows.permute(0, 3, 1, 2)
 
         def decode(place: int) -> str | None:
             try:
+                if not S_ISREG(files[place].stat().st_mode):
+                    return "not a regular file"  # reading a named pipe would wait for ever
                 with torch.inference_mode():  # of this thread
                     decode_into([images[place : place + 1]], files[place].read_bytes(), [self.crop], [[]])
                 return None

@@ -51,7 +51,11 @@ class PhotoIndex:
     def build(
         cls, model: PhotoEmbedder, folder: Path, progress: Callable[[int, int], object] = lambda done, total: None
     ) -> tuple[PhotoIndex, dict[str, str]]:
-        """Embed all photographs below ``folder``; also returns why some were left out, by path."""
+        """Embed all photographs below ``folder``. Returns the index, and the reasons for those left out, by path.
+
+        Raises:
+            ConfigurationError: There is no photograph that can be read, or an embedding is not finite.
+        """
         paths, left_out = photos_below(folder)
         embeddings, failed = model.embed(paths, progress)
         left_out |= {str(paths[place]): reason for place, reason in failed.items()}
@@ -68,7 +72,7 @@ class PhotoIndex:
         return PhotoEmbedder.of(checkpoint or self.checkpoint, self.class_path, self.size, self.resize)
 
     def save(self, file: Path) -> None:
-        """Written beside ``file`` first: an interrupted call leaves the old index."""
+        """Write the index to ``file``. An interrupted call leaves the file as it was."""
         parts = {"format": FORMAT, **{field.name: getattr(self, field.name) for field in fields(self)}}
         temporary = file.with_name(f".{file.name}.part")
         torch.save(parts, temporary)
@@ -76,6 +80,7 @@ class PhotoIndex:
 
     @classmethod
     def load(cls, file: Path) -> PhotoIndex:
+        """Raises `ConfigurationError`: ``file`` is no index of this version."""
         try:
             parts = torch.load(file, weights_only=True)
         except FileNotFoundError:

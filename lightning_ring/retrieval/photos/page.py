@@ -8,7 +8,7 @@ from html import escape
 from io import BytesIO
 from pathlib import Path
 
-from PIL import Image, ImageOps
+from PIL import Image
 
 from lightning_ring.data.decoding import decode_rgb
 from lightning_ring.retrieval.photos.index import Found
@@ -70,9 +70,11 @@ def _figure(file: Path, name: str, text: str, more: str, kind: str) -> str:
 def _data(file: Path) -> str:
     """A small JPEG of ``file``, as the model sees it, as an address; empty where it has gone since it was indexed."""
     try:
-        small = ImageOps.contain(Image.fromarray(decode_rgb(file.read_bytes())), (SIDE, SIDE))
+        image = Image.fromarray(decode_rgb(file.read_bytes()))
     except (OSError, ValueError, MemoryError):
         return ""
+    scale = SIDE / max(image.size)
+    small = image.resize((max(1, round(image.width * scale)), max(1, round(image.height * scale))))
     data = BytesIO()
     small.save(data, "JPEG", quality=85)
     return "data:image/jpeg;base64," + base64.b64encode(data.getvalue()).decode()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import os
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -15,6 +18,7 @@ from lightning_ring.cli.main import main
 from lightning_ring.data import CenterCrop, DeviceTransform
 from lightning_ring.data.loading.pixels import decode_into
 from lightning_ring.retrieval.photos.index import PhotoIndex
+from lightning_ring.retrieval.photos.page import page_of
 from tests.images import picture
 from tests.monitor.browser import NAMES, executable, open_browser
 from tests.retrieval.photos.models import NAME, Embedder, Standardising, save
@@ -102,6 +106,19 @@ def test_a_broken_photograph_is_left_out_by_a_model_that_cannot_embed_black_imag
     assert "gives photos/black.png an embedding that is NaN or infinite" in capsys.readouterr().err
 
 
+def test_a_named_pipe_is_left_out(here, capsys):
+    os.mkfifo(here / "photos" / "pipe.jpg")
+    assert main([*INDEX, "photos"]) == 0
+    assert capsys.readouterr().err == "left out: photos/pipe.jpg: not a regular file\n"
+
+
+def test_a_line_of_pixels_is_shown(indexed):
+    Image.new("RGB", (1, 5000), "blue").save("line.png")
+    assert main(["identify", "line.png", "-k", "1"]) == 0
+    shown = Path("identified.html").read_text().split("base64,")[1].split('"')[0]
+    assert Image.open(io.BytesIO(base64.b64decode(shown))).size == (1, 220)
+
+
 def test_hidden_folders_are_not_looked_into(here, capsys):
     hidden = here / "photos" / ".trash"
     hidden.mkdir()
@@ -133,13 +150,6 @@ def test_more_photographs_than_a_batch_and_names_that_are_no_text(here, capsys, 
 
 
 def test_pictures_of_16_bits_are_shown_as_the_model_sees_them(here):
-    import base64
-    import io
-
-    import numpy as np
-
-    from lightning_ring.retrieval.photos.page import page_of
-
     deep = np.linspace(0, 65535, 64 * 64).reshape(64, 64).astype(np.uint16)
     Image.fromarray(deep).save(here / "deep.png")
     page = page_of([here / "deep.png"], [[]], 0, "model.ckpt")
