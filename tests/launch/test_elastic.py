@@ -390,15 +390,30 @@ def test_plain_python_is_the_steward_of_its_own_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.ranks
 def test_ranks_that_do_not_end_with_their_job_are_ended(tmp_path: Path) -> None:
+    """Process 0 heeds nothing, and is killed. Stopped ones go on, so that they end: 2 learns why the job is over, as it
+    was stopped before; 3, which stops itself then, gets SIGTERM."""
     script = counting(
         tmp_path,
-        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        f"if number == '1': when_counting({KILL})\n"
+        f"folder, pid = {str(tmp_path)!r}, os.getpid()\n"
+        "open(f'{folder}/pid.{number}', 'w').write(str(pid))\n"
+        "def note(*_): open(f'{folder}/ended.{number}', 'w'); os._exit(3)\n"
+        "def when_2_is_stopped():\n"
+        "    stat = f'/proc/{open(folder + \"/pid.2\").read()}/stat'\n"
+        "    while open(stat).read().rpartition(')')[2].split()[0] != 'T': time.sleep(0.01)\n"
+        "    os.kill(pid, signal.SIGKILL)\n"
+        "signal.signal(signal.SIGTERM, note if number == '3' else signal.SIG_IGN)\n"
+        "if number == '1': when_counting(when_2_is_stopped)\n"
+        "if number == '2': when_counting(lambda: os.kill(pid, signal.SIGSTOP))\n"
         "try: count()\n"
-        "finally: time.sleep(3600)\n",
+        "finally:\n"
+        "    if number == '2': note()\n"
+        "    if number == '3': time.sleep(0.2); os.kill(pid, signal.SIGSTOP)\n"
+        "    time.sleep(3600)\n",
     )
-    soon = "import lightning_ring.launch.supervisor as s; s._TERM_SECONDS = 0.5; " + START
-    command = [sys.executable, "-c", soon, "ElasticLimits(2, min_ranks=2)", script]
-    done = run(command, RING_STOP_GRACE="0.5")
+    soon = "import lightning_ring.launch.supervisor as s; s._TERM_SECONDS = 3.0; " + START
+    command = [sys.executable, "-c", soon, "ElasticLimits(4, min_ranks=4)", script]
+    done = run(command, RING_STOP_GRACE="0.6")
     assert done.returncode == 1, done.stdout
     assert "(--min-ranks)" in done.stdout.strip().splitlines()[-1]
+    assert {path.suffix for path in tmp_path.glob("ended.*")} == {".2", ".3"}
+    assert all(is_dead(int(path.read_text())) for path in tmp_path.glob("pid.*"))
