@@ -56,7 +56,7 @@ def test_an_exit_ends_the_job_at_once_also_beside_deaths(
         "count()\n",
     )
     # those left are told, and not waited for
-    patient = "import lightning_ring.launch.elastic as e; e.PEERS_SECONDS = 600.0; " + START
+    patient = "import lightning_ring.launch.supervisor as s; s.PEERS_SECONDS = 600.0; " + START
     done = run([sys.executable, "-c", patient, "ElasticLimits(3)", script])
     assert done.returncode == expected, done.stdout
     assert re.search(told, done.stdout.splitlines()[-1]), done.stdout
