@@ -66,7 +66,9 @@ def cluster() -> Iterator[Cluster]:
     hosts = RemoteHosts(["true"], {}, lambda host, command: SLEEP)
     hosts.add(Host("b", 1))
     try:
-        yield Cluster(hosts)
+        cluster = Cluster(hosts)
+        yield cluster
+        cluster.agent.close()
     finally:
         hosts.close()
 
