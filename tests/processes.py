@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 from lightning_ring.job.exit import remove_segments
@@ -86,6 +88,14 @@ def end_session(process: subprocess.Popen[str]) -> None:
         if int(rest.split()[3]) == process.pid or head.endswith(f"(of {process.pid}"):
             remove_segments(int(stat.parent.name))  # mpirun, killed with them, would have removed them
             os.kill(int(stat.parent.name), signal.SIGKILL)
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 60.0) -> None:
+    """Return once ``condition()`` is true; past ``seconds`` the test fails."""
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.01)
 
 
 def mpirun(world_size: int, *command: str, timeout: float = HANGS, **env: str) -> subprocess.CompletedProcess[str]:

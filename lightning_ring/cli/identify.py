@@ -9,6 +9,7 @@ from pathlib import Path
 from lightning_ring.cli.arguments import check_output, import_from_here
 from lightning_ring.cli.sets.running import exit_code
 from lightning_ring.errors import ConfigurationError
+from lightning_ring.host.file_names import printable
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -23,8 +24,9 @@ def main(arguments: Sequence[str]) -> int:
 
 def _identify(options: argparse.Namespace) -> int:
     import_from_here()
+    from lightning_ring.data.packing.files import write_whole
     from lightning_ring.retrieval.photos.index import PhotoIndex  # here: torch takes seconds
-    from lightning_ring.retrieval.photos.page import page_of, printable
+    from lightning_ring.retrieval.photos.page import page_of
 
     index = PhotoIndex.load(options.index)
     model = index.model(options.checkpoint)
@@ -34,7 +36,7 @@ def _identify(options: argparse.Namespace) -> int:
         for number, other in enumerate(others, start=1):
             print(printable(f"  {number}. {other.similarity:.3f}  {other.label or '-'}  {other.file}"))
     page = page_of(options.photos, found, len(index.files), model.checkpoint)
-    options.output.write_text(page, encoding="utf-8")
+    write_whole(options.output, page.encode())
     print(f"page: {options.output}")
     return 0
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from lightning_ring.cli.arguments import check_output, import_from_here
 from lightning_ring.cli.sets.running import exit_code
 from lightning_ring.errors import ConfigurationError
+from lightning_ring.host.file_names import printable
 
 MOST_NAMED = 20  # photographs that are left out
 
@@ -28,7 +29,6 @@ def _index(options: argparse.Namespace) -> int:
     import_from_here()
     from lightning_ring.retrieval.photos.embedder import PhotoEmbedder  # here: torch takes seconds
     from lightning_ring.retrieval.photos.index import PhotoIndex
-    from lightning_ring.retrieval.photos.page import printable
 
     model = PhotoEmbedder.of(options.checkpoint, options.model, options.size, options.resize)
     index, left_out = PhotoIndex.build(model, options.folder, _progress)

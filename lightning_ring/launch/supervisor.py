@@ -177,11 +177,17 @@ class Supervisor:
             self._kill_sessions()
 
     def _end_in(self, seconds: float) -> None:
+        """Leave the children ``seconds`` to end by themselves. A stopped one (SIGSTOP) could not: it is continued."""
+        self.kill(signal.SIGCONT)
         now = time.monotonic()
         self._plan = [
-            (now + seconds, lambda: self.kill(signal.SIGTERM)),
+            (now + seconds, self._terminate),
             (now + seconds + _TERM_SECONDS, self._kill_sessions),
         ]
+
+    def _terminate(self) -> None:
+        self.kill(signal.SIGTERM)
+        self.kill(signal.SIGCONT)  # a stopped process gets the other signal when it goes on
 
     def _clear(self) -> None:
         """After a failure: wait until the processes of the children end by themselves (a rank sees that mpirun has

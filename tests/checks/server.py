@@ -14,12 +14,12 @@ import pytest
 import torch
 from mpi4py import MPI
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_ring import RingStrategy, distribute
 from lightning_ring.algorithms.local import AsynchronousGossip
 from lightning_ring.algorithms.server import ParameterServer
-from lightning_ring.errors import ConfigurationError
+from lightning_ring.errors import ConfigurationError, UnevenBatchesError
 from tests.checks.loops import batches, loss_of, network
 from tests.checks.models import Classifier, assert_all_ranks_equal, data, loader, parameters, trainer
 from tests.checks.stepping_alone import FabricLoop, Noted, fit_and_save, saved_parameters
@@ -159,6 +159,40 @@ def check_a_rank_without_a_batch_takes_part_in_evaluations_and_checkpoints() -> 
                     assert training.state_dict() or RANK != 0
             moved = [not torch.equal(before, after) for before, after in pairwise(shown)]
             assert moved == [True, True, True, False]
+
+
+class Stream(IterableDataset):
+    """As many samples in each of its iterations, and none in further ones."""
+
+    def __init__(self, *lengths: int) -> None:
+        self.lengths = list(lengths)
+
+    def __iter__(self) -> Any:
+        length = self.lengths.pop(0) if self.lengths else 0  # once the first sample is asked for
+        yield from (data()[i] for i in range(length))
+
+
+def check_a_trainers_rank_without_a_training_batch_is_an_error_of_every_rank() -> None:
+    here = 0 if RANK == SIZE - 1 else 8
+
+    def said(algorithm: Any, train: Any, steps: int = 0, **arguments: Any) -> str:
+        """The error after ``steps`` steps."""
+        job = trainer(RingStrategy(algorithm=algorithm), use_distributed_sampler=False, **arguments)
+        with pytest.raises(UnevenBatchesError) as caught:
+            job.fit(Timed(), train)
+        assert job.global_step == steps
+        return str(caught.value)
+
+    for algorithm in (AsynchronousGossip(), ParameterServer(mode="async")):
+        empty = [
+            said(algorithm, DataLoader(data(here), 4)),
+            said(algorithm, [DataLoader(data(here), 4), DataLoader(data(here), 2)]),
+            said(algorithm, DataLoader(data(4 * (1 if here == 0 else 2)), 4), limit_train_batches=0.5),
+            said(algorithm, DataLoader(Stream(here), 4)),
+            said(algorithm, DataLoader(Stream(8, here), 4), steps=2),
+        ]
+        assert all(error.startswith(f"rank {SIZE - 1} has no training batch at all in this epoch") for error in empty)
+        assert MPI.COMM_WORLD.allgather(empty) == [empty] * SIZE
 
 
 def check_fabric_saves_the_servers_weights_and_goes_on_from_them(tmp_path: Path) -> None:

@@ -121,8 +121,12 @@ def check_rounds_never_mix() -> None:
 def check_it_goes_on_while_nobody_waits() -> None:
     comm = opened()
     tensor = comm.empty(2_000_000, torch.float32, CPU).fill_(1)
-    work = comm.all_reduce_(tensor)
     if comm.rank != 0:
+        WORLD.Barrier()  # rank 0 calls first: the last one would do its part in the call itself
+    work = comm.all_reduce_(tensor)
+    if comm.rank == 0:
+        WORLD.Barrier()
+    else:
         work.wait()
     WORLD.Barrier()  # until then rank 0 computes, and does not call the communicator
     work.wait()

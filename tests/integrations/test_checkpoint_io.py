@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -13,16 +10,7 @@ from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
 
 from lightning_ring import RingFabricStrategy, RingStrategy
 from lightning_ring.integrations.ranks.checkpoint_io import WholeCheckpointIO
-
-
-@contextmanager
-def files_of_at_most(num_bytes: int) -> Iterator[None]:
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+from tests.full_disk import files_of_at_most
 
 
 def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(tmp_path: Path) -> None:

@@ -44,7 +44,6 @@ def test_rank_0_leaves_a_job_of_mpi(tmp_path: Path) -> None:
 def test_rank_0_leaves_a_job_of_plain_processes_and_a_later_failure_ends_the_others(tmp_path: Path) -> None:
     done = run(
         [*RINGRUN, "-n", "3", "--no-mpi", *forked.python(), SCRIPT, str(tmp_path), "auto", "gloo"],
-        timeout=240,
         FAIL="1",
     )
     check_results(tmp_path, ["SharedMemoryCommunicator", "GlooCommunicator"])

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,7 +18,7 @@ import pytest
 from benchmarks.hosts import Hosts, open_hosts, why_not
 from lightning_ring.job.rendezvous.interfaces import reachable_candidates
 from lightning_ring.launch.processes import is_dead
-from tests.processes import ROOT, clean_env, end_session
+from tests.processes import ROOT, clean_env, end_session, wait_for
 
 RANK = str(ROOT / "tests" / "membership" / "counting_rank.py")
 SUMMING = str(ROOT / "tests" / "elastic" / "summing_rank.py")
@@ -30,13 +30,6 @@ START = (
     "sys.exit(ElasticJob([sys.executable, *sys.argv[1:]], ElasticLimits(4), "
     "hosts=[Host('localhost', 2), Host('elsewhere', 2)], line=lambda host, command: ['sh', '-c', command]).run())"
 )
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.01)
 
 
 @contextmanager

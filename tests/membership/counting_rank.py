@@ -17,7 +17,7 @@ from lightning_ring.membership.endings import GenerationOver, JobEnded
 from lightning_ring.membership.member import Member
 from lightning_ring.membership.view import View
 
-WAIT = 60.0
+WAIT = 600.0  # longer than a test waits for the job: no rank ends by itself that is not told to
 
 
 class Rank:

@@ -145,11 +145,12 @@ def test_who_has_finished_is_not_waited_for() -> None:
 @pytest.mark.parametrize("seeds", [range(100), range(100, 200)], ids=str)
 def test_one_history_whatever_happens_in_which_order(seeds: range) -> None:
     for seed in seeds:
-        live_through(random.Random(seed))
+        live_through(seed)
 
 
-def live_through(draws: random.Random) -> None:
+def live_through(seed: int) -> None:
     """Ranks as the protocol has them: averages, a barrier that all must reach, then the step. Deaths at any point."""
+    draws = random.Random(seed)
     membership, numbers = opened(4), itertools.count(4)
     steps: dict[int, int] = dict.fromkeys(range(4), 0)
     most = 0

@@ -7,7 +7,6 @@ import json
 import queue
 import socket
 import threading
-import time
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from lightning_ring.membership.agreement import Report
 from lightning_ring.membership.endings import GenerationOver, JobEnded, TooFewRanks
 from lightning_ring.membership.member import Member
 from tests.membership.serving import WAIT, first_view, serving
+from tests.processes import wait_for
 
 
 def test_a_death_stops_the_others_and_frees_who_waits_in_the_store() -> None:
@@ -104,10 +104,7 @@ def test_a_newcomer_gets_another_source_each_time_and_is_called_when_it_is_neede
         assert not three.is_needed
         two.close()
         one.report(Report(3))
-        until = time.monotonic() + WAIT
-        while not three.is_needed and time.monotonic() < until:
-            time.sleep(0.01)
-        assert three.is_needed
+        wait_for(lambda: three.is_needed, WAIT)
         three.report(Report())
         view = one.next_view(WAIT)
         assert (view.members, view.newcomers) == ((0, 5), (5,))
@@ -118,9 +115,7 @@ def test_a_process_that_catches_up_when_the_training_ends_or_nobody_is_left_is_t
         (one,) = first_view(server, 1)
         two, three = server.join(1), server.join(2)
         two.ask_for_state(1234, "secret", 0)
-        until = time.monotonic() + WAIT
-        while not server.steward.membership.catching_up and time.monotonic() < until:
-            time.sleep(0.01)
+        wait_for(lambda: server.steward.membership.catching_up, WAIT)
         one.finish()
         assert two.is_over(WAIT)
         three.ask_for_state(1234, "secret", 0)
@@ -150,9 +145,7 @@ def test_ranks_that_are_too_few_for_too_long_learn_why_the_job_ends(parted: bool
         one, two = first_view(server, 2)
         two.close()
         one.report(Report(3, parted=parted))
-        until = time.monotonic() + WAIT
-        while not server.steward.membership.below_min_ranks and time.monotonic() < until:
-            time.sleep(0.01)
+        wait_for(lambda: server.steward.membership.below_min_ranks, WAIT)
         server.calls.append(lambda: server.steward.end_with_too_few("1 rank is left"))
         if parted:
             assert one.next_view(WAIT).last == "1 rank is left"

@@ -54,7 +54,6 @@ def typed(tmp_path):
     script.write_text(TYPED)
     return lambda *overrides: run(
         [sys.executable, str(script), TRAIN, f"hydra.run.dir={tmp_path / 'run'}", *overrides],
-        timeout=240,
         **forked.ranks(),
     )
 

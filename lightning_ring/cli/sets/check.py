@@ -14,7 +14,7 @@ from lightning_ring.cli.sets.running import count
 def check(options: argparse.Namespace, workers: int, bar: Any) -> int:
     """List what is found as CSV on standard output; 1 if that is anything."""
     from lightning_ring.data.sets.duplicates import find_duplicates
-    from lightning_ring.data.sets.tables import printable
+    from lightning_ring.host.file_names import printable
 
     def progress(done: int, total: int) -> None:
         bar.total = total
@@ -26,7 +26,7 @@ def check(options: argparse.Namespace, workers: int, bar: Any) -> int:
     writer.writerow(["kind", "distance", "split", "path", "label", "of_split", "of_path", "of_label"])
     for each in found:
         row = [each.kind, "equal" if each.distance is None else each.distance, *each.image, *each.of]
-        writer.writerow([printable(str(cell)) for cell in row])
+        writer.writerow([printable(cell) for cell in row])
     kinds = Counter(each.kind for each in found)
     other_class = sum(each.image.class_name != each.of.class_name for each in found)
     shown = ", ".join(count(number, kind) for kind, number in sorted(kinds.items()))

@@ -105,8 +105,10 @@ class ObjectStore:
 
         try:
             if size is None:
-                write_at(file, await self.read_whole(name), 0)
-                size = 0
+                data = await self.read_whole(name)
+                make_room(len(data))
+                write_at(file, data, 0)
+                size = 0  # of what is left
             step = _PART * self.options.num_requests
             for first in range(0, size, step):
                 stop = min(first + step, size)

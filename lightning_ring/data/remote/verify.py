@@ -35,20 +35,22 @@ def verify_url(url: str, progress: Progress, options: Remote | None = None) -> t
         manifest = mirror.manifest()
         index = ShardIndex(mirror.path, manifest)
 
+        def place_of(name: str) -> Path:
+            return folder / name.replace("/", "-")
+
         def fetched(name: str) -> Path:
-            path = folder / name.replace("/", "-")
+            path = place_of(name)
             store.submit(store.download, name, path, lambda num_bytes: None).result()
             return path
 
         def look(shard: Shard) -> list[str]:
             try:
                 path = fetched(shard.name)
+                return check_shard(path, shard, manifest, lambda: index, f"{store.url}/{shard.name}")
             except ShardError as error:  # it was there a moment ago
                 return [str(error)]
-            try:
-                return check_shard(path, shard, manifest, lambda: index, f"{store.url}/{shard.name}")
             finally:
-                path.unlink()
+                place_of(shard.name).unlink(missing_ok=True)
 
         problems = []
         for name in manifest.files:

@@ -98,7 +98,8 @@ def _merge(sources: Sequence[Path], target: Path, base: Manifest | None, prefixe
         parts.append(SetRows(source, manifest, labels=labels, prefix=f"{source.name}/" if prefixes else ""))
     deleted = set() if base is None else set(parts[0].index.deleted)
     all_parts, parts = parts, without_repeated(parts, {os.fsencode(name) for name in deleted})
-    if base is not None and len(parts) == 1:
+    gone = _deleted(all_parts, parts)
+    if base is not None and len(parts) == 1 and gone == deleted:
         return base  # all are there already
     joined_metadata(parts)  # an error before anything is written
     first = parts[0].manifest
@@ -126,7 +127,7 @@ def _merge(sources: Sequence[Path], target: Path, base: Manifest | None, prefixe
         next_shard=number,
         next_key=sum(part.manifest.free_key for part in parts),
     )
-    return write_generation(target, plan, parts, base, deleted=_deleted(all_parts, parts))
+    return write_generation(target, plan, parts, base, deleted=gone)
 
 
 def _deleted(sources: Sequence[SetRows], merged: Sequence[SetRows]) -> set[str]:

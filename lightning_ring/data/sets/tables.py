@@ -18,6 +18,7 @@ from lightning_ring.data.shards.expressions import matching
 from lightning_ring.data.shards.index import ShardIndex
 from lightning_ring.data.shards.manifest import read_manifest
 from lightning_ring.errors import ConfigurationError
+from lightning_ring.host.file_names import printable
 
 
 def read_labels(file: Path) -> dict[str, str]:
@@ -138,11 +139,6 @@ def write_table(
         cells = [_cell(index.metadata[name], i) for name in wanted]
         row = [index.name(i), manifest.classes[index.labels[i]], *cells]
         writer.writerow([printable(cell) for cell in row])
-
-
-def printable(text: str) -> str:
-    """``text`` as UTF-8 can have it: a name may hold bytes that are none."""
-    return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 def _cell(column: Column, i: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
@@ -18,11 +18,14 @@ from lightning_ring.errors import UnevenBatchesError
 from lightning_ring.integrations.lightning.same_images import check_same_images
 from lightning_ring.integrations.lightning.uneven import (
     WHAT_TO_DO,
+    Policy,
     agree_on_batches,
     batches_until_the_end,
+    check_none_is_without,
     different_numbers,
     is_stream,
     limited,
+    none_at_all,
     ran_out,
     several_cannot_join,
     warn_of_padding,
@@ -36,16 +39,18 @@ class AgreedCombinedLoader(CombinedLoader):
 
     A batch costs one small message then. A loader's length may differ between ranks if the combined number does not. An
     `UnevenBatchesError` is raised on every rank, before the first step or at the step for which some rank has no batch.
+    With the policy ``"alone"`` numbers may differ, and ranks agree on the first batch of each epoch only.
     """
 
     def __init__(self, iterables: Any, mode: Any) -> None:
         super().__init__(iterables, mode)
         self._lengths: list[tuple[float, bool]] = []  # of the loaders so far: batches, and whether that is exact
-        self._comm: Communicator | None = None  # if ranks agree on each batch
+        self._comm: Communicator | None = None  # if ranks agree on each batch, or on the first one
+        self._alone = False
         self._same_length = True
         self._step = 0
 
-    def add(self, loader: Any, comm: Communicator, *, policy: str, limit: float, needed: float) -> None:
+    def add(self, loader: Any, comm: Communicator, *, policy: Policy, limit: float, needed: float) -> None:
         """Add a loader that Lightning has prepared. After the last loader ranks compare. Collective.
 
         The arguments are those of `agree_on_batches`.
@@ -61,7 +66,10 @@ class AgreedCombinedLoader(CombinedLoader):
         numbers = [number for number, _ in by_rank]
         self._same_length = min(numbers) == max(numbers)
         all_sure = all(is_sure for _, is_sure in by_rank)
-        if all_sure and (self._same_length or min(numbers) >= needed):
+        self._alone = policy == "alone"
+        if self._alone:
+            check_none_is_without(numbers)
+        if all_sure and (self._alone or self._same_length or min(numbers) >= needed):
             return
         if policy == "join":
             raise several_cannot_join(len(self.flattened))
@@ -80,7 +88,7 @@ class AgreedCombinedLoader(CombinedLoader):
         return length
 
     def __next__(self) -> Any:
-        if self._comm is None:
+        if self._comm is None or (self._alone and self._step > 0):
             return super().__next__()
         try:
             batch, has_data = super().__next__(), True
@@ -90,6 +98,8 @@ class AgreedCombinedLoader(CombinedLoader):
         if not any(having):
             raise StopIteration
         if not all(having):
+            if self._alone:
+                raise UnevenBatchesError(none_at_all(having))
             raise UnevenBatchesError(f"{ran_out(having, self._step)} {WHAT_TO_DO}")
         self._step += 1
         return batch
@@ -101,12 +111,16 @@ class TrainingLoaders:
     def __init__(self) -> None:
         self.combined: AgreedCombinedLoader | None = None  # of the current loaders, unless there is one only
 
-    def prepare(self, dataloader: Any, trainer: Trainer, comm: Communicator, policy: Literal["error", "join"]) -> Any:
-        """Return the loader that ``trainer`` reads instead of ``dataloader``. ``policy``: ``RingStrategy(uneven=)``.
-        Collective."""
+    def prepare(self, dataloader: Any, trainer: Trainer, comm: Communicator, policy: Policy) -> Any:
+        """Return the loader that ``trainer`` reads instead of ``dataloader``. Collective.
+
+        With the policy ``"alone"`` for training loaders only: ranks may come to an evaluation at different times.
+        """
         warn_of_padding(dataloader, comm.world_size)
-        check_same_images(dataloader, comm)
-        if trainer.state.stage != RunningStage.TRAINING or trainer.state.fn != TrainerFn.FITTING:
+        trains = trainer.state.stage == RunningStage.TRAINING and trainer.state.fn == TrainerFn.FITTING
+        if trains or policy != "alone":
+            check_same_images(dataloader, comm)
+        if not trains:
             return dataloader
         limit, needed = trainer.limit_train_batches, batches_until_the_end(trainer)
         if self.combined is None:

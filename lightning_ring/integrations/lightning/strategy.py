@@ -52,7 +52,7 @@ from lightning_ring.integrations.lightning.stop_requests import (
     leave_sigterm_to_the_buckets,
     stop_signals,
 )
-from lightning_ring.integrations.lightning.uneven import warn_of_padding
+from lightning_ring.integrations.lightning.uneven import Policy
 from lightning_ring.integrations.lightning.whole_weights import show_averages, wait_parameters
 from lightning_ring.integrations.lightning.worker_signals import ignore_in_workers
 from lightning_ring.integrations.lightning.zero_loss import ZeroLoss
@@ -313,10 +313,8 @@ class RingStrategy(RankedStrategy):
             ignore_in_workers(dataloader, signals, self.global_rank)
         if self._comm is None or self._trainer is None:
             return dataloader
-        if not self.algorithm.steps_together:
-            warn_of_padding(dataloader, self._comm.world_size)
-            return dataloader
-        return self._training_loaders.prepare(dataloader, self._trainer, self._comm, self.options.uneven)
+        policy: Policy = self.options.uneven if self.algorithm.steps_together else "alone"
+        return self._training_loaders.prepare(dataloader, self._trainer, self._comm, policy)
 
     def on_train_start(self) -> None:
         self._catch_stop_signals()

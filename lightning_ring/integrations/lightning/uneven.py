@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -17,6 +17,9 @@ from torch.utils.data import DistributedSampler, IterableDataset
 
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.errors import ConfigurationError, UnevenBatchesError
+
+Policy = Literal["error", "join", "alone"]
+"""``RingStrategy(uneven=)``; ``"alone"`` where ranks go at their own pace: each needs one batch in every epoch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +35,11 @@ class AgreedLoader:
 
     It is used if lengths are unknown (iterable data sets), or if ``uneven="join"`` lets ranks run out at different
     steps. Then it continues on every rank until no rank has data, and a rank without data repeats its own last batch
-    (`ActiveRanks.step`). With ``"error"`` all ranks raise at the step for which some rank has no batch.
+    (`ActiveRanks.step`). With ``"error"`` all ranks raise at the step for which some rank has no batch. With
+    ``"alone"`` ranks agree on the first batch of each epoch only.
     """
 
-    def __init__(self, loader: Any, comm: Communicator, policy: Literal["error", "join"], length: int | None) -> None:
+    def __init__(self, loader: Any, comm: Communicator, policy: Policy, length: int | None) -> None:
         self._loader = loader
         self._comm = comm
         self._policy = policy
@@ -64,7 +68,10 @@ class AgreedLoader:
                 batch, has_data = next(batches), True
             except StopIteration:
                 batch, has_data = last, False
-            having = [bool(flag) for flag in self._comm.all_gather_object(has_data)]
+            if self._policy != "alone" or step == 0:
+                having = [bool(flag) for flag in self._comm.all_gather_object(has_data)]
+            else:
+                having = [has_data]
             if not any(having):
                 return
             if not all(having):
@@ -89,11 +96,7 @@ class AgreedLoader:
         if self._policy == "error":
             raise UnevenBatchesError(f"{ran_out(having, step)} {WHAT_TO_DO}")
         if step == 0:
-            without = _listed([rank for rank, has in enumerate(having) if not has])
-            raise UnevenBatchesError(
-                f"rank {without} has no training batch at all, so it cannot join in. Give every rank at "
-                "least one batch."
-            )
+            raise UnevenBatchesError(none_at_all(having))
 
 
 WHAT_TO_DO = (
@@ -102,10 +105,8 @@ WHAT_TO_DO = (
 )
 
 
-def agree_on_batches(
-    loader: Any, comm: Communicator, policy: Literal["error", "join"], *, limit: float, needed: float
-) -> Any:
-    """Return ``loader`` if all ranks have equally many batches; else follow ``policy``. Collective.
+def agree_on_batches(loader: Any, comm: Communicator, policy: Policy, *, limit: float, needed: float) -> Any:
+    """Return ``loader`` if all ranks have the batches that ``policy`` asks for; else follow it. Collective.
 
     ``limit`` is ``Trainer(limit_train_batches=)``: a number of batches if an int, a fraction if a float. ``needed`` is
     the number of batches after which training ends anyway (from ``max_steps``); ``inf`` if open.
@@ -118,6 +119,9 @@ def agree_on_batches(
         return AgreedLoader(loader, comm, policy, None)
     used = [int(limited(length, limit)) for length in lengths if length is not None]
     streams = any(is_stream for _, is_stream in described)
+    if policy == "alone":
+        check_none_is_without(used)
+        return AgreedLoader(loader, comm, policy, sized_len(loader)) if streams else loader
     if min(used) == max(used) or min(used) >= needed:
         return AgreedLoader(loader, comm, policy, max(filter(None, lengths), default=0)) if streams else loader
     if policy == "error":
@@ -141,6 +145,21 @@ def ran_out(having: list[bool], step: int) -> str:
         f"{step} of the epoch (counted from 0), while rank {_listed([rank for rank, has in enumerate(having) if has])} "
         "still had some."
     )
+
+
+def none_at_all(having: Sequence[object]) -> str:
+    """``having``: by rank, false or 0 for one without a batch."""
+    return (
+        f"rank {_listed([rank for rank, has in enumerate(having) if not has])} has no training batch at all in this "
+        f"epoch, while rank {_listed([rank for rank, has in enumerate(having) if has])} has some. Give every rank at "
+        "least one batch in each epoch."
+    )
+
+
+def check_none_is_without(numbers: Sequence[float]) -> None:
+    """Raise `UnevenBatchesError` if some ranks have no batch and others have: ``numbers``, by rank."""
+    if min(numbers) == 0 < max(numbers):
+        raise UnevenBatchesError(none_at_all(numbers))
 
 
 def is_stream(loader: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -10,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lightning_ring.data.packing.files import whole_file
 from lightning_ring.data.packing.listing import EXTENSIONS, LeftOut, walk
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.retrieval.neighbours import search
@@ -61,7 +63,9 @@ class PhotoIndex:
         left_out |= {str(paths[place]): reason for place, reason in failed.items()}
         kept = [place for place in range(len(paths)) if place not in failed]
         if not kept:
-            raise ConfigurationError(f"none of the {len(paths)} images below {folder} can be read: {left_out}")
+            raise ConfigurationError(
+                f"none of the {len(paths)} images below {folder} can be read. The first: {paths[0]}: {failed[0]}"
+            )
         files = [str(paths[place].relative_to(folder)) for place in kept]
         root, crop = os.path.abspath(folder), model.crop
         of = (model.checkpoint, model.class_path, model.digest, crop.size, crop.resize)
@@ -74,9 +78,10 @@ class PhotoIndex:
     def save(self, file: Path) -> None:
         """Write the index to ``file``. An interrupted call leaves the file as it was."""
         parts = {"format": FORMAT, **{field.name: getattr(self, field.name) for field in fields(self)}}
-        temporary = file.with_name(f".{file.name}.part")
-        torch.save(parts, temporary)
-        temporary.replace(file)
+        content = io.BytesIO()  # torch's own writer does not say that a disk is full
+        torch.save(parts, content)
+        with whole_file(file) as whole:
+            whole.write(content.getbuffer())
 
     @classmethod
     def load(cls, file: Path) -> PhotoIndex:

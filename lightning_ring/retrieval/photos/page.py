@@ -11,6 +11,7 @@ from pathlib import Path
 from PIL import Image
 
 from lightning_ring.data.decoding import decode_rgb
+from lightning_ring.host.file_names import printable
 from lightning_ring.retrieval.photos.index import Found
 
 SIDE = 220  # pixels of a picture on the page
@@ -78,8 +79,3 @@ def _data(file: Path) -> str:
     data = BytesIO()
     small.save(data, "JPEG", quality=85)
     return "data:image/jpeg;base64," + base64.b64encode(data.getvalue()).decode()
-
-
-def printable(text: object) -> str:
-    """``text`` with a mark in the place of bytes of a file's name that are no UTF-8, which nothing would print."""
-    return str(text).encode("utf-8", "surrogateescape").decode("utf-8", "replace")

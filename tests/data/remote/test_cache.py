@@ -14,6 +14,7 @@ import pytest
 
 from lightning_ring.data import RandomResizedCrop, Remote, ShardDataset, ShuffledSampler, image_loader
 from lightning_ring.data.remote.cached_shard import BLOCK, CachedShard
+from lightning_ring.data.remote.store import ObjectStore
 from lightning_ring.errors import StoreError
 from tests.data.remote.sets import SMALL, opened, shuffled, taken
 
@@ -28,6 +29,17 @@ def test_ranks_that_ask_for_the_same_at_once_share_most_of_it(packed, server, re
         assert rank.read_many(order) == [everything[i] for i in order]
     whole = sum(path.stat().st_size for path in packed.glob("*.tar"))
     assert server.bytes_sent <= 1.1 * whole  # not twice
+
+
+def test_an_object_of_unknown_length_gets_room_too(packed, server, remote, tmp_path, monkeypatch):
+    async def unknown(name: str) -> None:
+        """Some servers do not say."""
+
+    store, room = ObjectStore(server.url, remote), []
+    monkeypatch.setattr(store, "size", unknown)
+    store.submit(store.download, "manifest.json", tmp_path / "copy", room.append).result()
+    assert (tmp_path / "copy").read_bytes() == (packed / "manifest.json").read_bytes()
+    assert room == [(packed / "manifest.json").stat().st_size]
 
 
 def test_a_set_larger_than_the_cache_is_read_sample_by_sample(packed, server, remote, everything):

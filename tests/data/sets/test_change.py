@@ -146,6 +146,18 @@ def test_a_merged_set_remembers_what_was_deleted_from_its_sources(target, tmp_pa
         assert name.replace("1", "new") in images_of(new)
 
 
+def test_a_merge_that_adds_no_image_remembers_what_was_deleted(target, tmp_path):
+    some, other = {"cat/1.jpg": 1, "cat/b.jpg": 3}, tmp_path / "other"
+    pack(draw(tmp_path / "src2", some | {"cat/gone.jpg": 4}), other)
+    delete_images(other, names=["cat/gone.jpg"])
+    pack(draw(tmp_path / "src3", some), tmp_path / "new")
+    merged = merge_sets([other], tmp_path / "new")
+    assert (merged.generation, merged.samples) == (1, 2)
+    assert merge_sets([other], tmp_path / "new").generation == 1  # it knows that now
+    pack(tmp_path / "src2", tmp_path / "new", keep_known=True)
+    assert set(images_of(tmp_path / "new")) == set(some)
+
+
 def test_nothing_is_left_of_a_merge_that_fails(target, tmp_path):
     other = tmp_path / "other"
     pack(draw(tmp_path / "src2", {f"ant/{i}.jpg": i for i in range(12)}), other)

@@ -19,6 +19,7 @@ from lightning_ring.data import CenterCrop, DeviceTransform
 from lightning_ring.data.loading.pixels import decode_into
 from lightning_ring.retrieval.photos.index import PhotoIndex
 from lightning_ring.retrieval.photos.page import page_of
+from tests.full_disk import files_of_at_most
 from tests.images import picture
 from tests.monitor.browser import NAMES, executable, open_browser
 from tests.retrieval.photos.models import NAME, Embedder, Standardising, save
@@ -155,6 +156,16 @@ def test_pictures_of_16_bits_are_shown_as_the_model_sees_them(here):
     page = page_of([here / "deep.png"], [[]], 0, "model.ckpt")
     shown = np.asarray(Image.open(io.BytesIO(base64.b64decode(page.split("base64,")[1].split('"')[0]))))
     assert 100 < shown.mean() < 155  # clipped at 255 it would be almost white
+
+
+def test_a_full_disk_leaves_index_and_page_as_they_were(indexed, capsys):
+    assert main(["identify", "photos/c0/0.jpg"]) == 0
+    before = {path: path.read_bytes() for path in indexed.iterdir() if path.is_file()}
+    with files_of_at_most(1000):
+        assert main([*INDEX, "photos"]) == 1
+        assert main(["identify", "photos/c1/0.jpg"]) == 1
+    assert capsys.readouterr().err.count("File too large") == 2
+    assert {path: path.read_bytes() for path in indexed.iterdir() if path.is_file()} == before
 
 
 def test_a_moved_checkpoint_keeps_its_index(indexed):

@@ -44,7 +44,10 @@ def test_a_folder_that_cannot_be_used(here, refused):
     Path("empty/.hidden").mkdir(parents=True)
     assert "empty holds no images" in refused(*index, "empty")
     Path("empty/a.jpg").write_text("no image")
-    assert "none of the 1 images below empty can be read" in refused(*index, "empty")
+    Path("empty/b.jpg").write_text("no image")
+    said = refused(*index, "empty")
+    assert "none of the 2 images below empty can be read. The first: empty/a.jpg: " in said
+    assert "b.jpg" not in said
     assert "cannot be written" in refused(*index, "photos", "-o", "no/where.index")
     assert "--size 0: expected 1 or more" in refused(*index, "photos", "--size", "0")
     assert not Path("photographs.index").exists()
