@@ -59,6 +59,7 @@ class Exchange:
         in_nodes: Whether the ranks of a node average their gradients at every step besides.
         optimizer_steps: What the busiest server steps, from the number of ranks, while each rank takes a step: in steps
             of an optimizer of all parameters. `None`: ranks step for themselves.
+        copies: Exchanges of as many values, one after another: of the parameters, and of the optimizer's state.
     """
 
     traffic: AllReduce | Direct
@@ -69,11 +70,14 @@ class Exchange:
     hidden_phases: tuple[str, ...] = ()
     in_nodes: bool = False
     optimizer_steps: Callable[[int], float] | None = None
+    copies: int = 1
 
 
-def local_sgd(every: int, in_nodes: bool = False) -> Exchange:
-    """An all-reduce of parameters in float32, after one of requests to stop."""
-    return Exchange(AllReduce(four_bytes), every, rounds=2, in_nodes=in_nodes)
+def local_sgd(every: int, in_nodes: bool = False, num_states: int = 0) -> Exchange:
+    """All-reduces in float32, of parameters and of so many values for each in the optimizer's state, after one of
+    requests to stop."""
+    copies = 1 + num_states
+    return Exchange(AllReduce(four_bytes), every, rounds=1 + copies, in_nodes=in_nodes, copies=copies)
 
 
 def diloco(every: int, fragments: int = 1, overlap: int = 0, outer_bits: int = 32, in_nodes: bool = False) -> Exchange:
@@ -86,7 +90,7 @@ def diloco(every: int, fragments: int = 1, overlap: int = 0, outer_bits: int = 3
 def gossip(topology: str) -> Exchange:
     """Parameters to one rank, or on a ring to both neighbours, while a batch is computed. Lengths travel before."""
     num_bytes = partial(_to_neighbours, 2 if topology == "ring" else 1)
-    return Exchange(Direct(2, num_bytes, num_bytes), hidden_phases=("forward", "backward"))
+    return Exchange(Direct(2, num_bytes, num_bytes), rounds=2, hidden_phases=("forward", "backward"))
 
 
 def num_gossip_parts(num_bytes: float) -> int:
@@ -97,14 +101,14 @@ def num_gossip_parts(num_bytes: float) -> int:
 def asynchronous_gossip() -> Exchange:
     """Parameters of each even rank to an odd one, and that one's back, while a batch is computed and stepped with."""
     traffic = Direct(2, _past_odd_ranks, _of_odd_ranks, lambda world_size: -(-world_size // 2) / world_size)
-    return Exchange(traffic, hidden_phases=("forward", "backward", "optimizer"))
+    return Exchange(traffic, rounds=2, hidden_phases=("forward", "backward", "optimizer"))
 
 
 def parameter_server(servers: int | None = None, mode: str = "bulk") -> Exchange:
     """Gradients to the servers, which ``servers`` ranks are (`None`: all), and weights back."""
     traffic = Direct(2, partial(_past_servers, servers), partial(_of_servers, servers))
     steps = partial(_server_steps, servers, mode == "bulk")
-    return Exchange(traffic, optimizer_steps=steps)
+    return Exchange(traffic, rounds=2, optimizer_steps=steps)
 
 
 def _to_neighbours(count: int, numel: int, world_size: int, local_size: int) -> float:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from lightning_ring.comm.ring_communicator import Transport
 
 Answer = Callable[[int, Tensor], Tensor]
+Use = Callable[[int, int, Tensor], object]
 
 _TAG = 16  # another than those of collectives, and of Gloo's interrupts
 _GOOD, _ERROR, _GOODBYE = 0, 1, 2  # told with the length of a message
@@ -65,49 +66,43 @@ class Requests:
         for thread in self._threads.values():
             thread.start()
 
-    def ask(self, questions: Mapping[int, Tensor], name: str) -> Answers:
-        """Ask each peer its question, all at the same time. They may not change before `Answers.wait`.
+    def ask(self, questions: Mapping[int, Sequence[Tensor]], name: str, use: Use | None = None) -> Answers:
+        """Ask each peer its questions, all at the same time, and without waiting for answers between them.
 
-        This rank itself may be among them. ``name`` stands in errors and stall reports.
+        Answers then come while later questions still go: a long message and its answer, cut in parts, travel at the
+        same time. They may not change before `Answers.wait`. This rank itself may be among the peers.
+
+        Args:
+            questions: By peer.
+            name: Stands in errors and stall reports.
+            use: Called in a thread with the peer, the number of the question and the answer, in order for each peer.
+                The next answer of that peer overwrites that memory.
         """
         self.check()  # where nobody waits for a peer that has failed, nothing else would tell
         answers: dict[int, tuple[int, Tensor]] = {}
 
+        def take(peer: int, index: int, status: int, answer: Tensor) -> None:
+            if answers.get(peer, (_GOOD,))[0] == _ERROR:
+                return
+            answers[peer] = status, answer.clone() if status == _ERROR else answer
+            if status == _GOOD and use is not None:
+                use(peer, index, answer)
+
         def run() -> None:
             others = {peer: self._asked_by_us(peer) for peer in questions if peer != self._rank}
-            sends = {peer: self._send(transport, questions[peer], peer) for peer, transport in others.items()}
-            if self._rank in questions:
-                answers[self._rank] = self._answered(self._rank, questions[self._rank])
+            sends = {
+                peer: [each for question in questions[peer] for each in self._send(transport, question, peer)]
+                for peer, transport in others.items()
+            }
+            for index, question in enumerate(questions.get(self._rank, ())):
+                take(self._rank, index, *self._answered(self._rank, question))
             for peer, transport in others.items():
-                answers[peer] = self._receive(transport, peer)
+                for index in range(len(questions[peer])):
+                    take(peer, index, *self._receive(transport, peer))
             for peer, transport in others.items():
                 transport.wait(sends[peer])
 
         return Answers(self._asking.submit(name, run), answers)
-
-    def ask_in_turn(
-        self, peer: int, questions: Sequence[Tensor], use: Callable[[int, Tensor], None], name: str
-    ) -> Answers:
-        """Ask another rank several questions without waiting for answers between them.
-
-        Answers then come while later questions still go: a long message and its answer, cut in parts, travel at the
-        same time. ``use(index, answer)`` is called in a thread, in order; the next answer overwrites that memory.
-        """
-        self.check()
-        failed: dict[int, tuple[int, Tensor]] = {}
-
-        def run() -> None:
-            transport = self._asked_by_us(peer)
-            sends = [each for question in questions for each in self._send(transport, question, peer)]
-            for index in range(len(questions)):
-                status, answer = self._receive(transport, peer)
-                if status == _ERROR:
-                    failed.setdefault(peer, (status, answer.clone()))
-                elif not failed:
-                    use(index, answer)
-            transport.wait(sends)
-
-        return Answers(self._asking.submit(name, run), failed)
 
     def check(self) -> None:
         """Raise what ends a wait of ``answer``: this rank closes, a collective failed, or a peer."""
@@ -218,7 +213,7 @@ class Answers:
         self._answers = answers
 
     def wait(self) -> dict[int, Tensor]:
-        """By peer, in memory that the next question to that peer overwrites.
+        """By peer the answer to its last question, in memory that the next question to that peer overwrites.
 
         Raises:
             CollectiveError: A peer could not answer; or as `Work.wait`.

@@ -46,7 +46,7 @@ def test_every_rank_asks_all_at_once_and_gets_the_answers_in_order(
         open_requests = opened(comm, answer)
         for length in LENGTHS:
             questions = {peer: numbered(length, comm.rank, peer) for peer in range(world_size)}
-            answers = open_requests.ask(questions, f"{length} bytes").wait()
+            answers = open_requests.ask({peer: [each] for peer, each in questions.items()}, f"{length} bytes").wait()
             assert {peer: found.tolist() for peer, found in answers.items()} == {
                 peer: [*question.tolist(), *question.flip(0).tolist()] for peer, question in questions.items()
             }
@@ -73,7 +73,7 @@ def test_what_two_ranks_ask_each_other_shares_no_connection(world_size: int, mon
 
     def rank(comm: ThreadCommunicator) -> None:
         open_requests = opened(comm, lambda peer, question: torch.zeros(5000, dtype=torch.uint8))
-        questions = {peer: torch.zeros(3000, dtype=torch.uint8) for peer in range(world_size)}
+        questions = {peer: [torch.zeros(3000, dtype=torch.uint8)] for peer in range(world_size)}
         open_requests.ask(questions, "question").wait()
         open_requests.close()
 
@@ -83,7 +83,7 @@ def test_what_two_ranks_ask_each_other_shares_no_connection(world_size: int, mon
     assert sorted(map(list, sent.values())) == [[3000]] * ways + [[5000]] * ways
 
 
-def test_questions_in_turn_wait_for_no_answers_between_them() -> None:
+def test_several_questions_wait_for_no_answers_between_them() -> None:
     second_arrived = threading.Event()
 
     def rank(comm: ThreadCommunicator) -> None:
@@ -96,20 +96,22 @@ def test_questions_in_turn_wait_for_no_answers_between_them() -> None:
                 second_arrived.set()
             return question + 10
 
-        def use(index: int, theirs: Tensor) -> None:
+        def use(peer: int, index: int, theirs: Tensor) -> None:
+            assert peer == 1
             answers.append((index, theirs.tolist()))
             assert second_arrived.wait(30), "the second question waits for the use of the first answer"
 
         open_requests = opened(comm, answer)
         if comm.rank == 0:
             questions = [torch.full((length,), index, dtype=torch.uint8) for index, length in enumerate((200, 3, 99))]
-            open_requests.ask_in_turn(1, questions, use, "numbers").wait()
+            last = open_requests.ask({1: questions}, "numbers", use).wait()
             assert answers == [(0, [10] * 200), (1, [11] * 3), (2, [12] * 99)]
+            assert last[1].tolist() == [12] * 99
             bad = [torch.full((1,), index, dtype=torch.uint8) for index in (2, 3, 2)]
             with pytest.raises(CollectiveError, match="rank 1 answers: ValueError: three is too much"):
-                open_requests.ask_in_turn(1, bad, use, "numbers").wait()
+                open_requests.ask({1: bad}, "numbers", use).wait()
             assert answers[3:] == [(0, [12])]
-            open_requests.ask_in_turn(1, questions, use, "again").wait()
+            open_requests.ask({1: questions}, "again", use).wait()
         open_requests.close()
 
     run_ranks(2, rank)
@@ -125,9 +127,9 @@ def test_what_an_answer_raises_is_told_where_it_was_asked_and_ends_nothing() -> 
         open_requests = opened(comm, answer)
         for peer in range(2):
             with pytest.raises(CollectiveError, match=f"rank {peer} answers: ValueError: one is too much"):
-                open_requests.ask({peer: torch.ones(1, dtype=torch.uint8)}, "one").wait()
+                open_requests.ask({peer: [torch.ones(1, dtype=torch.uint8)]}, "one").wait()
             zero = torch.zeros(1, dtype=torch.uint8)
-            assert torch.equal(open_requests.ask({peer: zero}, "zero").wait()[peer], zero)
+            assert torch.equal(open_requests.ask({peer: [zero]}, "zero").wait()[peer], zero)
         open_requests.close()
 
     run_ranks(2, rank)
@@ -144,7 +146,7 @@ def test_a_thread_that_cannot_answer_any_more_breaks_its_rank(name: str, monkeyp
         open_requests = opened(comm, lambda peer, question: question)
         if comm.rank == 0:
             while True:
-                open_requests.ask({1: torch.zeros(1000, dtype=torch.uint8)}, "question").wait()
+                open_requests.ask({1: [torch.zeros(1000, dtype=torch.uint8)]}, "question").wait()
         monkeypatch.setattr(open_requests, name, fails)
         until = time.monotonic() + 50
         while time.monotonic() < until:

@@ -118,7 +118,7 @@ class AsynchronousGossip(Gossip):
             chosen = random.Random(f"{self.seed} {comm.rank} {self.num_steps}").randrange(1, comm.world_size, 2)
             assert self._requests is not None
             name = f"step {self.num_steps + 1}: average with rank {chosen}"
-            self._exchange_under_way = self._requests.ask_in_turn(chosen, self._x, self._average_with, name)
+            self._exchange_under_way = self._requests.ask({chosen: self._x}, name, self._average_with)
 
     def before_step(self, optimizer: Optimizer, *, has_closure: bool) -> None:
         self._hide_averages()
@@ -191,7 +191,7 @@ class AsynchronousGossip(Gossip):
             self._average_part(index, question)
         return before
 
-    def _average_with(self, index: int, theirs: Tensor) -> None:
+    def _average_with(self, peer: int, index: int, theirs: Tensor) -> None:
         with self._changing:
             self._average_part(index, theirs)
 
@@ -211,7 +211,7 @@ class AsynchronousGossip(Gossip):
         comm = self._communicator
         if self._asked_to_stop and not self._told_to_stop:
             others = [rank for rank in range(comm.world_size) if rank != comm.rank]
-            self._requests.ask(dict.fromkeys(others, _STOP), "a request to stop").wait()
+            self._requests.ask(dict.fromkeys(others, (_STOP,)), "a request to stop").wait()
             self._told_to_stop = True
         if not self._told_to_stop or not meet_to_stop(comm):
             return False

@@ -293,7 +293,12 @@ class LocalSGD(Delegating):
         return super().progress() or f"step {self.num_steps}"
 
     def exchange(self) -> Exchange:
-        return local_sgd(self.every, self.in_nodes)
+        return local_sgd(self.every, self.in_nodes, self._num_states() if self.average_optimizer else 0)
+
+    def _num_states(self) -> int:
+        """Values for each parameter in the optimizer's state: before its first step one, as those of momentum."""
+        states = sum(state.numel() for state in optimizer_tensors(self._optimizers))
+        return round(states / sum(param.numel() for param in self._parameters())) if states else 1
 
     def description(self) -> str:
         if self.num_steps < self.warmup_steps:

@@ -61,7 +61,8 @@ class Serving:
         settings = settings_of(self._optimizer)
         for server, layout in self._layouts.items():
             self._questions[server] = _encode(self._questions[server], layout, self.params, settings, asks_to_stop)
-        answers = self._requests.ask(self._questions, f"push and pull of step {step}").wait()
+        questions = {server: [question] for server, question in self._questions.items()}
+        answers = self._requests.ask(questions, f"push and pull of step {step}").wait()
         self._use({server: answer[:-_TOLD] for server, answer in answers.items()})
         first = answers[next(iter(self._layouts))]
         told, delay = first[-_TOLD:].view(torch.int64).tolist()
@@ -69,7 +70,7 @@ class Serving:
 
     def rest(self) -> None:
         """Tell the servers that this worker pushes nothing for a while."""
-        self._requests.ask(dict.fromkeys(self._layouts, torch.empty(0, dtype=torch.uint8)), "pause").wait()
+        self._requests.ask(dict.fromkeys(self._layouts, (torch.empty(0, dtype=torch.uint8),)), "pause").wait()
 
     def end_rest(self, *, with_weights: bool) -> None:
         """Go on, from the servers' weights, which replace every rank's parameters. Collective, while all workers rest.

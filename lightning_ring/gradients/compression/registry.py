@@ -28,6 +28,12 @@ class RegisteredCompressor:
     # where the bytes follow from a gradient's shape, and its number of elements
     shape_bytes: Callable[[Sequence[int], int], float] | None = None
     rounds: int = 1  # collectives of an average, each of which waits for the one before
+    flags_apart: bool = True  # whether a bucket's flags travel in one more collective, beside the first
+
+    @property
+    def num_collectives(self) -> int:
+        """Of a bucket, flags included."""
+        return self.rounds + self.flags_apart
 
     def build(self, **arguments: Any) -> Compressor:
         module = import_module(f"lightning_ring.gradients.compression.{self.module}")
@@ -83,9 +89,9 @@ def low_rank_bytes(rank: int, min_compression: float, shape: Sequence[int], nume
 
 
 COMPRESSORS: Mapping[str, RegisteredCompressor] = {
-    "fp16": RegisteredCompressor("sixteen_bit", "FP16", two_bytes),
-    "bf16": RegisteredCompressor("sixteen_bit", "BF16", two_bytes),
-    "fp32": RegisteredCompressor("float32", "FP32", four_bytes),
+    "fp16": RegisteredCompressor("sixteen_bit", "FP16", two_bytes, flags_apart=False),
+    "bf16": RegisteredCompressor("sixteen_bit", "BF16", two_bytes, flags_apart=False),
+    "fp32": RegisteredCompressor("float32", "FP32", four_bytes, flags_apart=False),
     "int8": RegisteredCompressor("int8", "Int8", int8_bytes, between_nodes=True, rounds=2),
     "onebit": RegisteredCompressor("one_bit", "OneBit", one_bit_bytes, between_nodes=True, rounds=2),
     "terngrad": RegisteredCompressor("terngrad", "TernGrad", ternary_bytes, between_nodes=True, rounds=3),

@@ -66,8 +66,10 @@ def predict_exchange(profile: Profile, cluster: Cluster, settings: Settings, exc
         node = Cluster(cluster.local_size, cluster.local_size, cluster.node, cluster.node)
         gradients = predict(profile, node, settings).exposed
     took, work, waiting = _of_a_part(profile, cluster, settings, exchange)
-    hidden = exchange.hidden_steps * phases.alone + sum(getattr(phases, name) for name in exchange.hidden_phases)
-    a_step = exchange.parts / exchange.every
+    hidden = exchange.hidden_steps * phases.alone
+    if profile.call is None:  # else cores compute, and the threads of a message get them when the batch is over
+        hidden += sum(getattr(phases, name) for name in exchange.hidden_phases)
+    a_step = exchange.parts * exchange.copies / exchange.every
     waits = gradients + a_step * max(0.0, took - hidden, work)
     waits += exchange.rounds / exchange.every * profile.call_beside_link
     if exchange.optimizer_steps is not None:
@@ -99,7 +101,7 @@ def sent_bytes(profile: Profile, cluster: Cluster, settings: Settings, exchange:
     """Of a step, in the mean, by the host that sends most."""
     numel, size = _num_values(profile), cluster.world_size
     if isinstance(exchange.traffic, AllReduce):
-        num_bytes = exchange.traffic.num_bytes(numel, size)
+        num_bytes = exchange.copies * exchange.traffic.num_bytes(numel, size)
         return _sent(num_bytes, _ring_size(profile, cluster, settings)) / exchange.every
     on_host = cluster.local_size if cluster.num_nodes > 1 else 1
     return exchange.traffic.sent_bytes(numel, size, on_host) / exchange.every

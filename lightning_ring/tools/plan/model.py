@@ -105,6 +105,11 @@ def num_rounds(settings: Settings) -> int:
     return COMPRESSORS[settings.compression].rounds if settings.compression is not None else 1
 
 
+def num_collectives(settings: Settings) -> int:
+    """Of a bucket, with that of its flags."""
+    return COMPRESSORS[settings.compression].num_collectives if settings.compression is not None else 1
+
+
 def processor_seconds(profile: Profile, num_bytes: float) -> float:
     """Of an all-reduce that a rank's cores, all of which compute, cannot do beside that."""
     return (profile.processor or 0.0) * num_bytes
@@ -158,8 +163,10 @@ def predict(profile: Profile, cluster: Cluster, settings: Settings) -> Predicted
         for end, seconds in zip(ends, coded, strict=True):
             over = max(over, end) + others + seconds
         sent = sum(bucket.wire_bytes for bucket in buckets)
-        exposed = max(over - phases.backward, 2 * sum(coded) + processor_seconds(profile, sent))
-        exposed += profile.call_beside_link  # of the last bucket
+        over += profile.call_beside_link  # of the last bucket
+        # cores that compute hide no work of theirs; calls, whose threads wait for a core, count as such
+        calls = len(buckets) * num_collectives(settings) * (profile.call or 0.0)
+        exposed = max(over - phases.backward, 2 * sum(coded) + processor_seconds(profile, sent) + calls)
         return PredictedStep(cluster.world_size, phases.alone + exposed, exposed, reduced.busy, phases.alone)
     scattered = _Wire("reduce_scatter", cluster, nested)
     for bucket in buckets:

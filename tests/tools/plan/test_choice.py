@@ -25,8 +25,10 @@ from lightning_ring.algorithms.exchanges import (
 from lightning_ring.algorithms.local import AsynchronousGossip, DiLoCo, Gossip, LocalSGD
 from lightning_ring.algorithms.server import ParameterServer
 from lightning_ring.comm.cost import CostModel
+from lightning_ring.gradients.bucket import Bucket
 from lightning_ring.gradients.compression import PowerSGD
 from lightning_ring.gradients.compression.registry import COMPRESSORS
+from lightning_ring.gradients.sending import average_compressed_, prepare_compressed
 from lightning_ring.tools.plan import probing
 from lightning_ring.tools.plan.choice import choices, predict_exchange, recommended, sent_bytes
 from lightning_ring.tools.plan.model import Cluster, Link, Settings, predict
@@ -52,6 +54,7 @@ def all_reduce(num_bytes: float, world_size: int, alpha_us: float = 50, gbytes: 
     ("exchange", "exposed"),
     [
         (local_sgd(4), all_reduce(BYTES, 3, gbytes=0.01) / 4),
+        (local_sgd(4, num_states=2), 3 * all_reduce(BYTES, 3, gbytes=0.01) / 4),
         (diloco(10), all_reduce(BYTES, 3, gbytes=0.01) / 10),
         (diloco(10, 2), 2 * all_reduce(BYTES / 2, 3, gbytes=0.01) / 10),
         (diloco(10, 2, 3), 2 * (all_reduce(BYTES / 2, 3, gbytes=0.01) - 3 * 0.16) / 10),
@@ -139,32 +142,42 @@ def test_cores_that_compute_cannot_hide_the_work_of_messages() -> None:
         (lambda one, cluster: predict(one, cluster, Settings(shard_optimizer=True)), 2),
         (lambda one, cluster: predict_exchange(one, cluster, Settings(), local_sgd(4)), 2 / 4),
         (lambda one, cluster: predict_exchange(one, cluster, Settings(), diloco(10, 2, 3, 4)), 5 / 10),
-        (lambda one, cluster: predict_exchange(one, cluster, Settings(), gossip("ring")), 1),
+        (lambda one, cluster: predict_exchange(one, cluster, Settings(), local_sgd(4, num_states=2)), 4 / 4),
+        (lambda one, cluster: predict_exchange(one, cluster, Settings(), gossip("ring")), 2),
+        (lambda one, cluster: predict_exchange(one, cluster, Settings(), parameter_server()), 2),
     ],
 )
 def test_calls_cost_what_the_profile_measured_among_ranks_that_compute(step: Any, calls: float) -> None:
     """0.7 ms of the 3 ms are in the link's model of a short message."""
     recorded = Run(2, 2, "cpu", 16, 10)
-    known = replace(ONE, run=recorded, link={"all_reduce": CostModel(350e-6 - 2048 / 1e9, 1e9)})
-    cluster = flat(8)
+    known = replace(ONE, run=recorded, link={"all_reduce": CostModel(350e-6 - 2048 / 1e9, 1e9)}, call=0.5e-3)
+    cluster = flat(8, link(50, 0.01))  # so slow that it hides the work of all calls
     assert known.call_beside_link == 0
     slower = replace(known, call=3e-3)
     assert slower.call_beside_link == pytest.approx(2.3e-3)
     assert step(slower, cluster).exposed - step(known, cluster).exposed == pytest.approx(calls * 2.3e-3)
-    assert replace(slower, call=0.5e-3).call_beside_link == 0
     assert replace(slower, link=None).call_beside_link == 0
 
 
-@pytest.mark.parametrize(("compression", "calls"), [(None, 1), ("int8", 1 + 2), ("terngrad", 1 + 2 * 2)])
-def test_later_collectives_of_each_bucket_begin_when_it_is_waited_for(compression: str | None, calls: int) -> None:
-    """And are hidden by nothing; of the first ones only the last bucket's is seen."""
-    gradients = tuple(replace(ONE.gradients[0], name=name) for name in ("one", "two"))
-    recorded = Run(2, 2, "cpu", 16, 10)
-    known = replace(ONE, gradients=gradients, run=recorded, link={"all_reduce": CostModel(350e-6, 1e12)})
+@pytest.mark.parametrize(
+    ("compression", "calls"), [(None, 1), ("bf16", 1), ("int8", 3), ("terngrad", 4), ("topk", 2), ("powersgd", 3)]
+)
+def test_cores_that_compute_hide_no_call_of_any_bucket(compression: str | None, calls: int) -> None:
+    """Nor that of its flags, where they do not travel with the gradients."""
+    gradients = tuple(replace(ONE.gradients[0], name=name, ready=0.05 * at) for at, name in enumerate(("one", "two")))
+    one = replace(ONE, gradients=gradients, run=Run(2, 2, "cpu", 16, 10), link={"all_reduce": CostModel(350e-6, 1e12)})
     settings = Settings(compression=compression, bucket_cap_mb=1e-3)
-    slower, cluster = replace(known, call=3e-3), flat(2, Link.of("free", CostModel(0.0, float("inf"))))
-    longer = predict(slower, cluster, settings).exposed - predict(known, cluster, settings).exposed
-    assert longer == pytest.approx(calls * slower.call_beside_link)
+    cluster = flat(2, Link.of("free", CostModel(0.0, float("inf"))))
+    assert predict(replace(one, call=3e-3), cluster, settings).exposed == pytest.approx(2 * calls * 3e-3)
+
+
+def test_cores_that_compute_hide_no_message_behind_a_batch() -> None:
+    computes = replace(ONE, call=0.0)
+    for exchange in (gossip("pairs"), gossip("ring"), asynchronous_gossip()):
+        sent = 2 * 50e-6 + exchange.traffic.passing_bytes(BYTES // 4, 2, 1) / 1e9
+        assert predict_exchange(ONE, flat(2), Settings(), exchange).exposed == pytest.approx(0)
+        waits = 1 / (1 / 0.16 - (1 / 0.16 - 1 / (0.16 + sent)) * exchange.traffic.waiting(2)) - 0.16
+        assert predict_exchange(computes, flat(2), Settings(), exchange).exposed == pytest.approx(waits)
 
 
 def test_a_limiter_that_lets_short_messages_pass_at_once_does_not_hide_the_rate(
@@ -209,6 +222,22 @@ def test_rounds_are_those_of_the_collectives_of_an_average(name: str) -> None:
     assert len(comm.sent) == COMPRESSORS[name].rounds
 
 
+@pytest.mark.parametrize("name", sorted(COMPRESSORS))
+def test_a_bucket_takes_as_many_collectives_as_are_counted(name: str) -> None:
+    comm, dtype = SilentCommunicator(2), torch.bfloat16 if name == "fp32" else torch.float32
+    settings = {"dgc": {"warmup_steps": 0}, "powersgd": {"start_iter": 0}}.get(name, {})
+    compressor = COMPRESSORS[name].build(**settings)
+    weight = nn.Parameter(torch.zeros(256, 256, dtype=dtype))
+    weight.grad = torch.randn(256, 256).to(dtype)
+    bucket = Bucket(["weight"], [weight])
+    prepare_compressed(bucket, compressor)
+    compressor.begin_backward()
+    bucket.begin()
+    bucket.fill([True], stop=False)
+    average_compressed_(bucket, compressor, comm, None, "bucket").wait()
+    assert len(comm.sent) == COMPRESSORS[name].num_collectives
+
+
 def test_the_gentlest_of_the_fast_ones_is_recommended() -> None:
     def best(gbytes: float) -> str:
         return recommended(choices(ONE, flat(2, link(50, gbytes)), Settings())).argument
@@ -241,6 +270,7 @@ NUM_STEPS = 12
     "make",
     [
         lambda: LocalSGD(4),
+        lambda: LocalSGD(4, average_optimizer=True),
         lambda: DiLoCo(4),
         lambda: DiLoCo(4, fragments=2, outer_bits=8),
         lambda: DiLoCo(3, outer_bits=4),
@@ -267,7 +297,8 @@ def test_algorithms_send_the_bytes_that_they_say(
     def rank(comm: Any) -> None:
         torch.manual_seed(0)
         net, algorithm = nn.Sequential(nn.Linear(128, 512, bias=False), nn.Linear(512, 128, bias=False)), make()
-        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        momentum = 0.9 if getattr(algorithm, "average_optimizer", False) else 0.0  # servers send it back at the end
+        optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=momentum)
         algorithm.attach(net, [optimizer], comm)
         for _ in range(NUM_STEPS):
             algorithm.begin_batch()
