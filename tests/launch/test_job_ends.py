@@ -130,8 +130,8 @@ def test_ranks_that_do_not_end_with_their_job_are_ended(tmp_path: Path) -> None:
         "def when_2_is_stopped():\n"
         "    stat = f'/proc/{open(folder + \"/pid.2\").read()}/stat'\n"
         "    while open(stat).read().rpartition(')')[2].split()[0] != 'T': time.sleep(0.01)\n"
-        "    os.kill(pid, signal.SIGKILL)\n"
-        "signal.signal(signal.SIGTERM, note if number == '3' else signal.SIG_IGN)\n"
+        "    os._exit(9)\n"
+        "signal.signal(signal.SIGTERM, {'2': signal.SIG_DFL, '3': note}.get(number, signal.SIG_IGN))\n"
         "if number == '1': when_counting(when_2_is_stopped)\n"
         "if number == '2': when_counting(lambda: os.kill(pid, signal.SIGSTOP))\n"
         "try: count()\n"
@@ -140,12 +140,10 @@ def test_ranks_that_do_not_end_with_their_job_are_ended(tmp_path: Path) -> None:
         "    if number == '3': time.sleep(0.2); os.kill(pid, signal.SIGSTOP)\n"
         "    time.sleep(3600)\n",
     )
-    soon = "import lightning_ring.launch.supervisor as s; s._TERM_SECONDS = 3.0; " + START
-    command = [sys.executable, "-c", soon, "ElasticLimits(4, min_ranks=4)", script]
-    done = run(command, RING_STOP_GRACE="0.6")
-    assert done.returncode == 1, done.stdout
-    assert "(--min-ranks)" in done.stdout.strip().splitlines()[-1]
-    assert {path.suffix for path in tmp_path.glob("ended.*")} == {".2", ".3"}
+    soon = "import lightning_ring.launch.supervisor as s; s._TERM_SECONDS = 2.0; s.PEERS_SECONDS = 3.0; " + START
+    done = run([sys.executable, "-c", soon, "ElasticLimits(4)", script])
+    assert done.returncode == 9, done.stdout
+    assert {path.suffix for path in tmp_path.glob("ended.*")} == {".2", ".3"}, done.stdout
     assert all(is_dead(int(path.read_text())) for path in tmp_path.glob("pid.*"))
 
 
