@@ -58,7 +58,7 @@ def measure_call(comm: Communicator) -> float:
 
     More than the all-reduce takes alone: its threads wait for cores that compute, and its ranks for the slower one.
     """
-    flat, matrix = comm.empty(SHORT_BYTES // 4, torch.float32, torch.device("cpu")).zero_(), torch.randn(256, 256)
+    flat, matrix = comm.empty(SHORT_BYTES // 4, torch.float32, torch.device("cpu")).zero_(), torch.ones(256, 256)
 
     def seconds_of_a_step(num_steps: int, num_products: int, *, calls: bool) -> float:
         comm.barrier()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 from torch import nn
 
 from lightning_ring.comm.cost import CostModel, num_nested_pieces
@@ -13,7 +14,9 @@ from lightning_ring.gradients.compression.registry import COMPRESSORS
 from lightning_ring.tools.plan.advice import advise, in_words
 from lightning_ring.tools.plan.model import Cluster, Link, Settings, cut_buckets, predict, world_sizes
 from lightning_ring.tools.plan.networks import NETWORKS
+from lightning_ring.tools.plan.probing import measure_call
 from lightning_ring.tools.plan.profile import Profile, Run
+from tests.thread_ranks import run_ranks
 from tests.tools.plan.profiles import MIB, gradient, link, profile, several
 
 ONE = profile(gradient("w", 8, 0.1), data=0.004, other=0.006)
@@ -283,3 +286,9 @@ def test_advice_for_cuda_never_names_a_topology_that_the_strategy_refuses() -> N
     found = advise(cuda, Cluster(64, 8, link(50, 0.2), link(2, 20)), Settings())
     assert found.changes
     assert not any("topology" in change.argument for change in found.changes)
+
+
+def test_measuring_a_call_leaves_random_numbers_as_they_were() -> None:
+    before = torch.get_rng_state()
+    run_ranks(2, measure_call)
+    assert torch.equal(torch.get_rng_state(), before)
