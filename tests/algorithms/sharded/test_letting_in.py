@@ -10,6 +10,7 @@ import torch
 
 from lightning_ring.algorithms.sharded import letting_in
 from lightning_ring.algorithms.sharded.inventory import Inventory, Span
+from lightning_ring.algorithms.sharded.letting_in import LettingIn
 from lightning_ring.algorithms.sharded.rebuilding import Standing, only_newcomers
 from lightning_ring.comm.communicator import Communicator
 from tests.algorithms.sharded.test_mirrors import AFTER, BEFORE, Rank
@@ -276,3 +277,19 @@ def test_newcomers_alone_are_let_in_without_the_whole_state() -> None:
     assert not only_newcomers([*both, Standing(-1), new])
     assert not only_newcomers([Standing(0, 2, settled=False), both[1], new])
     assert not only_newcomers([new, new])
+
+
+def test_a_rank_gets_the_middle_of_a_part_of_another_one() -> None:
+    def exchange(comm: ThreadCommunicator) -> Inventory:
+        held, whole = Inventory(), Span(0, 5, 10)
+        if comm.rank == 0:
+            held.add(whole, [{"sum": torch.arange(5.0, 15.0), "step": torch.tensor(3.0)}])
+        memory = torch.zeros(20)
+        one = LettingIn(comm, held, lambda span: memory[span.first : span.end], memory.device, receives=False)
+        one.run([whole] if comm.rank == 0 else [], [Span(0, 9, 3)], compares=False)
+        return held
+
+    (state,) = run_ranks(2, exchange)[1].cut(Span(0, 9, 3))
+    assert state is not None
+    assert state["sum"].tolist() == [9, 10, 11]
+    assert state["step"] == 3
