@@ -15,7 +15,7 @@ PLACES = (
 # also where others join. "address": this rank has told the others where Gloo listens
 AFTER_A_DEATH = ("recovery", "open", "address", "connect", "hand_over", "feed")
 OF_NEWCOMERS = ("catch_up", "catch_up", "forward", "commit")  # in addition
-SHARDED_PLACES = ("mirror", "gather")  # in addition, with sharded optimizers; and "move" after a death
+SHARDED_PLACES = ("mirror", "gather")  # in addition, with sharded optimizers; and "move" and "let_in" after a death
 
 # How often each is drawn. The rank does these to itself. "exit" is an exit code that is no signal's, which ends the job
 # as an exception would; "stop" is SIGSTOP; "oom" the kernel's answer in a cgroup.
@@ -94,7 +94,7 @@ def with_faults(plan: Plan, draws: random.Random) -> Plan:
     others = [number for number in range(plan.ranks) if number != survivor]
     weights = OF_RANKS | OF_MACHINES | (OF_HOSTS if plan.hosts else {})
     steps = EPOCHS * (SAMPLES // (BATCH * plan.ranks * plan.accumulate))  # while nobody has died
-    after_a_death = (*AFTER_A_DEATH, "move") if plan.sharded else AFTER_A_DEATH
+    after_a_death = (*AFTER_A_DEATH, "move", "let_in") if plan.sharded else AFTER_A_DEATH
     faults: list[Fault] = []
     for number in draws.sample(others, draws.randint(1, len(others))):
         (kind,) = draws.choices(list(weights), list(weights.values()))

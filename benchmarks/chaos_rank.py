@@ -27,6 +27,7 @@ from benchmarks import chaos_host
 from benchmarks.chaos_plan import BATCH, EPOCHS, SAMPLES, Fault, Plan
 from lightning_ring import RingStrategy
 from lightning_ring.algorithms.sharded import Sharded
+from lightning_ring.algorithms.sharded.letting_in import LettingIn
 from lightning_ring.algorithms.sharded.mirrors import Mirrors
 from lightning_ring.algorithms.sharded.state import ShardedState
 from lightning_ring.comm.communicator import Work
@@ -205,6 +206,7 @@ def fit(folder: Path, number: int, plan: Plan) -> None:
     faults.plant(Mirrors, "receive", "mirror")
     faults.plant(Sharded, "after_commit", "gather")
     faults.plant(Sharded, "move", "move")
+    faults.plant(LettingIn, "run", "let_in")
     faults.plant(generations, "prefer_interface", "open")
     get = StewardStore.get
 

@@ -2,7 +2,7 @@
 
     python benchmarks/join.py --mib 1008 --rate 10gbit            # as root, for hosts
     python benchmarks/join.py --mib 1008 --rate 10gbit --waiting  # the state is sent while all wait
-    python benchmarks/join.py --mib 1008 --strategy ring_sharded  # which always does so
+    python benchmarks/join.py --mib 1008 --strategy ring_sharded
 
 Two hosts (`benchmarks/hosts.py`) with a rank each. The second rank is killed, and another process joins in its place.
 ``--mib`` is the size of parameters and Adam's state. ``--compute`` seconds of a step are slept, as if an accelerator

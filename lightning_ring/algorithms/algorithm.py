@@ -13,6 +13,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_ring.algorithms.exchanges import Exchange
+from lightning_ring.algorithms.holdings import Holdings, whole_state
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.gradients.squared_norms import sum_of_squares
 
@@ -102,6 +103,19 @@ class Algorithm:
         Raises:
             StateLostError: A part of the state died with its ranks.
         """
+
+    def let_in(self, caught_up: Any, *, receives: bool, compares: bool) -> tuple[int, int] | None:
+        """Where processes have come: behind `attach`, give those that ``receive`` their state. Collective.
+
+        ``caught_up`` is what this process has got before (`holdings`); ``compares``: some process has got anything.
+        Returns the bytes that were sent to them, and those of all parameters and optimizer state. `None` where the
+        caller has to send it.
+        """
+        return None
+
+    def holdings(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> Holdings | None:
+        """What this rank can send to processes that catch up, until the next step. `None`: not yet."""
+        return whole_state(module, optimizers)
 
     # -- a batch
 

@@ -48,6 +48,7 @@ class Averaging(Algorithm):
         on_new_parameters: Callable[[], None] = lambda: None,
     ) -> None:
         self.reducer: Reducer | None = None
+        self.first_order: Sequence[str] = ()  # of parameters in the buckets, if it is known before the first backward
         self._asked_to_stop = False  # a signal may come before `attach`
         self._bucket_cap_mb = bucket_cap_mb
         self._compression = compression
@@ -81,7 +82,7 @@ class Averaging(Algorithm):
         self._cap_mb = cap
         self.reducer = (ShardReducer if self._shards else Reducer)(
             comm,
-            module.named_parameters(),
+            self._in_first_order(module),
             bucket_cap_mb=cap,
             auto=auto,
             compressor=self._compressor,
@@ -89,6 +90,10 @@ class Averaging(Algorithm):
             sparse_weights=functools.partial(sparse_weights, module),
         )
         self.reducer.stop_requested = self._asked_to_stop
+
+    def _in_first_order(self, module: nn.Module) -> list[tuple[str, Parameter]]:
+        position = {name: -index for index, name in enumerate(self.first_order)}  # buckets have the reverse order
+        return sorted(module.named_parameters(), key=lambda named: position.get(named[0], 1))
 
     def set_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         if self._compressor is not None:

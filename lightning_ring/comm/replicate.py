@@ -114,10 +114,7 @@ def broadcast_optimizer_state(
     """
     if comm.world_size == 1:
         return
-    sizes = [len(group["params"]) for group in optimizer.param_groups]
-    kinds = comm.all_gather_object(f"{type(optimizer).__name__} with {sizes} parameters in its groups")
-    if len(set(kinds)) > 1:
-        raise ModelMismatchError(f"the ranks have different optimizers: {by_rank(kinds)}. Build the same on all.")
+    _check_same_optimizer(optimizer, comm)
     params = [param for group in optimizer.param_groups for param in group["params"]]
     tensors: list[Tensor] = []
     new: list[int] = []
@@ -140,6 +137,25 @@ def broadcast_optimizer_state(
                 optimizer.state[param] = state[index]
         for group, values in zip(optimizer.param_groups, groups, strict=True):
             group.update(values)
+
+
+def broadcast_groups(optimizer: Optimizer, comm: Communicator, src: int = 0) -> None:
+    """Replace the values of the optimizer's groups by rank ``src``'s.
+
+    Raises:
+        ModelMismatchError: As `broadcast_optimizer_state`.
+    """
+    _check_same_optimizer(optimizer, comm)
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    for group, values in zip(optimizer.param_groups, comm.broadcast_object(groups, src=src), strict=True):
+        group.update(values)
+
+
+def _check_same_optimizer(optimizer: Optimizer, comm: Communicator) -> None:
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    kinds = comm.all_gather_object(f"{type(optimizer).__name__} with {sizes} parameters in its groups")
+    if len(set(kinds)) > 1:
+        raise ModelMismatchError(f"the ranks have different optimizers: {by_rank(kinds)}. Build the same on all.")
 
 
 # --- are the models the same?

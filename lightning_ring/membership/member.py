@@ -140,12 +140,15 @@ class Member:
             self.newcomers_wait = False
         return self.view
 
-    def ask_for_state(self, port: int, token: str, attempt: int) -> None:
+    def ask_for_state(self, port: int, token: str, attempt: int, *, of_all: bool = False) -> None:
         """Have another member send its state to ``port`` of this host; in another ``attempt``, another one.
+
+        ``of_all``: all of them, each its own.
 
         `is_needed` is set as soon as the others cannot train without this process.
         """
-        self._send({"kind": "catches_up", "address": self.address, "port": port, "token": token, "attempt": attempt})
+        asked = {"address": self.address, "port": port, "token": token, "attempt": attempt, "of_all": of_all}
+        self._send({"kind": "catches_up", **asked})
 
     # -- the store of the current view
 

@@ -182,8 +182,9 @@ class Steward:
             self._tell_end(member, self.ended)
         elif members:
             self.membership.catching_up.add(member)
-            source = members[(member + message["attempt"]) % len(members)]
-            self._tell(source, {**message, "kind": "send_state", "member": member})
+            one = members[(member + message["attempt"]) % len(members)]
+            for source in members if message["of_all"] else [one]:
+                self._tell(source, {**message, "kind": "send_state", "member": member})
         else:
             self._tell(member, {"kind": "needed"})
 

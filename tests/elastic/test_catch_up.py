@@ -12,11 +12,14 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_ring.algorithms.holdings import whole_state
 from lightning_ring.elastic.catch_up import source as sources
 from lightning_ring.elastic.catch_up.source import Source
 from lightning_ring.elastic.catch_up.stream import Stream
 from lightning_ring.elastic.catch_up.wire import Message, receive
 from lightning_ring.optim import LAMB, LARS
+from tests.algorithms.sharded.test_mirrors import Rank as ShardedRank
+from tests.thread_ranks import run_ranks
 
 WAIT = 20.0
 
@@ -59,7 +62,7 @@ class Rank:
         self.optimizer = build(self.module.parameters())
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 3, 0.5)
         self.optimizers = [self.optimizer]
-        self.source = Source(lambda: self.module, lambda: self.optimizers)
+        self.source = Source(lambda: whole_state(self.module, self.optimizers))
         self.step = 0
 
     def train(self, pause: float = 0.02) -> None:
@@ -128,9 +131,7 @@ def test_who_follows_ends_with_the_same_bits(name: str, monkeypatch: pytest.Monk
     take_step = Stream._take_step
     monkeypatch.setattr(sources, "PIECE_BYTES", 1)
     monkeypatch.setattr(sources._Feed, "_state", one_piece)
-    monkeypatch.setattr(
-        Stream, "_take_step", lambda s, grads, groups: (taken.append(len(grads)), take_step(s, grads, groups))
-    )
+    monkeypatch.setattr(Stream, "_take_step", lambda s, *taking: (taken.append(len(taking[1])), take_step(s, *taking)))
     rank = Rank(OPTIMIZERS[name])
     rank.train()
     module, optimizer, stream = newcomer(OPTIMIZERS[name])
@@ -300,3 +301,59 @@ def test_a_message_is_a_copy() -> None:
         left.close()
         with pytest.raises(ConnectionResetError):
             receive(right, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_each_rank_sends_its_own_shard(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A newcomer of sharded ranks has their weights, and the state of each part as its rank holds it."""
+    monkeypatch.setattr(sources, "PIECE_BYTES", 1)
+    make = torch.optim.AdamW
+    new = ShardedRank(make, mirrors=True)
+    with torch.no_grad():
+        for param in new.net.parameters():
+            param.fill_(7)
+    stream = Stream("127.0.0.1", new.net, [new.optimizer])
+    stream.start()
+    steps = 10 * ranks
+
+    def train(comm: Any) -> Any:
+        rank = ShardedRank(make, mirrors=True)
+        rank.attach(comm)
+        algorithm = rank.algorithm
+        source = Source(lambda: algorithm.holdings(rank.net, [rank.optimizer]))
+        source.feed(7, "127.0.0.1", stream.port, stream.token)
+        before_commit = algorithm.before_commit
+
+        def commit() -> None:
+            before_commit()
+            time.sleep(0.02)
+            source.update(number + 1, ())
+
+        algorithm.before_commit = commit  # type: ignore[method-assign]
+        for number in range(steps):
+            source.hold_still(number)
+            rank.step(comm, number)
+        numbers = {param: index for index, param in enumerate(rank.net.parameters())}
+        before = algorithm._shards_before()
+        parts = {span: before.inventory(numbers).cut(span) for span in before.own(numbers)}
+        source.finish_feeds()
+        comm.barrier()
+        return rank, parts
+
+    results = run_ranks(ranks, train)
+    assert stream.over.wait(WAIT)
+    assert stream.complete.is_set()
+    assert stream.step == steps
+    stream.close()
+    assert not new.optimizer.state
+    for param, other in zip(new.net.parameters(), results[0][0].net.parameters(), strict=True):
+        assert torch.equal(param, other)
+    for _, parts in results:
+        for span, (state,) in parts.items():
+            held = stream.parts.get(span)
+            if not span.numel:
+                continue
+            assert held is not None
+            assert (held[0] is None) == (state is None)
+            for key, value in (state or {}).items():
+                assert torch.equal(held[0][key], value), (span, key)

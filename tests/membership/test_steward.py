@@ -101,6 +101,8 @@ def test_a_newcomer_gets_another_source_each_time_and_is_called_when_it_is_neede
             assert source == (5 + attempt) % 2
             wanted = {name: message[name] for name in ("member", "address", "port", "token")}
             assert wanted == {"member": 5, "address": "127.0.0.1", "port": 1234, "token": "secret"}
+        three.ask_for_state(1234, "secret", 0, of_all=True)
+        assert {asked.get(timeout=WAIT)[0] for _ in range(2)} == {0, 1}
         assert not three.is_needed
         two.close()
         one.report(Report(3))

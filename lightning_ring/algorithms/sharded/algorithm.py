@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, ClassVar, Literal
 from weakref import WeakValueDictionary
 
@@ -16,14 +17,24 @@ from torch.optim import Optimizer
 from lightning_ring.algorithms.algorithm import log
 from lightning_ring.algorithms.averaging import Averaging
 from lightning_ring.algorithms.delegating import Delegating
+from lightning_ring.algorithms.holdings import Holdings, Piece
 from lightning_ring.algorithms.sharded import norms
 from lightning_ring.algorithms.sharded.elementwise import check_can_be_sharded
+from lightning_ring.algorithms.sharded.inventory import Inventory
+from lightning_ring.algorithms.sharded.joins import Before, Newcomer, by_shard, span_of
+from lightning_ring.algorithms.sharded.letting_in import LettingIn
 from lightning_ring.algorithms.sharded.memory import check_no_aliases
 from lightning_ring.algorithms.sharded.mirrors import Mirrors
 from lightning_ring.algorithms.sharded.optimizer import SlicedOptimizer
 from lightning_ring.algorithms.sharded.parameter_reads import ParameterReads
 from lightning_ring.algorithms.sharded.parameters import ShardedParameters
-from lightning_ring.algorithms.sharded.rebuilding import Rebuilding, Standing, take_part_in_rebuilding
+from lightning_ring.algorithms.sharded.rebuilding import (
+    Rebuilding,
+    Standing,
+    first_holder,
+    only_newcomers,
+    take_part_in_rebuilding,
+)
 from lightning_ring.algorithms.sharded.state import State
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.errors import ConfigurationError
@@ -55,6 +66,8 @@ class Sharded(Delegating):
     ) -> None:
         self._mirrors: Mirrors | None = None
         self._moved: list[State] | None = None  # whole states of the optimizers, between `move` and `attach`
+        self._before: Before | Newcomer | None = None  # from a join to the next step
+        self._joins = False  # this `move` was called for newcomers alone: `let_in` follows `attach`
         self._is_cut = False  # this rank has only parts of the optimizers' state
         self._changed: list[Parameter] = []  # by a step whose parameters are not gathered yet
         self._measures = bucket_cap_mb == "auto"
@@ -80,6 +93,8 @@ class Sharded(Delegating):
         self._averaging.attach(module, optimizers, comm, warn, inform)
         reducer = self.reducer
         assert reducer is not None
+        if self._joins:
+            reducer.settle()  # the order is known, and shards can be cut before the first backward
         check_no_aliases(module)
         self._overlaps = False
         self._module, self._comm, self._warn = module, comm, warn
@@ -181,7 +196,7 @@ class Sharded(Delegating):
             self._slice(optimizer)  # optimizers may be built in the middle of the training
 
     def _stepped(self, changed: list[Parameter]) -> None:
-        self._is_cut = True
+        self._is_cut, self._before = True, None  # behind the commit barrier: nobody goes back
         if self._mirrors is not None:
             self._changed = changed
             return
@@ -210,15 +225,22 @@ class Sharded(Delegating):
         standings: list[Standing] = comm.all_gather_object(self._standing(has_state))
         source = standings.index(Standing(-1)) if Standing(-1) in standings else None
         mixed = any(standing.place is not None and standing.place >= 0 for standing in standings)
-        if source is None and self._mirrors is not None and has_state:
-            rebuilding = Rebuilding(self._attached, self._mirrors, standings, comm)
-            self._moved = rebuilding.run([sliced.held_state() for sliced in self._set])
+        self._joins, self._averaging.first_order = only_newcomers(standings), ()
+        if self._joins:
+            before = self._before = self._shards_before() if has_state else None
+            order = before.order if before is not None else []
+            self._averaging.first_order = comm.broadcast_object(order, src=first_holder(standings))
+        elif source is None and self._mirrors is not None and has_state:
+            before = self._shards_before()
+            self._moved = Rebuilding(before.parameters, before.mirrors, standings, comm).run(before.states)
         elif source is None:
             take_part_in_rebuilding(standings, comm)
         elif mixed:  # a rank died when others had moved
             self._moved = self._whole_of(source, comm, has_state=has_state)
         elif has_state and self._moved is None:
-            self._moved = [sliced.held_state() for sliced in self._set]
+            self._moved = self._whole_states()
+        if not self._joins:
+            self._before = None
         if self._parameters is not None:
             self._parameters.forget_gathers()
             for sliced in self._set:
@@ -227,20 +249,102 @@ class Sharded(Delegating):
     def _standing(self, has_state: bool) -> Standing:
         if not has_state:
             return Standing()
+        if self._before is not None:
+            return self._before.standing
         if not self._is_cut or self._moved is not None:
             return Standing(-1)
         assert self._mirrors is not None
-        return Standing(self._mirrors.place, self._attached.comm.world_size)
+        shards = self._attached.by_param
+        same = all(param.requires_grad == (param in shards) for param in self._module.parameters())
+        return Standing(self._mirrors.place, self._attached.comm.world_size, same and not self._changed)
+
+    def _shards_before(self) -> Before:
+        if isinstance(self._before, Before):
+            return self._before
+        assert self._mirrors is not None
+        assert self.reducer is not None
+        order = [name for bucket in self.reducer.buckets for name in bucket.names]
+        states = [sliced.held_state() for sliced in self._set]
+        return Before(self._standing(has_state=True), order, self._attached, self._mirrors, states)
+
+    def _whole_states(self) -> list[State]:
+        if isinstance(self._before, Newcomer):
+            return self._before.states(self._module)
+        return self._moved if self._moved is not None else [sliced.held_state() for sliced in self._set]
+
+    @torch.no_grad()
+    def let_in(self, caught_up: Inventory | None, *, receives: bool, compares: bool) -> tuple[int, int] | None:
+        if not self._joins or self._mirrors is None:
+            return None
+        parameters, mirrors, comm = self._attached, self._mirrors, self._comm
+        parameters.follow()
+        mirrors.follow()
+        params = list(self._module.parameters())
+        numbers = {param: index for index, param in enumerate(params)}
+        before = self._before if isinstance(self._before, Before) else None
+        held = before.inventory(numbers) if before is not None else caught_up or Inventory()
+        letting_in = LettingIn(
+            comm,
+            held,
+            lambda span: parameters.memory_of(params[span.index], span.first, span.numel),
+            parameters.device,
+            receives=receives,
+        )
+        shards = [*parameters.by_param.values(), *mirrors.by_param.values()]
+        own = before.own(numbers) if before is not None else []
+        letting_in.run(own, [span_of(shard, numbers) for shard in shards], compares=compares)
+        theirs = comm.broadcast_object(self._numbered(before.others(), numbers) if before is not None else None)
+        assert theirs is not None
+        others = before.others() if before is not None else self._by_param(theirs, params)
+        if receives:
+            for bucket in parameters.buckets:
+                bucket.arrive()
+            self._before = Newcomer(held, others)
+        states = by_shard(shards, numbers, held)
+        for sliced, parts, rest in zip(self._set, states or [{} for _ in self._set], others, strict=True):
+            sliced.take_parts(parts, rest)
+        return letting_in.sent, letting_in.of
+
+    def holdings(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> Holdings | None:
+        parameters, mirrors, chosen = self._parameters, self._mirrors, list(self._set)
+        if parameters is None or mirrors is None or not self._is_cut:
+            return None
+        count = len(parameters.by_param)
+
+        def piece(index: int, param: Parameter) -> Piece | None:
+            if (shard := parameters.by_param.get(param)) is not None:
+                gradient = partial(parameters.own_gradient, param)
+                part = Piece(index, shard.first, shard.weight, shard.strides, shard.weight, gradient)
+                return part if shard.numel else None
+            whole = Piece(index, None, param, param.stride(), param, lambda: None)
+            return whole if mirrors.place == 0 else None
+
+        pieces = [piece(index, param) for index, param in enumerate(module.parameters())]
+        return Holdings(
+            module,
+            optimizers,
+            [piece for piece in pieces if piece is not None],
+            lambda: [sliced.state_of_parts() for sliced in chosen],
+            lambda: self._parameters is parameters and len(parameters.by_param) == count,
+            senders=parameters.comm.world_size,
+        )
+
+    @staticmethod
+    def _numbered(states: Sequence[State], numbers: dict[Parameter, int]) -> list[State]:
+        return [{numbers.get(key, key): value for key, value in state.items()} for state in states]
+
+    @staticmethod
+    def _by_param(states: Sequence[State], params: Sequence[Parameter]) -> list[State]:
+        by_number = dict(enumerate(params))
+        return [{by_number.get(key, key): value for key, value in state.items()} for state in states]
 
     @torch.no_grad()
     def _whole_of(self, source: int, comm: Communicator, *, has_state: bool) -> list[State] | None:
         """The states of the optimizers, and in place the parameters, of rank ``source``. Collective."""
         sent: tuple[list[Tensor], list[State]] | None = None
         if comm.rank == source:
-            states = self._moved if self._moved is not None else [sliced.held_state() for sliced in self._set]
             numbers = {param: number for number, param in enumerate(self._module.parameters())}
-            numbered = [{numbers.get(key, key): value for key, value in state.items()} for state in states]
-            sent = [param.detach() for param in numbers], numbered
+            sent = [param.detach() for param in numbers], self._numbered(self._whole_states(), numbers)
         received = comm.broadcast_object(sent, src=source)
         if not has_state:
             return None
@@ -248,8 +352,7 @@ class Sharded(Delegating):
         params = list(self._module.parameters())
         for param, value in zip(params, received[0], strict=True):
             param.data.copy_(value)
-        by_number = dict(enumerate(params))
-        return [{by_number.get(key, key): value for key, value in state.items()} for state in received[1]]
+        return self._by_param(received[1], params)
 
     # -- reading parameters and gradients
 

@@ -39,7 +39,7 @@ class Mirrors:
         self._parameters.follow()
         if self._comm.world_size == 1:
             return
-        self._follow()
+        self.follow()
         exchanges = [self._exchange(bucket) for bucket in self._parameters.buckets]
         for bucket, (work, received) in zip(self._parameters.buckets, exchanges, strict=True):
             work.wait()
@@ -54,7 +54,8 @@ class Mirrors:
         tensors = {param: state for param, state in full.items() if param in self.by_param}
         return {weight: copy.deepcopy(state) for weight, state in shard_state(tensors, self.by_param).items()}
 
-    def _follow(self) -> None:
+    def follow(self) -> None:
+        """Mirror the parts in new buckets."""
         shards, before = self._parameters.reducer.shards, self._order[self.place - 1]
         index = self._comm.shard_indices[before]
         for bucket in self._parameters.buckets[self._num_buckets :]:

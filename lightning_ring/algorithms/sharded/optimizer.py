@@ -156,6 +156,23 @@ class SlicedOptimizer:
         self.show_state()
         self.optimizer.state, self._unsharded = defaultdict(dict), whole
 
+    def take_parts(self, parts: State, others: State) -> None:
+        """Go on with the state of this rank's shards and mirrors, and with ``others``, which are not cut."""
+        self.use_parameters()
+        self.show_state()
+        self.optimizer.state = defaultdict(dict, parts | {k: v for k, v in others.items() if not _is_param(k)})
+        self._unsharded = {key: value for key, value in others.items() if _is_param(key)}
+        self.hide_state()
+
+    def state_of_parts(self) -> State:
+        """The optimizer's state between two steps, also while other threads show and hide it."""
+        while True:
+            state, hidden = self.optimizer.state, self._hidden_state
+            if not isinstance(state, ShardedState):
+                return state
+            if hidden is not None:
+                return hidden
+
     def release(self) -> None:
         """Remove the hooks. `state_dict` still works."""
         self.use_parameters()
@@ -248,3 +265,7 @@ class SlicedOptimizer:
             params = [param for group in self.optimizer.param_groups for param in group["params"]]
             index = {param: i for i, param in enumerate(params)}
             state_dict["state"].update({index.get(key, key): value for key, value in self._unsharded.items()})
+
+
+def _is_param(key: Any) -> bool:
+    return isinstance(key, torch.Tensor)

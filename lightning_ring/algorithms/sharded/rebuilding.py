@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_ring.algorithms.sharded.inventory import is_part
 from lightning_ring.algorithms.sharded.mirrors import Mirrors
 from lightning_ring.algorithms.sharded.parameters import ParameterBucket, ParameterShard, ShardedParameters
 from lightning_ring.algorithms.sharded.state import State
@@ -23,11 +23,24 @@ class Standing:
     """What a rank holds of the state when ranks have changed.
 
     ``place``: it holds the shard of that place in the order of mirrors, and the one before; -1: it holds all; `None`:
-    it has just come. ``places`` is the number of places.
+    it has just come. ``places`` is the number of places. ``settled``: it has all parameters, and the next
+    shards are cut from the same ones.
     """
 
     place: int | None = None
     places: int = 0
+    settled: bool = True
+
+
+def only_newcomers(standings: Sequence[Standing]) -> bool:
+    """Whether processes have come, and every rank is there that held a shard, and is settled."""
+    held = [standing for standing in standings if standing.place is not None]
+    places = sorted(standing.place for standing in held if standing.place is not None)
+    return (
+        0 < len(held) < len(standings)
+        and places == list(range(held[0].places))
+        and all(standing.settled for standing in held)
+    )
 
 
 def holders_of(standings: Sequence[Standing]) -> list[tuple[int, bool]]:
@@ -57,16 +70,17 @@ class Rebuilding:
         self._parameters = parameters
         self._mirrors = mirrors
         self._comm = comm
-        self._first = _first_holder(standings)
+        self._first = first_holder(standings)
+        self._settled = all(standing.settled for standing in standings)
         self._held = [mirrored for rank, mirrored in holders_of(standings) if rank == comm.rank]
 
     @torch.no_grad()
     def run(self, held: list[State]) -> list[State]:
-        """Give all parameters their values; returns the whole state of each optimizer, by parameter. Collective.
+        """Give all parameters their values, unless all ranks have them; returns whole states, by parameter. Collective.
 
         ``held`` is this rank's state of each optimizer, by part. All of it is replaced after the last collective.
         """
-        for bucket in self._parameters.buckets:
+        for bucket in [] if self._settled else self._parameters.buckets:
             parts = [(part, part.weight.detach()) for part in self._parts(bucket)]
             flat = self._gather(bucket, parts, bucket.flat.dtype)
             for shard in bucket.shards:
@@ -83,9 +97,9 @@ class Rebuilding:
             # every rank has state for each parameter that has any, also for an empty part
             kept = {shard.param: dict(held[shard.weight]) for shard in bucket.shards if shard.weight in held}
             full |= kept
-            values = {(key, value.dtype) for state in kept.values() for key, value in state.items() if _is_part(value)}
+            values = {(key, value.dtype) for state in kept.values() for key, value in state.items() if is_part(value)}
             for key, dtype in sorted(values, key=str):
-                chosen = {p for p, state in kept.items() if _is_part(state.get(key)) and state[key].dtype == dtype}
+                chosen = {p for p, state in kept.items() if is_part(state.get(key)) and state[key].dtype == dtype}
                 parts = [(part, held[part.weight][key]) for part in self._parts(bucket) if part.param in chosen]
                 flat = self._gather(bucket, parts, dtype)
                 for shard in bucket.shards:
@@ -114,15 +128,11 @@ class Rebuilding:
 def take_part_in_rebuilding(standings: Sequence[Standing], comm: Communicator) -> None:
     """`Rebuilding.run` in a rank that has nothing. Collective."""
     holders_of(standings)
-    first = _first_holder(standings)
+    first = first_holder(standings)
     while (tensor := comm.broadcast_object(None, src=first)) is not None:
         numel, dtype = tensor
         comm.all_reduce_(torch.zeros(numel, dtype=dtype), op=ReduceOp.SUM, name="shards of ranks before").wait()
 
 
-def _first_holder(standings: Sequence[Standing]) -> int:
+def first_holder(standings: Sequence[Standing]) -> int:
     return next(rank for rank, standing in enumerate(standings) if standing.place is not None)
-
-
-def _is_part(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dim() == 1

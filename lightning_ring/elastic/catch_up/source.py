@@ -8,14 +8,14 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from lightning_ring.algorithms.holdings import Holdings
 from lightning_ring.comm.replicate import digest_of_model
 from lightning_ring.elastic.catch_up.wire import Message
 from lightning_ring.job.watch.messages import in_forked_children, watch_for_loss
@@ -33,7 +33,9 @@ _log = logging.getLogger("lightning_ring")
 
 
 class Source:
-    """Sends ``module``'s parameters and the state of ``optimizers`` to processes that ask for them.
+    """Sends the parameters and optimizer state that this rank holds to processes that ask for them.
+
+    ``holdings`` returns them, or `None` as long as they cannot be sent. It is called while they stay as they are.
 
     The training calls `hold_still` when parameters and optimizer state stay as they are for a while, and `update`
     before they change. Both cost nothing while no process asks. Thread-safe.
@@ -44,12 +46,11 @@ class Source:
         still_after: The number of steps after which the state stays as it is now; `None` while it may change.
     """
 
-    def __init__(self, module: Callable[[], nn.Module], optimizers: Callable[[], Sequence[Optimizer]]) -> None:
+    def __init__(self, holdings: Callable[[], Holdings | None]) -> None:
         self.refusal = ""
         self.news = threading.Condition()
         self.still_after: int | None = None
-        self._module = module
-        self._optimizers = optimizers
+        self.holdings = holdings
         self._feeds: list[_Feed] = []
 
     def feed(self, member: int, address: str, port: int, token: str) -> None:
@@ -84,6 +85,14 @@ class Source:
                     feed.take_gradients(step)
             self.news.notify_all()
 
+    def finish_feeds(self) -> None:
+        """This rank is about to hold another part of the state: send what is queued, and nothing after that."""
+        with self.news:
+            self.still_after = None
+            for feed in self._feeds:
+                feed.finish()
+            self.news.notify_all()
+
     def close(self, refusal: str) -> None:
         """End all connections. Processes that ask from now on get ``refusal``, the reason, and nothing else."""
         with self.news:
@@ -100,14 +109,6 @@ class Source:
         with self.news:
             self._feeds = [other for other in self._feeds if other is not feed]
 
-    @property
-    def module(self) -> nn.Module:
-        return self._module()
-
-    @property
-    def optimizers(self) -> Sequence[Optimizer]:
-        return self._optimizers()
-
 
 class _Feed(threading.Thread):
     """Sends to one newcomer. `run` is the thread; all other methods are called with the lock ``news`` of the source."""
@@ -121,13 +122,13 @@ class _Feed(threading.Thread):
         self._connection: socket.socket | None = None
         self._queue: deque[Message] = deque()
         self._behind = 0  # bytes in the queue
-        self._described = False
-        self._params: list[nn.Parameter] = []
-        self._sent: list[int] = []  # of the parameters
+        self._holdings: Holdings | None = None
+        self._sent: list[int] = []  # of the pieces
         self._left: deque[int] = deque()
         self._steps_without_state = 0
         self._stated = 0.0  # when the latest state was copied
         self._told = False  # that all are sent
+        self._ends = False  # when the queue is empty
         self._over = False
 
     def run(self) -> None:
@@ -158,40 +159,43 @@ class _Feed(threading.Thread):
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
 
+    def finish(self) -> None:
+        """Send what is queued, and nothing after that."""
+        self._ends = True
+
     def take_gradients(self, step: int) -> None:
-        """Queue the gradients of step number ``step``, of the parameters that were sent to the newcomer."""
-        if self._over or not self._described:
+        """Queue the gradients of step number ``step``, of the pieces that were sent to the newcomer."""
+        holdings = self._holdings
+        if self._over or self._ends or holdings is None:
+            return
+        if not holdings.is_current():
+            self.finish()
             return
         self._steps_without_state += bool(self._left)
         try:
-            message = Message({"kind": "step", "step": step, "gradients": self._gradients(), "groups": self._groups()})
+            taken = {"gradients": self._gradients(holdings), "groups": _groups(holdings)}
+            message = Message({"kind": "step", "step": step, **taken})
         except Exception as error:  # it must not end the training
             self._give_up(f"{type(error).__name__}: {error}")
             return
         self._queue.append(message)
         self._behind += message.nbytes
-        if self._behind > max(LEAST_BEHIND_BYTES, STEPS_BEHIND * sum(param.nbytes for param in self._params)):
+        if self._behind > max(LEAST_BEHIND_BYTES, STEPS_BEHIND * sum(piece.values.nbytes for piece in holdings.pieces)):
             self._give_up(f"it is {self._behind / 2**20:.0f} MiB of gradients behind")
         elif (
             self._steps_without_state > STEPS_WITHOUT_STATE and time.monotonic() - self._stated > SECONDS_WITHOUT_STATE
         ):
             self._give_up("gradients fill the connection")
 
-    def _gradients(self) -> dict[int, Tensor]:
+    def _gradients(self, holdings: Holdings) -> dict[int, Tensor]:
         found = {}
-        for index in list(self._sent):
-            gradient = self._params[index].grad
+        for number in list(self._sent):
+            gradient = holdings.pieces[number].gradient()
             if gradient is not None and gradient.layout is not torch.strided:
-                self._sent.remove(index)  # a parameter that is sent again when the newcomer joins
+                self._sent.remove(number)  # a parameter that is sent again when the newcomer joins
             elif gradient is not None:
-                found[index] = gradient
+                found[number] = gradient
         return found
-
-    def _groups(self) -> list[list[dict[str, Any]]]:
-        return [
-            [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
-            for optimizer in self._source.optimizers
-        ]
 
     def _next(self) -> Message | None:
         """The message that is sent next: a queued step, else a piece of state. Blocks; `None` at the end."""
@@ -202,6 +206,8 @@ class _Feed(threading.Thread):
                     message = self._queue.popleft()
                     self._behind -= message.nbytes
                     return message
+                if self._ends:
+                    return None
                 state = self._state(source.still_after) if source.still_after is not None else None
                 if state is not None:
                     return state
@@ -209,26 +215,27 @@ class _Feed(threading.Thread):
         return None
 
     def _state(self, step: int) -> Message | None:
-        """The next message of state: the model's digest, then pieces of `PIECE_BYTES` or more, then the word "all".
+        """The next message of state: a description, then pieces of `PIECE_BYTES` or more, then the word "all".
 
-        `None` after that.
+        `None` after that, and as long as this rank has nothing to send.
         """
-        source = self._source
-        if not self._described:
-            self._described = True
-            self._params = list(source.module.parameters())
-            self._left = deque(range(len(self._params)))
-            return Message({"kind": "model", "step": step, "digest": digest_of_model(source.module)})
+        holdings = self._holdings
+        if holdings is None:
+            self._holdings = holdings = self._source.holdings()
+            if holdings is None:
+                return None
+            self._left = deque(range(len(holdings.pieces)))
+            return Message({"kind": "model", "step": step, **_description(holdings)})
         if not self._left:
             told, self._told = self._told, True
             return None if told else Message({"kind": "all", "step": step})
         piece: dict[int, Any] = {}
-        size = 0
+        size, states = 0, holdings.states()
         while self._left and size < PIECE_BYTES:
-            index = self._left.popleft()
-            param = self._params[index]
-            piece[index] = param.detach(), [optimizer.state.get(param) for optimizer in source.optimizers]
-            size += sum(tensor.nbytes for tensor in tree_leaves(piece[index]) if isinstance(tensor, Tensor))
+            number = self._left.popleft()
+            held = holdings.pieces[number]
+            piece[number] = held.values.detach(), [state.get(held.key) for state in states]
+            size += sum(tensor.nbytes for tensor in tree_leaves(piece[number]) if isinstance(tensor, Tensor))
         self._sent += piece
         self._steps_without_state, self._stated = 0, time.monotonic()
         return Message({"kind": "state", "step": step, "piece": piece})
@@ -248,3 +255,17 @@ class _Feed(threading.Thread):
         """A forked child must not keep the connection open."""
         if self._connection is not None:
             self._connection.close()
+
+
+def _groups(holdings: Holdings) -> list[list[dict[str, Any]]]:
+    return [
+        [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+        for optimizer in holdings.optimizers
+    ]
+
+
+def _description(holdings: Holdings) -> dict[str, Any]:
+    """What the pieces are, and how many ranks send some, of which generation."""
+    forms = [(piece.index, piece.first, piece.values.numel(), piece.strides) for piece in holdings.pieces]
+    digest = digest_of_model(holdings.module)
+    return {"digest": digest, "pieces": forms, "senders": (holdings.senders, holdings.generation)}

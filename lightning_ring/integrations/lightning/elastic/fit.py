@@ -47,7 +47,7 @@ class ElasticFit:
         self.recovery = self.process.recovery
         self.recovery.parted = options.new_algorithm().sharded
         several = "the script has several fits" if self.process.num_fits else ""
-        self.catching_up = CatchingUp(strategy, "the optimizer is sharded" if self.recovery.parted else several)
+        self.catching_up = CatchingUp(strategy, self.recovery, several)
         self.calls = HostCalls(self.recovery.after)
         self.step = ElasticStep(strategy, self.recovery, self.calls, self.catching_up.source)
         self.resize = Resize(options.resize_lr)
@@ -134,6 +134,7 @@ class ElasticFit:
                 f"Process {self.process.member.number} took the place of one that died before the training began, and "
                 "cannot join it now. Start the job again."
             )
+        self.catching_up.ranks_change()
         if joins:
             self.catching_up.finish(view.step or 0, self.process.member)
         was_rank_zero = self.recovery.step is None or strategy.is_global_zero

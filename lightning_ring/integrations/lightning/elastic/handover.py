@@ -15,7 +15,12 @@ from torch import Tensor
 
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.differences import broadcast_differing
-from lightning_ring.comm.replicate import broadcast_optimizer_state, broadcast_tensors, check_same_model
+from lightning_ring.comm.replicate import (
+    broadcast_groups,
+    broadcast_optimizer_state,
+    broadcast_tensors,
+    check_same_model,
+)
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.integrations.lightning.elastic.rank_zero_files import names_of, take_names
 from lightning_ring.integrations.lightning.elastic.watchers import log_as_the_others, log_every_n_steps
@@ -31,7 +36,8 @@ def hand_over_fit(strategy: ElasticStrategy, fit: ElasticFit, comm: Communicator
     """Give ranks that ``receive`` all that a checkpoint of rank 0 would hold, and where it writes. Collective.
 
     The other ranks stay as they are. Where processes have caught up, parameters and optimizer state are sent that
-    differ. What a module keeps outside parameters, buffers and `on_save_checkpoint` is not sent.
+    differ. Sharded state comes from the rank that steps it. What a module keeps outside parameters, buffers and
+    `on_save_checkpoint` is not sent.
 
     Raises:
         ModelMismatchError: The ranks' models or optimizers differ.
@@ -52,22 +58,25 @@ def hand_over_fit(strategy: ElasticStrategy, fit: ElasticFit, comm: Communicator
     sent = None if receives else _state(trainer, strategy, fit)
     state = comm.broadcast_object(sent if comm.rank == 0 else None)
     assert state is not None
-    params = [param.detach() for param in model.parameters()]
     buffers = list(model.buffers())
     # ranks may have buffers of their own, such as statistics of BatchNorm
     broadcast_tensors(buffers if receives else [buffer.clone() for buffer in buffers], comm)
-    send = _Sending(comm, by_digest=any(has_state for _, _, _, has_state in standing), receives=receives)
-    send(params)
+    compares = any(has_state for _, _, _, has_state in standing)
+    send = _Sending(comm, by_digest=compares, receives=receives)
+    counted = strategy.algorithm.let_in(fit.catching_up.parts, receives=receives, compares=compares)
+    send([param.detach() for param in model.parameters() if counted is None or not param.requires_grad])
     for optimizer in strategy.optimizers:
-        if strategy.algorithm.sharded:
+        if counted is not None:
+            broadcast_groups(optimizer, comm)
+        elif strategy.algorithm.sharded:
             whole = strategy.algorithm.optimizer_state_dict(optimizer, is_rank_zero=comm.rank == 0)
             whole = comm.broadcast_object(whole)
             if receives:
                 strategy.algorithm.load_optimizer_state_dict(optimizer, whole)
         else:
             broadcast_optimizer_state(optimizer, comm, send=send)
-    if comm.rank == 0 and not strategy.algorithm.sharded:
-        send.tell()
+    if comm.rank == 0 and (counted is not None or not strategy.algorithm.sharded):
+        send.tell(*(counted or (0, 0)))
     if receives:
         _restore(trainer, strategy, fit, state)
     strategy.timeline.let_in(comm, joins=receives)
@@ -101,8 +110,8 @@ class _Sending:
             broadcast_tensors(tensors, self._comm)
             self._sent += size
 
-    def tell(self) -> None:
-        sent, of = self._sent / 2**20, self._of / 2**20
+    def tell(self, further_sent: int, further_of: int) -> None:
+        sent, of = (self._sent + further_sent) / 2**20, (self._of + further_of) / 2**20
         rank_zero_info(
             f"lightning_ring: while the ranks waited, {sent:.1f} of {of:.1f} MiB of parameters and optimizer state "
             "were sent to new ones."

@@ -12,7 +12,7 @@ to ``FOLDER/NUMBER.log``; step and digest of weights and optimizer state after e
 Environment: FIT_NODES: so many nodes, which processes take by turns. FIT_TRAINER and FIT_STRATEGY are JSON of
 arguments. FIT_DROPOUT. FIT_MANUAL: manual optimization, two optimizers. FIT_SCALER: the first scale of a loss scaler.
 FIT_RESUME: a checkpoint. FIT_WAIT: in the step of that number all wait until a newcomer is
-ready to join, which is process FIT_NEWCOMER.
+ready to join, which is process FIT_NEWCOMER. FIT_NO_CATCH_UP: it gets nothing before it joins.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from torchmetrics import MeanMetric
 
 from lightning_ring.data import ShuffledSampler
 from lightning_ring.elastic.recovery import Recovery
+from lightning_ring.integrations.lightning.elastic.catching_up import CatchingUp
 from lightning_ring.integrations.lightning.elastic.position import TrainingPosition
 from lightning_ring.integrations.lightning.strategy import RingStrategy
 
@@ -71,6 +72,11 @@ def announce_newcomer() -> None:
         start(recovery)
 
     Recovery.start = announced  # type: ignore[method-assign]
+
+
+def wait_for_everything() -> None:
+    """Newcomers get all of their state when they join."""
+    CatchingUp.run = lambda *_: None  # type: ignore[method-assign]
 
 
 def die(step: int, place: str) -> None:
@@ -208,6 +214,8 @@ def main() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=scale, enabled=scale > 0)
     count_attempts(module)
     announce_newcomer()
+    if "FIT_NO_CATCH_UP" in os.environ:
+        wait_for_everything()
     trainer = pl.Trainer(
         strategy=RingStrategy(elastic=True, backend=BACKEND, **json.loads(os.environ.get("FIT_STRATEGY", "{}"))),
         accelerator="cpu",

@@ -6,6 +6,7 @@ import csv
 import json
 import math
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -150,6 +151,23 @@ def test_a_newcomer_steps_several_optimizers_as_the_others_do(tmp_path: Path) ->
     assert [(end["number"], end["caught_up"]) for end in ends] == [(0, False), (2, False)]
     assert len(trained_batches(tmp_path, 2)) > 5
     assert "while the ranks waited, 0.0 of 0.0 MiB" in (tmp_path / "output").read_text()
+
+
+@pytest.mark.parametrize(("backend", "ranks"), [("gloo", 3), ("auto", 4)])
+def test_a_newcomer_catches_up_with_sharded_ranks(backend: str, ranks: int, tmp_path: Path) -> None:
+    """Each rank sends its own shard. All end with the bits of a job whose newcomer gets everything when it joins."""
+    env = {"FIT_STRATEGY": json.dumps({"shard_optimizer": True}), "FIT_WAIT": "6", "FIT_NEWCOMER": str(ranks)}
+    digests = set()
+    for name, more in (("caught up", {}), ("waiting", {"FIT_NO_CATCH_UP": "1"})):
+        (folder := tmp_path / name).mkdir()
+        ends = fit(folder, backend, "1:3:backward", respawn=True, ranks=ranks, **env, **more)
+        check(folder, ends, ranks)
+        digests |= {end["digest"] for end in ends}
+        (joined,) = (end for end in ends if end["number"] == ranks)
+        assert joined["caught_up"] == (not more)
+        sent = re.findall(r"([0-9.]+) of [0-9.]+ MiB of parameters", (folder / "output").read_text())
+        assert len(sent) == 1
+    assert len(digests) == 1
 
 
 @pytest.mark.parametrize(
