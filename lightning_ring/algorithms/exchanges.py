@@ -36,13 +36,11 @@ class Direct:
         num_messages: Each of which waits for the one before.
         passing_bytes: What they bring through a link in all, one after another, where each takes longest.
         sent_bytes: What the host that sends most sends in all of them.
-        waiting: From the number of ranks, the share of them that waits, while the others only answer.
     """
 
     num_messages: int
     passing_bytes: Callable[[int, int, int], float]
     sent_bytes: Callable[[int, int, int], float]
-    waiting: Callable[[int], float] = lambda world_size: 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +52,8 @@ class Exchange:
         every: Steps from one exchange to the next of the same parameters.
         parts: Messages at different steps that the parameters are cut into.
         rounds: Collectives that ranks wait for in ``every`` steps, one after another.
+        awaited: Whether a rank waits for an exchange. Else it goes on with its steps, and the next exchange begins at
+            the first one after the end of the last exchange.
         hidden_steps: Whole steps of computation while which a message travels, before anybody waits for it.
         hidden_phases: Phases of one step (as `tools.plan.profile.Phases` names them) while which it travels, besides.
         in_nodes: Whether the ranks of a node average their gradients at every step besides.
@@ -65,6 +65,7 @@ class Exchange:
     every: int = 1
     parts: int = 1
     rounds: int = 1
+    awaited: bool = True
     hidden_steps: int = 0
     hidden_phases: tuple[str, ...] = ()
     in_nodes: bool = False
@@ -95,9 +96,8 @@ def num_gossip_parts(num_bytes: float) -> int:
 
 
 def asynchronous_gossip() -> Exchange:
-    """Parameters of each even rank to an odd one, and that one's back, while a batch is computed and stepped with."""
-    traffic = Direct(2, _past_odd_ranks, _of_odd_ranks, lambda world_size: -(-world_size // 2) / world_size)
-    return Exchange(traffic, hidden_phases=("forward", "backward", "optimizer"))
+    """Parameters of each even rank to an odd one, and that one's back, while batches are computed and stepped with."""
+    return Exchange(Direct(2, _past_odd_ranks, _of_odd_ranks), rounds=0, awaited=False)
 
 
 def parameter_server(servers: int | None = None, mode: str = "bulk") -> Exchange:

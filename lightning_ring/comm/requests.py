@@ -217,6 +217,10 @@ class Answers:
         self._work = work
         self._answers = answers
 
+    def done(self) -> bool:
+        """Whether `wait` would return or raise at once."""
+        return self._work.done()
+
     def wait(self) -> dict[int, Tensor]:
         """By peer, in memory that the next question to that peer overwrites.
 
