@@ -52,24 +52,24 @@ class Exchange:
         every: Steps from one exchange to the next of the same parameters.
         parts: Messages at different steps that the parameters are cut into.
         rounds: Collectives that ranks wait for in ``every`` steps, one after another.
-        awaited: Whether a rank waits for an exchange. Else it goes on with its steps, and the next exchange begins at
-            the first one after the end of the last exchange.
         hidden_steps: Whole steps of computation while which a message travels, before anybody waits for it.
         hidden_phases: Phases of one step (as `tools.plan.profile.Phases` names them) while which it travels, besides.
         in_nodes: Whether the ranks of a node average their gradients at every step besides.
         optimizer_steps: What the busiest server steps, from the number of ranks, while each rank takes a step: in steps
             of an optimizer of all parameters. `None`: ranks step for themselves.
+        awaited: Whether a rank waits for an exchange. Else it goes on with its steps, and the next exchange begins at
+            the first one after the end of the last exchange.
     """
 
     traffic: AllReduce | Direct
     every: int = 1
     parts: int = 1
     rounds: int = 1
-    awaited: bool = True
     hidden_steps: int = 0
     hidden_phases: tuple[str, ...] = ()
     in_nodes: bool = False
     optimizer_steps: Callable[[int], float] | None = None
+    awaited: bool = True
 
 
 def local_sgd(every: int, in_nodes: bool = False) -> Exchange:
