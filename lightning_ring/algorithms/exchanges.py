@@ -36,13 +36,11 @@ class Direct:
         num_messages: Each of which waits for the one before.
         passing_bytes: What they bring through a link in all, one after another, where each takes longest.
         sent_bytes: What the host that sends most sends in all of them.
-        waiting: From the number of ranks, the share of them that waits, while the others only answer.
     """
 
     num_messages: int
     passing_bytes: Callable[[int, int, int], float]
     sent_bytes: Callable[[int, int, int], float]
-    waiting: Callable[[int], float] = lambda world_size: 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +58,8 @@ class Exchange:
         optimizer_steps: What the busiest server steps, from the number of ranks, while each rank takes a step: in steps
             of an optimizer of all parameters. `None`: ranks step for themselves.
         copies: Exchanges of as many values, one after another: of the parameters, and of the optimizer's state.
+        awaited: Whether a rank waits for an exchange. Else it goes on with its steps, and the next exchange begins at
+            the first one after the end of the last exchange.
     """
 
     traffic: AllReduce | Direct
@@ -71,6 +71,7 @@ class Exchange:
     in_nodes: bool = False
     optimizer_steps: Callable[[int], float] | None = None
     copies: int = 1
+    awaited: bool = True
 
 
 def local_sgd(every: int, in_nodes: bool = False, num_states: int = 0) -> Exchange:
@@ -99,9 +100,8 @@ def num_gossip_parts(num_bytes: float) -> int:
 
 
 def asynchronous_gossip() -> Exchange:
-    """Parameters of each even rank to an odd one, and that one's back, while a batch is computed and stepped with."""
-    traffic = Direct(2, _past_odd_ranks, _of_odd_ranks, lambda world_size: -(-world_size // 2) / world_size)
-    return Exchange(traffic, rounds=2, hidden_phases=("forward", "backward", "optimizer"))
+    """Parameters of each even rank to an odd one, and that one's back, while batches are computed and stepped with."""
+    return Exchange(Direct(2, _past_odd_ranks, _of_odd_ranks), rounds=0, awaited=False)
 
 
 def parameter_server(servers: int | None = None, mode: str = "bulk") -> Exchange:

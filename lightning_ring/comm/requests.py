@@ -212,6 +212,10 @@ class Answers:
         self._work = work
         self._answers = answers
 
+    def done(self) -> bool:
+        """Whether `wait` would return or raise at once."""
+        return self._work.done()
+
     def wait(self) -> dict[int, Tensor]:
         """By peer the answer to its last question, in memory that the next question to that peer overwrites.
 

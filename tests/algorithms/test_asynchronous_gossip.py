@@ -126,6 +126,54 @@ def test_a_slow_rank_holds_nobody_up_and_averages_leave_no_trace() -> None:
         assert found[0][1]["consensus_distance"] > 0
 
 
+def test_steps_go_on_while_an_average_is_on_its_way() -> None:
+    """Rank 1 answers when rank 0 has taken three steps: each then has half of the other's, and both keep their own."""
+    steps_taken, answered = 3, threading.Event()
+
+    class Late(AsynchronousGossip):
+        def _answer(self, peer: int, question: Tensor) -> Tensor:
+            if self.num_steps == 1:
+                assert answered.wait(50), "the other one waits"
+            return super()._answer(peer, question)
+
+    def rank(comm: Any) -> list[Tensor]:
+        net, algorithm = copy.deepcopy(START), Late()
+        steps = OPTIMIZERS["sgd"](net)
+        algorithm.attach(net, [steps], comm)
+        algorithm.begin_batch()
+        algorithm._finish_exchange()  # of equal parameters
+        comm.barrier()
+
+        def step() -> None:
+            loss(net, comm.rank, algorithm.num_steps).backward()
+            steps.step()
+            algorithm.after_step(steps)
+            steps.zero_grad()
+
+        step()
+        comm.barrier()
+        found = [vector(net)]
+        if comm.rank == 0:
+            for _ in range(steps_taken):
+                algorithm.begin_batch()
+                step()
+            found.append(vector(net))
+            answered.set()
+            algorithm._finish_exchange()
+        comm.barrier()
+        algorithm._add_step()  # of length 0: the parameters become x
+        found.append(vector(net))
+        algorithm.show_averages()
+        algorithm.detach()
+        return [*found, vector(net)]
+
+    (sent, alone, first, shown), (theirs, second, _) = run_ranks(2, rank)
+    torch.testing.assert_close(second, (theirs + sent) / 2)
+    torch.testing.assert_close(first, alone + (theirs - sent) / 2)
+    torch.testing.assert_close(shown, (first + second) / 2)
+    assert not torch.allclose(alone, sent)
+
+
 def test_a_request_to_stop_is_met_by_all_ranks() -> None:
     def rank(comm: Any) -> list[tuple[int, bool]]:
         net, algorithm = copy.deepcopy(START), AsynchronousGossip()

@@ -34,9 +34,11 @@ class AsynchronousGossip(Gossip):
         x_r, x_s ← (x_r + x_s) / 2      while both compute
         x_r ← x_r + (the optimizer's step from the copy with g_r)      at the end of each batch
 
-    A thread of rank s answers, so that a slow rank s holds nobody up. The mean of all x moves as if every step were
-    divided by the number of ranks. Fast ranks take more steps than slow ones, if they have data for them. Evaluations
-    and checkpoints wait for all ranks, and see their average.
+    A thread of rank s answers, and rank r goes on with its batches until the answer has come, so that neither a slow
+    rank nor a slow wire holds anybody up. What x_r has gained meanwhile is added to the average. The next batch then
+    begins another one. The mean of all x moves as if every step were divided by the number of ranks. Fast ranks take
+    more steps than slow ones, if they have data for them. Evaluations and checkpoints wait for all ranks, and see their
+    average.
 
     Args:
         seed: Of the choice of partners.
@@ -55,8 +57,8 @@ class AsynchronousGossip(Gossip):
         self._parts: list[Layout] = []
         self._x: list[Tensor] = []  # x_r, in messages
         self._copied: list[Tensor] = []  # the copy for which g_r is computed
+        self._asked: list[Tensor] = []  # x_r as it was sent; empty on odd ranks
         self._turns: dict[int, Iterator[int]] = {}  # the part of the next question of each peer
-        self._is_new = True  # the parameters are what x shall be
         self._has_begun = False  # a batch
 
     def __deepcopy__(self, memo: Any) -> AsynchronousGossip:
@@ -70,7 +72,7 @@ class AsynchronousGossip(Gossip):
         super().detach(wait=wait)
 
     def load_state_dict(self, state: dict[str, Any]) -> str:
-        self._is_new = True
+        self._end_requests()  # no average with what was there before may arrive later
         return super().load_state_dict(state)
 
     def _answer_others(self) -> None:
@@ -81,8 +83,6 @@ class AsynchronousGossip(Gossip):
         params = self._parameters()
         if self._requests is None or [*map(id, params)] != [*map(id, self._params)]:
             self._begin_requests(params)
-        elif self._is_new:
-            self._take_parameters()
 
     def _begin_requests(self, params: Sequence[Parameter]) -> None:
         self._end_requests()
@@ -91,8 +91,10 @@ class AsynchronousGossip(Gossip):
         self._parts = layouts(self._params, num_parts, cut=True)
         self._turns = {peer: itertools.cycle(range(num_parts)) for peer in range(self._communicator.world_size)}
         self._x = [torch.zeros(part.nbytes, dtype=torch.uint8) for part in self._parts]
+        with torch.no_grad():
+            torch._foreach_copy_(self._views(self._x), self._flat_parameters())
         self._copied = [x.clone() for x in self._x]
-        self._take_parameters()
+        self._asked = [torch.empty_like(x) for x in self._x if self._asks]
         self._requests = unrecorded(self._communicator).open_requests(self._answer)
         self._requests.start()
 
@@ -114,11 +116,12 @@ class AsynchronousGossip(Gossip):
             return
         self._has_begun = True
         self._answer_others()
-        if self._exchange_under_way is None and comm.rank % 2 == 0:
-            chosen = random.Random(f"{self.seed} {comm.rank} {self.num_steps}").randrange(1, comm.world_size, 2)
-            assert self._requests is not None
-            name = f"step {self.num_steps + 1}: average with rank {chosen}"
-            self._exchange_under_way = self._requests.ask({chosen: self._x}, name, self._average_with)
+        if self._asks:
+            self._begin_exchange()
+
+    @property
+    def _asks(self) -> bool:
+        return self._communicator.rank % 2 == 0
 
     def before_step(self, optimizer: Optimizer, *, has_closure: bool) -> None:
         self._hide_averages()
@@ -128,7 +131,6 @@ class AsynchronousGossip(Gossip):
             return
         self.num_steps += 1
         if self._requests is not None:
-            self._finish_exchange()
             self._add_step()
 
     def show_averages(self) -> None:
@@ -144,8 +146,21 @@ class AsynchronousGossip(Gossip):
         average_(self._params, unrecorded(self._communicator), "parameters")
         self._note_consensus_distance()
 
+    def _begin_exchange(self) -> None:
+        """Unless the last one is still under way."""
+        comm, under_way = self._communicator, self._exchange_under_way
+        assert self._requests is not None
+        if under_way is not None and not under_way.done():
+            self._requests.check()  # nobody waits, and would be told of a failed rank
+            return
+        self._finish_exchange()
+        chosen = random.Random(f"{self.seed} {comm.rank} {self.num_steps}").randrange(1, comm.world_size, 2)
+        torch._foreach_copy_(self._asked, self._x)  # which nobody else changes now
+        name = f"step {self.num_steps + 1}: average with rank {chosen}"
+        self._exchange_under_way = self._requests.ask({chosen: self._asked}, name, self._average_with)
+
     def _finish_exchange(self) -> None:
-        """On an even rank: x_r, which nobody else changes, has become the mean."""
+        """On an even rank: x_r has become the mean, and what it has gained since it was sent."""
         under_way, self._exchange_under_way = self._exchange_under_way, None
         if under_way is not None:
             under_way.wait()
@@ -159,14 +174,6 @@ class AsynchronousGossip(Gossip):
             torch._foreach_add_(x, self._flat_parameters())
             torch._foreach_copy_(copied, x)
             write_(self._params, zip(self._pieces(), x, strict=True))
-
-    @torch.no_grad()
-    def _take_parameters(self) -> None:
-        with self._changing:
-            x = self._views(self._x)
-            torch._foreach_copy_(x, self._flat_parameters())
-            torch._foreach_copy_(self._views(self._copied), x)
-        self._is_new = False
 
     def _flat_parameters(self) -> list[Tensor]:
         return [piece.of(self._params[piece.index]).to("cpu") for piece in self._pieces()]
@@ -188,20 +195,20 @@ class AsynchronousGossip(Gossip):
         index = next(self._turns[peer])
         with self._changing:
             before = self._x[index].clone()
-            self._average_part(index, question)
+            self._average_part(index, question, before)
         return before
 
     def _average_with(self, peer: int, index: int, theirs: Tensor) -> None:
         with self._changing:
-            self._average_part(index, theirs)
+            self._average_part(index, theirs, self._asked[index])
 
     @torch.no_grad()
-    def _average_part(self, index: int, theirs: Tensor) -> None:
-        """A part of x, with the same bits on both ranks."""
+    def _average_part(self, index: int, theirs: Tensor, ours: Tensor) -> None:
+        """Move a part of x by half of the way from ``ours`` to ``theirs``, in whose place the way is written."""
         part = self._parts[index]
-        x = part.views(self._x[index], self._params)
-        torch._foreach_add_(x, part.views(theirs, self._params))
-        torch._foreach_mul_(x, 0.5)
+        way = part.views(theirs, self._params)
+        torch._foreach_sub_(way, part.views(ours, self._params))
+        torch._foreach_add_(part.views(self._x[index], self._params), way, alpha=0.5)
 
     # -- requests to stop
 

@@ -65,36 +65,42 @@ def predict_exchange(profile: Profile, cluster: Cluster, settings: Settings, exc
     if exchange.in_nodes and nests(profile, cluster, settings):
         node = Cluster(cluster.local_size, cluster.local_size, cluster.node, cluster.node)
         gradients = predict(profile, node, settings).exposed
-    took, work, waiting = _of_a_part(profile, cluster, settings, exchange)
+    took, work = _of_a_part(profile, cluster, settings, exchange)
     hidden = exchange.hidden_steps * phases.alone
     if profile.call is None:  # else cores compute, and the threads of a message get them when the batch is over
         hidden += sum(getattr(phases, name) for name in exchange.hidden_phases)
-    a_step = exchange.parts * exchange.copies / exchange.every
-    waits = gradients + a_step * max(0.0, took - hidden, work)
+    a_step = _messages_a_step(profile, cluster, settings, exchange)
+    waits = gradients + a_step * (max(0.0, took - hidden, work) if exchange.awaited else work)
     waits += exchange.rounds / exchange.every * profile.call_beside_link
     if exchange.optimizer_steps is not None:
         waits += (exchange.optimizer_steps(size) - 1) * phases.optimizer
-    if waiting < 1:  # the others go on without them: the rates of the ranks add up
-        waits = 1 / (waiting / (phases.alone + waits) + (1 - waiting) / phases.alone) - phases.alone
     return PredictedStep(size, phases.alone + waits, waits, a_step * took, phases.alone)
 
 
-def _of_a_part(
-    profile: Profile, cluster: Cluster, settings: Settings, exchange: Exchange
-) -> tuple[float, float, float]:
-    """Seconds of a message, those of them that a processor works, and the share of the ranks that wait for it."""
+def _messages_a_step(profile: Profile, cluster: Cluster, settings: Settings, exchange: Exchange) -> float:
+    """In the mean. Where nobody waits for them, fewer than steps that are shorter than a message takes."""
+    number = exchange.parts * exchange.copies / exchange.every
+    if exchange.awaited or cluster.world_size == 1:
+        return number
+    took, work = _of_a_part(profile, cluster, settings, exchange)
+    alone = profile.phases.alone
+    return min(number, alone / (took - work)) if took > work else number  # a step takes alone + work · this
+
+
+def _of_a_part(profile: Profile, cluster: Cluster, settings: Settings, exchange: Exchange) -> tuple[float, float]:
+    """Seconds of a message, and those of them that a processor works."""
     numel, size = _num_values(profile), cluster.world_size
     if isinstance(exchange.traffic, AllReduce):
         message = exchange.traffic.num_bytes(numel, size) / exchange.parts
         coded = (profile.encoding or {}).get(exchange.traffic.compressor or "", 0.0) * numel / exchange.parts
         took = cluster_seconds(profile, cluster, settings, message) + coded
-        return took, coded + processor_seconds(profile, message), 1.0
+        return took, coded + processor_seconds(profile, message)
     cost = (cluster.network if cluster.num_nodes > 1 else cluster.node).costs["all_gather"]
     on_host = cluster.local_size if cluster.num_nodes > 1 else 1
     took = exchange.traffic.num_messages * cost.alpha_seconds
     took += exchange.traffic.passing_bytes(numel, size, on_host) / cost.bandwidth
     ring = exchange.traffic.sent_bytes(numel, size, 1) * size / (2 * (size - 1))  # of as many bytes
-    return took, processor_seconds(profile, ring), exchange.traffic.waiting(size)
+    return took, processor_seconds(profile, ring)
 
 
 def sent_bytes(profile: Profile, cluster: Cluster, settings: Settings, exchange: Exchange) -> float:
@@ -104,7 +110,8 @@ def sent_bytes(profile: Profile, cluster: Cluster, settings: Settings, exchange:
         num_bytes = exchange.copies * exchange.traffic.num_bytes(numel, size)
         return _sent(num_bytes, _ring_size(profile, cluster, settings)) / exchange.every
     on_host = cluster.local_size if cluster.num_nodes > 1 else 1
-    return exchange.traffic.sent_bytes(numel, size, on_host) / exchange.every
+    a_step = _messages_a_step(profile, cluster, settings, exchange) / exchange.parts
+    return a_step * exchange.traffic.sent_bytes(numel, size, on_host)
 
 
 def _num_values(profile: Profile) -> int:
