@@ -16,6 +16,7 @@ from lightning_ring.launch.mpirun import identify
 from tests import forked
 
 ROOT = Path(__file__).resolve().parent.parent
+WHOLE_LINES = str(ROOT / "tests" / "whole_lines")  # its `sitecustomize` has each line of output written at once
 may_start = True  # False inside a test without the marker `ranks` (`conftest.py`)
 HANGS = 240.0  # seconds, within which every process ends on the slowest machine; pytest gives up at 300
 # Where Open MPI keeps shared memory: tests have a folder of their own, made and removed by `conftest.py`
@@ -43,12 +44,12 @@ def mpirun_command(world_size: int, *command: str) -> list[str]:
 
 
 def clean_env(**extra: str) -> dict[str, str]:
-    """This process's environment without any launcher's variables, with one thread per rank."""
+    """This process's environment without any launcher's variables, with one thread per rank and whole lines."""
     prefixes = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "SLURM_", "RING_", "TORCHELASTIC_", "PL_")
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
     names += ("PYTHONDONTWRITEBYTECODE",)  # hundreds of processes would compile the same files
     env = {k: v for k, v in os.environ.items() if k == SEGMENTS or not (k.startswith(prefixes) or k in names)}
-    path = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
+    path = os.pathsep.join(filter(None, [WHOLE_LINES, str(ROOT), env.get("PYTHONPATH")]))
     return env | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"} | extra
 
 

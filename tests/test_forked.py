@@ -72,6 +72,14 @@ def test_ranks_that_a_launcher_starts_are_forked_and_what_they_start_is_not(tmp_
     assert run([sys.executable, str(script)], **forked.ranks()).stdout == "False []\n"
 
 
+def test_lines_of_several_ranks_stay_whole(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("for _ in range(2000): print('a', 'b', 'c')\n")
+    command = [*forked.python(), str(script)]
+    both = ["sh", "-c", '"$@" & "$@"; wait', "sh", *command]
+    assert set(run(both).stdout.splitlines()) == {"a b c"}
+
+
 def test_a_script_is_found_beside_its_modules(tmp_path: Path) -> None:
     (tmp_path / "beside.py").write_text("WORD = 'found'")
     script = tmp_path / "script.py"
