@@ -36,9 +36,13 @@ def some_events(first: int, random_: random.Random) -> list[str]:
 def write_for_ever(path: Path, seed: int, until_the_end: int, appended: mmap.mmap) -> None:
     random_, written = random.Random(seed), 0
     file = TraceFile(path, OTHER, max_bytes=1 << 28)
-    if seed % 50 == 1 and os.fork() == 0:
-        os.read(until_the_end, 1)
-        os._exit(0)
+    if seed % 50 == 1:
+        runs, tell = os.pipe()
+        if os.fork() == 0:
+            os.write(tell, b"1")
+            os.read(until_the_end, 1)
+            os._exit(0)
+        os.read(runs, 1)  # killed before, the writer would leave a fork that has yet to let go of the path
     while True:
         events = some_events(written, random_)
         file.append(events)
