@@ -15,6 +15,10 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from lightning_ring.job.rendezvous.greeting import reserve_port
+
+_RESERVED: list[socket.socket] = []  # until the process that planned ends, the ports of its jobs are given to nobody
+
 
 def plan(contenders: Sequence[str], arguments: Sequence[str], ranks: int, addresses: Sequence[str]) -> str:
     """
@@ -24,16 +28,11 @@ def plan(contenders: Sequence[str], arguments: Sequence[str], ranks: int, addres
         ranks: In each job, round-robin over the hosts.
         addresses: Of the hosts; rank 0 is on the first.
     """
-    jobs = {name: _free_port() for name in contenders}
+    reserved = {name: reserve_port() for name in contenders}
+    _RESERVED.extend(reserved.values())
+    jobs = {name: one.getsockname()[1] for name, one in reserved.items()}
     places = {"ranks": ranks, "hosts": len(addresses), "master": addresses[0]}
     return json.dumps({"jobs": jobs, "arguments": [*arguments]} | places)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def place(job: dict[str, Any], name: str, rank: int) -> dict[str, str]:

@@ -17,6 +17,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from lightning_ring.job.rendezvous.greeting import reserve_port
+
 AFTER_AN_ERROR = {"ring": 35.0, "ring_sharded": 35.0}  # seconds for the other ranks to raise too (elsewhere 2)
 
 
@@ -56,6 +58,7 @@ class Job:
         )
         self._processes: list[BaseProcess] = []
         self._orders: list[Connection] = []
+        self._reserved: socket.socket | None = None  # holds the port at which the ranks meet
 
     def run(self, order: Order) -> Outcome:
         if not self._processes:
@@ -98,9 +101,7 @@ class Job:
         return results
 
     def _start(self) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        self._reserved = reserve_port()
         for rank in range(self._ranks):
             env = {
                 "RANK": str(rank),
@@ -108,7 +109,7 @@ class Job:
                 "WORLD_SIZE": str(self._ranks),
                 "LOCAL_WORLD_SIZE": str(self._ranks),
                 "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
+                "MASTER_PORT": str(self._reserved.getsockname()[1]),
                 "TORCHELASTIC_RUN_ID": "fuzz",
                 "GLOO_SOCKET_IFNAME": "lo",
             }
@@ -128,7 +129,9 @@ class Job:
             process.join(5)
         for orders in self._orders:
             orders.close()
-        self._processes, self._orders = [], []
+        if self._reserved is not None:
+            self._reserved.close()
+        self._processes, self._orders, self._reserved = [], [], None
 
 
 def _follow_orders(*arguments: Any) -> None:

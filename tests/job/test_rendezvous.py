@@ -13,7 +13,7 @@ from torch.distributed import HashStore, TCPStore
 from lightning_ring.errors import RankDiscoveryError
 from lightning_ring.job.ranks import SINGLE, RankInfo
 from lightning_ring.job.rendezvous import store as rendezvous
-from lightning_ring.job.rendezvous.greeting import Greeter, greet, listen
+from lightning_ring.job.rendezvous.greeting import Greeter, greet, listen, reserve_port
 from lightning_ring.job.rendezvous.interfaces import ipv4_addresses, reachable_candidates
 from lightning_ring.job.rendezvous.store import open_store
 
@@ -26,9 +26,8 @@ def ranks(world_size: int, source: str) -> list[RankInfo]:
 
 @pytest.fixture
 def free_port():
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
-        return probe.getsockname()[1]
+    with reserve_port() as reserved:
+        yield reserved.getsockname()[1]
 
 
 def test_one_rank_opens_nothing():
@@ -113,6 +112,15 @@ def test_another_program_on_the_port_is_named_by_the_others(monkeypatch, answer)
             open_store(ranks(2, "torchrun")[1], timedelta(seconds=30))
         for connection in connections:
             connection.close()
+
+
+def test_a_reserved_port_is_for_those_who_know_its_number():
+    with reserve_port() as reserved:
+        port = reserved.getsockname()[1]
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind((LOOPBACK, port))
+        for address in (LOOPBACK, ""):
+            listen(address, port).close()
 
 
 def test_nobody_there(free_port):

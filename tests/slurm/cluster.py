@@ -22,6 +22,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from lightning_ring.job.rendezvous.greeting import reserve_port
+
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "salloc", "scontrol", "scancel", "sinfo", "squeue")
 _START_SECONDS = 60.0
 _END_SECONDS = 15.0
@@ -92,7 +94,8 @@ def slurm_cluster(folder: Path, *, num_nodes: int = 2, cpus: int = 4, kill_wait:
     """
     folder.mkdir(parents=True, exist_ok=True)
     folder.chmod(0o755)
-    ports = _free_ports(num_nodes + 1)
+    reserved = [reserve_port() for _ in range(num_nodes + 1)]
+    ports = [one.getsockname()[1] for one in reserved]
     nodes = [f"127.0.0.{number + 1}" for number in range(num_nodes)]
     lines = (
         f"NodeName={node} NodeHostname={socket.gethostname()} NodeAddr={node} Port={port} CPUs={cpus} State=UNKNOWN"
@@ -113,6 +116,8 @@ def slurm_cluster(folder: Path, *, num_nodes: int = 2, cpus: int = 4, kill_wait:
         (folder / f"spool-{node}").mkdir()
     cluster = Cluster(folder, {"SLURM_CONF": str(configuration)})
     with ExitStack() as stack:
+        for one in reserved:
+            stack.enter_context(one)
         _start(stack, folder, "munged", _munged(folder))
         _wait_for(lambda: (folder / "munge.socket").exists(), folder, "munged")
         _start(stack, folder, "slurmctld", ["slurmctld", "-D", "-f", str(configuration)])
@@ -189,14 +194,6 @@ def _wait_for(condition: Callable[[], bool], folder: Path, *daemons: str) -> Non
             ends = [f"{file.name}:\n{file.read_text()[-2000:]}" for file in logs if file.exists()]
             raise RuntimeError("\n".join([f"not up within {_START_SECONDS:.0f} s: {', '.join(daemons)}", *ends]))
         time.sleep(0.05)
-
-
-def _free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ import logging
 import multiprocessing
 import os
 import socket
+from typing import Any
 
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import ClusterEnvironment
@@ -16,6 +17,7 @@ from lightning_ring.errors import RankDiscoveryError
 from lightning_ring.job.job import current_job
 from lightning_ring.job.launchers import LaunchVariables, launcher_variables
 from lightning_ring.job.ranks import SINGLE, RankInfo, discover_ranks, info_from_variables
+from lightning_ring.job.rendezvous.greeting import reserve_port
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +38,7 @@ class RingEnvironment(ClusterEnvironment):
         self._caller = caller  # what the user built, for errors
         self._variables: LaunchVariables | None = None
         self._info = info
+        self._reserved: socket.socket | None = None  # holds `main_port` until rank 0 listens there
         if info is None and self._of_current_job() is None:
             self._variables = _launcher_or_open_group()
             if self._variables is None:
@@ -43,6 +46,9 @@ class RingEnvironment(ClusterEnvironment):
             elif self._variables.source not in ("mpi", "group"):
                 self._info = info_from_variables(self._variables)
         _set_rank_zero_only(self.global_rank())
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_reserved": None}  # a spawned rank gets the port's number
 
     @staticmethod
     def detect() -> bool:
@@ -87,7 +93,8 @@ class RingEnvironment(ClusterEnvironment):
                 "MASTER_ADDR to rank 0's host and MASTER_PORT to a free port there if your code needs them."
             )
         # asked by Lightning's launcher in the parent, before it spawns or forks the ranks
-        return "127.0.0.1", _free_port()
+        self._reserved = reserve_port()
+        return self._reserved.getsockname()
 
     @property
     def _known(self) -> RankInfo | LaunchVariables:
@@ -190,10 +197,3 @@ def _set_rank_zero_only(rank: int) -> None:
 
 def _spawned(rank: int, world_size: int) -> RankInfo:
     return RankInfo(rank, world_size, rank, world_size, node_rank=0, num_nodes=1, source="spawn")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

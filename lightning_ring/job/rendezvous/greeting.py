@@ -16,6 +16,18 @@ from lightning_ring.errors import RankDiscoveryError
 ANSWER_SECONDS = 5.0  # a server that accepted has to send its line within this time
 
 
+def reserve_port(address: str = "127.0.0.1") -> socket.socket:
+    """A socket bound to a port of ``address`` that the system gives to no other program until the socket is closed.
+
+    A program that asks for this port by its number, with SO_REUSEADDR as `listen` and torch's store do, may listen
+    there meanwhile: the socket here never listens.
+    """
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind((address, 0))
+    return reserved
+
+
 def listen(address: str, port: int = 0) -> socket.socket:
     """A listening socket on ``address``; port 0 lets the system choose one that is free."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)

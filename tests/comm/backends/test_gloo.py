@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import time
 
@@ -11,6 +10,7 @@ import torch
 
 from lightning_ring.comm.backends.gloo import open_torch_communicator
 from lightning_ring.errors import ConfigurationError
+from lightning_ring.job.rendezvous.greeting import reserve_port
 from tests import forked
 from tests.processes import clean_env, end_session
 
@@ -41,15 +41,10 @@ except RingError as error:
 """
 
 
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
-
-
 def run_ranks_of(code: str, world_size: int, argument: str, **env: str) -> list[tuple[int, str]]:
     """Exit code and output of ``world_size`` plain processes that run ``code`` with rank, port and ``argument``."""
-    port, python = str(free_port()), forked.python()
+    reserved, python = reserve_port(), forked.python()
+    port = str(reserved.getsockname()[1])
     processes = [
         subprocess.Popen(
             [*python, "-c", code, str(rank), port, argument],
@@ -67,7 +62,8 @@ def run_ranks_of(code: str, world_size: int, argument: str, **env: str) -> list[
     finally:
         for process in processes:
             end_session(process)
-            process.wait(10)
+            process.wait(60)
+        reserved.close()
     return [(process.returncode, output) for process, output in zip(processes, outputs, strict=True)]
 
 

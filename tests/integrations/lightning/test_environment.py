@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import pickle
+import socket
 import sys
 from types import SimpleNamespace
 
@@ -15,6 +17,7 @@ from lightning_ring.errors import ConfigurationError, RankDiscoveryError
 from lightning_ring.integrations.ranks.environment import RingEnvironment
 from lightning_ring.job import ranks
 from lightning_ring.job.ranks import SINGLE, discover_ranks
+from lightning_ring.job.rendezvous.greeting import listen
 from tests.processes import clean_env, mpi_family, run
 
 TWO_NODES = {
@@ -79,7 +82,12 @@ def test_lightning_cannot_change_what_the_launcher_started(launched):
 def test_lightning_numbers_the_processes_it_forks(launched, monkeypatch):
     launched()
     environment = RingEnvironment()
-    assert environment.main_port == environment.main_port > 0  # chosen in the parent, the same for all
+    port = environment.main_port
+    assert environment.main_port == port > 0  # chosen in the parent, the same for all
+    assert pickle.loads(pickle.dumps(environment)).main_port == port  # ``start_method="spawn"``
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("127.0.0.1", port))  # until rank 0 listens, no other program is given it
+    listen("127.0.0.1", port).close()
     monkeypatch.setenv("LOCAL_RANK", "1")  # in the child, Lightning's launcher sets it and then computes the rest
     environment.set_global_rank(1)
     environment.set_world_size(2)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lightning_ring.job.rendezvous.greeting import reserve_port
 from tests import forked
 from tests.processes import ROOT, clean_env, end_session, mpirun_command, run
 
@@ -50,9 +50,7 @@ def test_fit_leaves_the_process_as_it_was_and_its_group_to_ddp(tmp_path: Path) -
 
 def test_group_of_the_script_in_ranks_with_exported_variables(tmp_path: Path) -> None:
     """The store that the script opened holds MASTER_PORT: there is none left to listen on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        number = str(probe.getsockname()[1])
+    reserved = reserve_port()
     ranks = [
         subprocess.Popen(
             [*forked.python(), SCRIPT, str(tmp_path), "init", "ring", "ddp"],
@@ -62,7 +60,7 @@ def test_group_of_the_script_in_ranks_with_exported_variables(tmp_path: Path) ->
                 WORLD_SIZE="2",
                 LOCAL_WORLD_SIZE="2",
                 MASTER_ADDR="127.0.0.1",
-                MASTER_PORT=number,
+                MASTER_PORT=str(reserved.getsockname()[1]),
             ),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -76,5 +74,6 @@ def test_group_of_the_script_in_ranks_with_exported_variables(tmp_path: Path) ->
     finally:
         for process in ranks:
             end_session(process)
+        reserved.close()
     assert [process.returncode for process in ranks] == [0, 0], "\n".join(output[-3000:] for output in outputs)
     assert_all_sums_equal([json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)])
