@@ -82,6 +82,16 @@ def _told_to_end() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def _environment_stays() -> Iterator[None]:
+    """What a test calls may set variables (`open_store` sets GLOO_SOCKET_IFNAME), which ranks of later tests inherit."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
+
+
+@pytest.fixture(autouse=True)
 def _no_open_group() -> Iterator[None]:
     """A fit leaves torch.distributed's default group to the process, and ranks that meet look for one first."""
     yield
