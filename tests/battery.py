@@ -121,7 +121,7 @@ class Launch:
     def kill(self) -> None:
         self.dismiss()
         end_session(self._process)
-        self._process.wait(10)
+        self._process.wait(60)
 
 
 class Battery:

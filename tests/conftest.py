@@ -83,7 +83,7 @@ def _told_to_end() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _environment_stays() -> Iterator[None]:
-    """What a test calls may set variables (`open_store` sets GLOO_SOCKET_IFNAME), which ranks of later tests inherit."""
+    """What a test calls may set variables, as `open_store` sets GLOO_SOCKET_IFNAME; later tests' ranks inherit them."""
     before = dict(os.environ)
     yield
     for name in os.environ.keys() - before.keys():

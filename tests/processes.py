@@ -73,7 +73,7 @@ def run(command: list[str], *, timeout: float = HANGS, **env: str) -> subprocess
         output, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
         end_session(process)
-        output, _ = process.communicate(timeout=10)
+        output, _ = process.communicate(timeout=60)
         raise AssertionError(f"{command} did not end within {timeout} s. Its output:\n{output}") from None
     return subprocess.CompletedProcess(command, process.returncode, output, "")
 

@@ -38,7 +38,7 @@ SIZES = (SHORT_BYTES // 4 + 3, SLOT_BYTES // 4 + 1, 700_001)  # one piece, a pie
 
 
 def opened(**kwargs: Any) -> SharedMemoryCommunicator:
-    comm = open_shared_memory(MPIBootstrap(), WaitPolicy(timedelta(seconds=30)), **kwargs)
+    comm = open_shared_memory(MPIBootstrap(), WaitPolicy(timedelta(seconds=60)), **kwargs)
     assert comm is not None
     return comm
 

@@ -33,7 +33,7 @@ from tests.checks.world import open_gloo
 
 WORLD = MPI.COMM_WORLD
 CPU = torch.device("cpu")
-TIMEOUT = timedelta(seconds=30)
+TIMEOUT = timedelta(seconds=60)
 ROUND_ROBIN, BLOCKS, UNEVEN, APART = [0, 1, 0, 1], [0, 0, 1, 1], [0, 0, 0, 1], [0, 1, 2, 3]
 
 torch.set_num_threads(1)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-TIMEOUT = timedelta(seconds=30)
+TIMEOUT = timedelta(seconds=60)
 
 
 @cache

@@ -48,9 +48,9 @@ class ListCommunicator(Communicator):
 
     def _exchange(self, tensor: Tensor) -> list[Tensor]:
         self._copies[self.rank] = tensor.detach().clone()
-        self._meeting.wait(20)
+        self._meeting.wait(60)
         everyones = list(self._copies)
-        self._meeting.wait(20)
+        self._meeting.wait(60)
         return everyones
 
 

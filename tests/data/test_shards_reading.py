@@ -115,7 +115,7 @@ def test_a_loader_with_forked_workers_gives_every_image_once(packed):
             batch_size=7,
             num_workers=workers,
             multiprocessing_context=context,
-            timeout=30 * bool(workers),
+            timeout=120 * bool(workers),
             collate_fn=list,
         )
         assert [sample for batch in loader for sample in batch] == expected
@@ -209,7 +209,7 @@ def test_a_forked_process_reads_with_inherited_files(packed):
     queue = context.SimpleQueue()
     child = context.Process(target=_read_in_child, args=(dataset, queue))
     child.start()
-    child.join(30)
+    child.join(60)
     assert child.exitcode == 0
     assert queue.get() == expected
     assert dataset.read(30) == expected[1]

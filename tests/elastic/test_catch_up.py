@@ -21,7 +21,7 @@ from lightning_ring.optim import LAMB, LARS
 from tests.algorithms.sharded.test_mirrors import Rank as ShardedRank
 from tests.thread_ranks import run_ranks
 
-WAIT = 20.0
+WAIT = 60.0
 
 
 class Net(nn.Module):

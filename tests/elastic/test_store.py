@@ -78,4 +78,4 @@ def test_shutting_down_frees_whoever_waits_in_gloo_and_spares_all_other_sockets(
 
 
 def gloo_group(store: StewardStore, rank: int) -> Any:
-    return dist.ProcessGroupGloo(dist.PrefixStore("group", store), rank, 2, timedelta(seconds=20))
+    return dist.ProcessGroupGloo(dist.PrefixStore("group", store), rank, 2, timedelta(seconds=60))

@@ -22,7 +22,7 @@ from lightning_ring.job.communicators import open_communicator
 from lightning_ring.job.job import current_job
 
 FOLDER, BACKENDS = Path(sys.argv[1]), sys.argv[2:]
-CPU, TIMEOUT = torch.device("cpu"), timedelta(seconds=30)
+CPU, TIMEOUT = torch.device("cpu"), timedelta(seconds=60)
 
 
 def fit(backend: str) -> dict[str, Any]:

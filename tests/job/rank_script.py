@@ -22,7 +22,7 @@ from lightning_ring.job.watch.watch import JobWatch
 action, folder = sys.argv[1], Path(sys.argv[2])
 info = discover_ranks()
 end_job_on_error(info)
-store = open_store(info, timedelta(seconds=30))
+store = open_store(info, timedelta(seconds=60))
 watch = JobWatch(info, store)
 end_job_on_error(info, watch)
 # as in a real job; torch wraps sys.excepthook here

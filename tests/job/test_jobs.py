@@ -71,7 +71,7 @@ def job(launcher: str, action: str, folder: Path, **env: str) -> Iterator[Job]:
         for file in folder.glob("pid.*"):  # ranks that ringrun started live in sessions of their own
             with contextlib.suppress(ProcessLookupError, ValueError):
                 os.kill(int(file.read_text()), signal.SIGKILL)
-        process.communicate(timeout=20)
+        process.communicate(timeout=60)
 
 
 def all_gone(pids: list[int]) -> bool:

@@ -51,7 +51,7 @@ def test_both_sides_end_when_the_link_is_cut(tmp_path):
                 text=True,
                 start_new_session=True,
             )
-            cleanup.callback(process.communicate, timeout=20)
+            cleanup.callback(process.communicate, timeout=60)
             cleanup.callback(end_session, process)
             return process
 

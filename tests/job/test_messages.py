@@ -23,7 +23,7 @@ def connected() -> tuple[socket.socket, MessageConnection]:
 
 def received(connection: MessageConnection, until_over: bool = False, number: int = 0) -> tuple[list[Any], str | None]:
     found: list[Any] = []
-    until = time.monotonic() + 20
+    until = time.monotonic() + 60
     over = None
     while over is None and time.monotonic() < until and (until_over or len(found) < number):
         connection.wait(1.0)

@@ -45,7 +45,7 @@ def test_a_torch_whose_newer_store_takes_no_listening_socket(monkeypatch):
         return TCPStore(*args, use_libuv=use_libuv, master_listen_fd=master_listen_fd, **settings)
 
     monkeypatch.setattr(rendezvous, "TCPStore", of_torch_2_6)
-    store = rendezvous._serve("", timedelta(seconds=10))
+    store = rendezvous._serve("", timedelta(seconds=60))
     store.set("key", "value")
     assert store.get("key") == b"value"
 
@@ -59,7 +59,7 @@ def test_ranks_meet_at_a_known_port(monkeypatch, free_port):
 
         def meet(info: RankInfo) -> bytes:
             time.sleep(0.5 if info.rank == 0 else 0)  # the others come first, and wait
-            store = open_store(info, timedelta(seconds=20))
+            store = open_store(info, timedelta(seconds=60))
             stores.append(store)
             store.set(str(info.rank), f"hello from {info.rank}")
             return store.get(str((info.rank + 1) % 3))
@@ -73,7 +73,7 @@ def test_slurm_ranks_derive_the_same_port(monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "4711")
     monkeypatch.setenv("SLURM_STEP_ID", "0")
     with ThreadPoolExecutor(2) as pool:
-        stores = list(pool.map(lambda info: open_store(info, timedelta(seconds=20)), ranks(2, "slurm")))
+        stores = list(pool.map(lambda info: open_store(info, timedelta(seconds=60)), ranks(2, "slurm")))
     stores[0].set("key", "value")
     assert stores[1].get("key") == b"value"
 
@@ -86,7 +86,7 @@ def test_a_port_that_is_taken_is_named_by_rank_0(monkeypatch):
         monkeypatch.setenv("MASTER_ADDR", LOOPBACK)
         monkeypatch.setenv("MASTER_PORT", str(port))
         with pytest.raises(RankDiscoveryError, match=f"port {port} of 127.0.0.1.*in use.*MASTER_PORT"):
-            open_store(ranks(2, "torchrun")[0], timedelta(seconds=5))
+            open_store(ranks(2, "torchrun")[0], timedelta(seconds=60))
 
 
 @pytest.mark.parametrize("answer", [b"HTTP/1.0 400 Bad Request\r\n\r\n", b"lightning_ring other-job 1234\n", None])
@@ -109,7 +109,7 @@ def test_another_program_on_the_port_is_named_by_the_others(monkeypatch, answer)
         monkeypatch.setenv("MASTER_ADDR", LOOPBACK)
         monkeypatch.setenv("MASTER_PORT", str(port))
         with pytest.raises(RankDiscoveryError, match=f"Rank 1 asked 127.0.0.1:{port} .* the port is taken"):
-            open_store(ranks(2, "torchrun")[1], timedelta(seconds=30))
+            open_store(ranks(2, "torchrun")[1], timedelta(seconds=60))
         for connection in connections:
             connection.close()
 
@@ -164,6 +164,6 @@ def test_ranks_of_several_nodes_listen_to_other_hosts(monkeypatch, free_port):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "mine")
     zero, one = (replace(info, num_nodes=2, node_rank=info.rank) for info in ranks(2, "torchrun"))
     with ThreadPoolExecutor(2) as pool:
-        stores = list(pool.map(lambda info: open_store(info, timedelta(seconds=20)), (zero, one)))
+        stores = list(pool.map(lambda info: open_store(info, timedelta(seconds=60)), (zero, one)))
     stores[0].set("key", "value")
     assert stores[1].get("key") == b"value"

@@ -23,12 +23,12 @@ from lightning_ring.job.watch.watch import JobWatch
 
 @contextlib.contextmanager
 def job(world_size: int) -> Iterator[list[JobWatch]]:
-    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
 
     def build(rank: int) -> JobWatch:
         store = server
         if rank:
-            store = TCPStore("127.0.0.1", server.port, wait_for_workers=False, timeout=timedelta(seconds=20))
+            store = TCPStore("127.0.0.1", server.port, wait_for_workers=False, timeout=timedelta(seconds=60))
         return JobWatch(RankInfo(rank, world_size, rank, world_size, 0, 1, "torchrun"), store)
 
     with ThreadPoolExecutor(world_size) as pool:
@@ -220,7 +220,7 @@ def test_strangers_and_nonsense_are_ignored():
             b"GET / HTTP/1.0\r\n\r\n",
             json.dumps({"kind": "hello", "token": "?", "rank": 1}).encode() + b"\n",
         ):
-            with socket.create_connection(place, timeout=5) as stranger:
+            with socket.create_connection(place, timeout=60) as stranger:
                 stranger.sendall(line)
                 stranger.sendall(b'{"kind": "failed", "rank": 1, "text": "lies"}\n')
         time.sleep(0.3)

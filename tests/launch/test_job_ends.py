@@ -172,7 +172,7 @@ def test_no_steward_no_job(tmp_path: Path) -> None:
         assert len(children) == 3  # one of them guards the others
     finally:
         job.kill()
-        job.wait(timeout=10)
+        job.wait(timeout=60)
     wait_for(lambda: all(is_dead(int(child)) for child in children))
 
 
@@ -192,7 +192,7 @@ def test_the_end_of_ringrun_ends_all_with_one_line(tmp_path: Path) -> None:
         wait_for(lambda: len(list(tmp_path.glob("*.log"))) == 2)
     finally:
         job.kill()
-        job.wait(timeout=10)
+        job.wait(timeout=60)
     pids = [int(pid) for file in tmp_path.glob("pids.*") for pid in file.read_text().split()]
     assert len(pids) == 4
     wait_for(lambda: all(is_dead(pid) for pid in pids))

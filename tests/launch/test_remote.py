@@ -49,7 +49,7 @@ def job(hosts: Hosts, folder: Path, script: list[str], *options: str) -> Iterato
         yield process
     finally:
         end_session(process)
-        process.wait(timeout=20)
+        process.wait(timeout=60)
 
 
 def counting(folder: Path, steps: int) -> list[str]:
@@ -63,7 +63,7 @@ def said(folder: Path) -> str:
 
 def agents(hosts: Hosts, host: str) -> list[int]:
     found = []
-    for pid in subprocess.run(["ip", "netns", "pids", host], capture_output=True, text=True, timeout=20).stdout.split():
+    for pid in subprocess.run(["ip", "netns", "pids", host], capture_output=True, text=True, timeout=60).stdout.split():
         line = Path("/proc", pid, "cmdline").read_text()
         found += [int(pid)] if "lightning_ring.launch.agent" in line else []
     return found
@@ -158,10 +158,10 @@ def test_told_to_stop_the_ranks_of_an_agent_end_too(tmp_path: Path) -> None:
         os.kill(pids[2], signal.SIGKILL)
         wait_for(lambda: "process 2 (host elsewhere, pid" in said(tmp_path))
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=30) == 143, said(tmp_path)
+        assert process.wait(timeout=60) == 143, said(tmp_path)
     finally:
         end_session(process)
-        process.wait(timeout=20)
+        process.wait(timeout=60)
     assert {path.suffix for path in tmp_path.glob("stopped.*")} == {".0", ".1", ".3"}
     assert all(is_dead(pid) for pid in pids)
     assert f"{pids[2]}) was killed by signal 9 (SIGKILL); 3 ranks are left" in said(tmp_path)
@@ -194,7 +194,7 @@ def test_ranks_start_on_a_host_that_is_listed_later_and_not_on_one_that_is_liste
         assert process.wait(timeout=240) == 143, said(tmp_path)
     finally:
         end_session(process)
-        process.wait(timeout=20)
+        process.wait(timeout=60)
     assert "host elsewhere is lost with 2 ranks" in said(tmp_path)
     assert "replaces it" not in said(tmp_path)
 
@@ -202,7 +202,7 @@ def test_ranks_start_on_a_host_that_is_listed_later_and_not_on_one_that_is_liste
 def ps(parent: int) -> list[str]:
     """Pid and command of the children of ``parent``, and theirs."""
     found = []
-    lines = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, timeout=20).stdout
+    lines = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, timeout=60).stdout
     parents = {parent}
     for line in lines.splitlines()[1:]:
         pid, ppid, command = line.split(maxsplit=2)

@@ -136,7 +136,7 @@ def open_browser(folder: Path) -> Iterator[Browser]:
             yield Browser(to_browser, from_browser)
     finally:
         end_session(process)
-        process.wait(timeout=20)
+        process.wait(timeout=60)
 
 
 @contextmanager
@@ -161,7 +161,7 @@ def open_tensorboard(logs: Path) -> Iterator[str]:
         raise AssertionError("TensorBoard did not start:\n" + "".join(said))
     finally:
         end_session(process)
-        process.wait(timeout=20)
+        process.wait(timeout=60)
 
 
 def main(logs: str, picture: str) -> None:

@@ -161,7 +161,7 @@ def test_bars_of_80_columns_show_loss_metric_one_rate_and_the_slowest_rank(bar, 
     reader.start()
     trainer.fit(Slow(), *loaders)
     print("the end", flush=True)
-    reader.join(timeout=20)
+    reader.join(timeout=60)
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", seen.decode(errors="replace"))
     lines = [line.rstrip() for line in re.split(r"[\r\n]+", text)]
     last = max(number for number, line in enumerate(lines) if line.startswith("Epoch 1"))

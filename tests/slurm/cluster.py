@@ -166,7 +166,7 @@ def _cancel_all(cluster: Cluster) -> None:
             time.sleep(0.1)
 
 
-def slurm(cluster: Cluster, *command: str, timeout: float = 20) -> str:
+def slurm(cluster: Cluster, *command: str, timeout: float = 60) -> str:
     """What one of Slurm's commands prints, errors too."""
     result = subprocess.run(
         command,

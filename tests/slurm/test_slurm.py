@@ -35,7 +35,7 @@ class Job:
         body.write_text(f"#!/bin/bash\n{script}\n")
         environ = clean_env(PATH=f"{BESIDE}{os.pathsep}{os.environ['PATH']}", **cluster.environ, **env)
         command = ["sbatch", "--parsable", "--open-mode=append", f"--output={self._file}", *options, str(body)]
-        submitted = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=30, cwd=folder)
+        submitted = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, cwd=folder)
         assert submitted.returncode == 0, submitted.stderr
         self.number = submitted.stdout.strip()
 

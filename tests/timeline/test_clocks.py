@@ -50,7 +50,7 @@ def test_another_time_namespace_is_another_clock():
         env=clean_env(),
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=120,
     )
     if result.returncode:
         pytest.skip(f"no time namespaces here: {result.stderr.strip()}")

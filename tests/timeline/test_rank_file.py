@@ -93,7 +93,7 @@ def test_after_a_disk_that_fails_nothing_is_kept(tmp_path: Path, monkeypatch: py
     recorder = Recorder(TraceFile(tmp_path / "t.rank0.jsonl", OTHER, max_bytes=1 << 22), tracks, 0.0)
     monkeypatch.setattr(os, "write", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     recorder.slice(STEPS, "step 0", 0.0, 1.0)
-    recorder._thread.join(timeout=10)
+    recorder._thread.join(timeout=60)
     for _ in range(3):
         recorder.slice(STEPS, "step 1", 1.0, 2.0)
         recorder.collective(CollectiveRecord("bucket 0 (a)", "all_reduce", 4, 1.0, 1.1, 1.2, 1.3, 1.25))

@@ -55,6 +55,6 @@ def test_a_copy_made_in_another_thread_has_the_ordinary_class(param):
     copies = []
     thread = threading.Thread(target=lambda: copies.append(copy.deepcopy(param)))
     thread.start()
-    thread.join(10)
+    thread.join(60)
     assert type(copies[0]) is Parameter
     assert torch.equal(copies[0], torch.ones(3))

@@ -79,7 +79,7 @@ def test_the_error_of_a_rank_ends_the_others_at_once():
     assert all("rank 1 failed: KeyError: 'broken sample'" in text for text in seen)
 
 
-def both_raise(fn, world_size=3, timeout=10.0):
+def both_raise(fn, world_size=3):
     """The error of every rank of ``fn``, which must raise on all of them."""
 
     def rank(comm):
@@ -90,7 +90,7 @@ def both_raise(fn, world_size=3, timeout=10.0):
         assert again.value is caught.value  # broken communicators stay so
         return caught.value
 
-    return run_ranks(world_size, rank, timeout=timedelta(seconds=timeout))
+    return run_ranks(world_size, rank)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ def test_no_fault_of_the_server_gives_a_wrong_sample(server, remote, everything)
         if played == set(faults):
             break
         cache = Path(str(remote.cache)) / str(seed)
-        dataset = opened(server, remote, cache=cache, cache_gb=SMALL, deadline=30, num_requests=8)
+        dataset = opened(server, remote, cache=cache, cache_gb=SMALL, deadline=60, num_requests=8)
         server.plant(seed=seed, **faults)
         order = shuffled(len(dataset), seed)[:100]
         with ThreadPoolExecutor(4) as pool:

@@ -92,7 +92,7 @@ def test_a_bucket_is_read_whatever_the_wire_does(tmp_path: Path, monkeypatch: py
         small = 200 * 1024 / 2**30  # GiB: single samples are fetched
 
         def opened(url: str = "s3://bucket/photos", **options: Any) -> ShardDataset:
-            settings = {"cache": tmp_path / "cache", "cache_gb": small, "storage_options": through, "deadline": 20.0}
+            settings = {"cache": tmp_path / "cache", "cache_gb": small, "storage_options": through, "deadline": 60.0}
             return ShardDataset(url, decode=False, remote=Remote(**(settings | options)))
 
         dataset = opened()

@@ -43,7 +43,7 @@ def job(way: str, action: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
         yield process
     finally:
         end_session(process)
-        process.wait(timeout=10)
+        process.wait(timeout=60)
 
 
 def ranks_in_step_3(process: subprocess.Popen[str], folder: Path) -> list[int]:
@@ -115,7 +115,7 @@ def test_a_rank_that_stalls_is_shown_and_ends_the_job_after_the_timeout(tmp_path
     assert "bucket 0 (layer." in output
     assert "waiting for rank 1" in output, output
     report = re.search(
-        r"^all_reduce \"backward 4 \(step 3\): bucket 0 .* has waited [12] s; it fails after 8 s\.\n((?:  .*\n)+)",
+        r"^all_reduce \"backward 4 \(step 3\): bucket 0 .* has waited [1-7] s; it fails after 8 s\.\n((?:  .*\n)+)",
         output,
         re.M,
     )

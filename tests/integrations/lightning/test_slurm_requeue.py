@@ -65,7 +65,7 @@ def test_workers_outlive_a_scheduler_s_signals_and_end_with_their_rank() -> None
     worker = batches._workers[0]
     next(batches)
     worker.terminate()
-    worker.join(timeout=20)
+    worker.join(timeout=60)
     assert worker.exitcode == 0
 
 

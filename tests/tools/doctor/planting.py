@@ -60,7 +60,7 @@ def doctor(
         output, errors = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
         end_session(process)
-        raise AssertionError(f"{command} did not end within {seconds} s: {process.communicate(timeout=10)}") from None
+        raise AssertionError(f"{command} did not end within {seconds} s: {process.communicate(timeout=60)}") from None
     assert process.returncode in (0, 1), errors
     report = Report(process.returncode, json.loads(output), errors)
     assert report.code == (report.read["state"] == "broken"), output
@@ -117,7 +117,7 @@ def with_mounts(*commands: str) -> list[str] | None:
         within = [*unshare, "sh", "-c", " && ".join([*commands, 'exec "$0" "$@"'])]
         if (
             shutil.which("unshare")
-            and not subprocess.run([*within, "true"], capture_output=True, timeout=20).returncode
+            and not subprocess.run([*within, "true"], capture_output=True, timeout=60).returncode
         ):
             return within
     return None

@@ -74,7 +74,7 @@ def close_ports(host: str) -> None:
         ["del", "pref", "0"],
         ["add", "pref", "50", "iif", INTERFACE, *given, "blackhole"],
     ):
-        done = subprocess.run(["ip", "-n", host, "rule", *rule], capture_output=True, text=True, timeout=20)
+        done = subprocess.run(["ip", "-n", host, "rule", *rule], capture_output=True, text=True, timeout=60)
         if done.returncode:
             pytest.skip(f"this kernel drops no packets for us: {done.stderr.strip()}")
 
