@@ -61,7 +61,9 @@ class Session:
         if comm is None:
             return []
         comm.barrier()  # all files are closed
-        return gather_files(self.path, self.other["run"], comm, self.other["rank"]["rank"])
+        problems = gather_files(self.path, self.other["run"], comm, self.other["rank"]["rank"])
+        comm.barrier()  # the source of the last broadcast did not wait for the others
+        return problems
 
     def close(self) -> None:
         """Close this rank's file. Not collective; `lightning-ring timeline` merges what is there."""

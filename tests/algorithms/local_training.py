@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -19,11 +20,13 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
     "adamw": lambda net: AdamW(net.parameters(), 0.01),
 }
 NUM_STEPS = 11
+_SEEDING = threading.Lock()  # ranks that are threads share torch's generator
 
 
 def network() -> nn.Module:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 2))
+    with _SEEDING:
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 2))
 
 
 def loss(net: nn.Module, rank: int, step: int) -> Tensor:

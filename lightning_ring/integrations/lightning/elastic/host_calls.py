@@ -16,7 +16,7 @@ T = TypeVar("T")
 class HostCalls:
     """Counts the calls of this rank, so that one that has missed the end of a call gets its result from another.
 
-    No rank returns from a call before all have come to it. After a death some may therefore have finished a call in
+    No rank may return from a call before all have come to it. After a death some may therefore have finished a call in
     which the others still are, and none is further. ``recover(error)`` brings this rank into the next view, in which
     `compare` is called, or raises.
     """
@@ -28,8 +28,11 @@ class HostCalls:
         self._inside = False
         self._missed: tuple[Any] | None = None
 
-    def call(self, run: Callable[[], T], again: Callable[[], None] = lambda: None) -> T:
-        """``run()``, and once more for each rank that dies in it, after ``again()``."""
+    def call(self, run: Callable[[], T], again: Callable[[], None] = lambda: None, *, counted: bool = True) -> T:
+        """``run()``, and once more for each rank that dies in it, after ``again()``.
+
+        Not ``counted`` is one from which a rank may return before all have come to it.
+        """
         if self._inside:
             return run()
         while True:
@@ -38,14 +41,15 @@ class HostCalls:
                     result = run()
             except Exception as error:
                 self._recover(error)
-                if self._missed is not None:
+                if counted and self._missed is not None:
                     result = self._missed[0]
                     break
                 again()
             else:
                 break
-        self._count += 1
-        self._last = result.clone() if isinstance(result, Tensor) else result
+        if counted:
+            self._count += 1
+            self._last = result.clone() if isinstance(result, Tensor) else result
         return result
 
     @contextmanager
@@ -64,6 +68,7 @@ class HostCalls:
         """
         calls: list[tuple[int, Any]] = comm.all_gather_object((-1 if joins else self._count, self._last))
         most, last = max(calls, key=lambda call: call[0])
+        assert joins or most <= self._count + 1, f"a rank is {most - self._count} calls ahead: it waited for nobody"
         self._missed = (last,) if most > self._count and not joins else None
         if joins:
             self._count, self._last = most, last

@@ -228,7 +228,9 @@ class ElasticStrategy(RingStrategy):
         fit.step.position = TrainingPosition(trainer)
         if not fit.waits_to_join:
             plain = super().broadcast  # rank 0 is asked when it is called: it may be another one the second time
-            names = self._call(lambda: plain(names_of(trainer.loggers) if self.is_global_zero else [], 0))
+            names = self._call(
+                lambda: self.and_barrier(lambda: plain(names_of(trainer.loggers) if self.is_global_zero else [], 0))
+            )
             take_names(trainer.loggers, names)
         self._in_fit.enter_context(gathering_through(fit.calls, trainer.lightning_module))
         change_loops(self, fit, self._in_fit)
@@ -253,8 +255,10 @@ class ElasticStrategy(RingStrategy):
         def start() -> None:
             super(ElasticStrategy, self).on_train_batch_start(batch, batch_idx)
 
-        together = self._buffers.sends_before(batch_idx, self.fit_trainer.accumulate_grad_batches)
-        self._call(lambda: self.and_barrier(start) if together else start())
+        if self._buffers.sends_before(batch_idx, self.fit_trainer.accumulate_grad_batches):
+            self._call(lambda: self.and_barrier(start))
+        else:
+            self._call(start, counted=False)  # most batches: ranks do not wait for each other
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         plain, fit = super().training_step, self._fit
@@ -277,7 +281,8 @@ class ElasticStrategy(RingStrategy):
     def call_together(self, run: Callable[[], T]) -> T:
         """``run()``, which calls collectives that all ranks call between two steps; again where a rank dies in it.
 
-        Every rank gets a result, which may be another rank's: it has to be the same on all of them.
+        Its last collective returns on no rank before all have come to it. Every rank gets a result, which may be
+        another rank's: it has to be the same on all of them.
         """
         return self._call(run)
 
@@ -285,7 +290,8 @@ class ElasticStrategy(RingStrategy):
         self._call(lambda: super(ElasticStrategy, self).barrier(*args, **kwargs))
 
     def broadcast(self, obj: T, src: int = 0) -> T:
-        return self._call(lambda: super(ElasticStrategy, self).broadcast(obj, src))
+        # the rank whose object it is would not wait for the others
+        return self._call(lambda: self.and_barrier(lambda: super(ElasticStrategy, self).broadcast(obj, src)))
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         if not isinstance(tensor, torch.Tensor):
@@ -314,8 +320,8 @@ class ElasticStrategy(RingStrategy):
         """Whether a death here is survived: a fit trains."""
         return self._fit is not None and self._fit.step.position is not None and not self._alone
 
-    def _call(self, run: Callable[[], T]) -> T:
-        return self._fit.calls.call(run) if self._fit is not None and self.is_survivable else run()
+    def _call(self, run: Callable[[], T], *, counted: bool = True) -> T:
+        return self._fit.calls.call(run, counted=counted) if self._fit is not None and self.is_survivable else run()
 
     def and_barrier(self, run: Callable[[], T]) -> T:
         """Nobody leaves before all have run it to the end."""

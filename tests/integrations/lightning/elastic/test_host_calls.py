@@ -65,6 +65,24 @@ def test_calls_within_a_section_are_not_made_again_by_themselves() -> None:
     assert len(attempts) == 2
 
 
+def test_a_call_that_is_not_counted_is_made_again_and_takes_nobodys_result() -> None:
+    """Others that are in it, or past it, are no call ahead, and a rank that has yet to leave the call before is."""
+    calls, again = calls_beside(1, "theirs"), []
+    calls.call(dying(0, "the first"))
+    assert calls.call(dying(1, "own"), lambda: again.append(1), counted=False) == "own"
+    assert len(again) == 1
+    assert calls.call(dying(1, "second")) == "second"  # not the others' result of the first call
+
+    late = calls_beside(1, "theirs")
+    assert late.call(dying(1, "never")) == "theirs"
+    assert late.call(dying(1, "own"), counted=False) == "own"
+
+
+def test_nobody_takes_the_result_of_another_call() -> None:
+    with pytest.raises(AssertionError, match="2 calls ahead"):
+        calls_beside(2, None).call(dying(1, "never"))
+
+
 def test_what_no_death_explains_is_raised() -> None:
     def recover(error: Exception) -> None:
         raise error
