@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -58,20 +59,21 @@ class Exchange:
         optimizer_steps: What the busiest server steps, from the number of ranks, while each rank takes a step: in steps
             of an optimizer of all parameters. `None`: ranks step for themselves.
         copies: Exchanges of as many values, one after another: of the parameters, and of the optimizer's state.
-        awaited: Whether a rank waits for an exchange. Else it goes on with its steps, and the next exchange begins at
-            the first one after the end of the last exchange.
+        asking: Of the ranks, from their number, the part that waits for exchanges, where each rank goes at its own
+            pace and others answer. An exchange then begins behind the first step after the end of the last one.
+            `None`: all ranks wait for each other.
     """
 
     traffic: AllReduce | Direct
     every: int = 1
     parts: int = 1
     rounds: int = 1
-    hidden_steps: int = 0
+    hidden_steps: float = 0
     hidden_phases: tuple[str, ...] = ()
     in_nodes: bool = False
     optimizer_steps: Callable[[int], float] | None = None
     copies: int = 1
-    awaited: bool = True
+    asking: Callable[[int], float] | None = None
 
 
 def local_sgd(every: int, in_nodes: bool = False, num_states: int = 0) -> Exchange:
@@ -99,9 +101,13 @@ def num_gossip_parts(num_bytes: float) -> int:
     return int(min(16, max(1, num_bytes // 2**18)))
 
 
-def asynchronous_gossip() -> Exchange:
+def asynchronous_gossip(overlap: int | None = 0) -> Exchange:
     """Parameters of each even rank to an odd one, and that one's back, while batches are computed and stepped with."""
-    return Exchange(Direct(2, _past_odd_ranks, _of_odd_ranks), rounds=0, awaited=False)
+    traffic, hidden_steps = Direct(2, _past_odd_ranks, _of_odd_ranks), math.inf if overlap is None else overlap
+    hidden_phases = ("forward", "backward")
+    return Exchange(
+        traffic, rounds=0, hidden_steps=hidden_steps, hidden_phases=hidden_phases, asking=_part_of_even_ranks
+    )
 
 
 def parameter_server(servers: int | None = None, mode: str = "bulk") -> Exchange:
@@ -127,6 +133,10 @@ def _past_odd_ranks(numel: int, world_size: int, local_size: int) -> float:
 def _of_odd_ranks(numel: int, world_size: int, local_size: int) -> float:
     """Of which a host of one rank asks or answers, and one of several does both."""
     return 4 * numel * _askers_of_each(world_size) * local_size
+
+
+def _part_of_even_ranks(world_size: int) -> float:
+    return -(-world_size // 2) / world_size
 
 
 def _askers_of_each(world_size: int) -> float:

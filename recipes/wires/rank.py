@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -83,18 +85,37 @@ def kept_together(module: nn.Module, optimizer: torch.optim.Optimizer, order: di
 class StepsOfAll:
     """How many steps the ranks have taken together, where each goes at its own pace.
 
-    Told a few at a time: each question to the store crosses the wire that is measured.
+    A thread tells and asks a store, a few steps at a time: its messages cross the wire that is measured, and no batch
+    waits behind what else is on that.
     """
 
     def __init__(self) -> None:
         self._store = dist.distributed_c10d._get_default_store()
-        self._untold = self._known = 0
+        self._taken = 0  # by this rank
+        self._of_others = 0
+        self._to_tell: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._tell, daemon=True)
+        self._thread.start()
 
     def one_more(self) -> int:
-        self._untold += 1
-        if self._untold == TOLD_AT_ONCE:
-            self._known, self._untold = int(self._store.add("steps of the study", TOLD_AT_ONCE)), 0
-        return self._known + self._untold
+        self._taken += 1
+        if self._taken % TOLD_AT_ONCE == 0:
+            self._to_tell.put(self._taken)
+        if self._error is not None:
+            raise self._error
+        return self._taken + self._of_others
+
+    def close(self) -> None:
+        self._to_tell.put(0)
+        self._thread.join(60)
+
+    def _tell(self) -> None:
+        try:
+            while taken := self._to_tell.get():
+                self._of_others = int(self._store.add("steps of the study", TOLD_AT_ONCE)) - taken
+        except Exception as error:
+            self._error = error
 
 
 def train(order: dict[str, Any]) -> dict[str, Any]:
@@ -138,6 +159,8 @@ def train(order: dict[str, Any]) -> dict[str, Any]:
         curve.append((round(spent, 3), accuracy(module, parts["val"])))
     result = {"steps": end, "batch_seconds": slower, "bytes_per_step": sent / end, "curve": curve}
     result["accuracy"] = accuracy(module, parts["test"])
+    if together is not None:
+        together.close()
     replicas.close()
     return result if replicas.rank == 0 else {}
 

@@ -50,19 +50,18 @@ def test_steps_in_an_order_of_their_own_are_those_of_the_formula(
         net, algorithm = copy.deepcopy(START), Noting(seed=4)
         steps = OPTIMIZERS[optimizer](net)
         algorithm.attach(net, [steps], comm)
-        algorithm.begin_batch()  # the first average of each even rank
-        algorithm._finish_exchange()
+        algorithm.begin_batch()
         comm.barrier()
         found = []
         for turn in order:
             if turn == comm.rank:
                 loss(net, comm.rank, algorithm.num_steps).backward()
                 steps.step()
-                algorithm.after_step(steps)
+                algorithm.after_step(steps)  # begins an average
                 steps.zero_grad()
                 found.append(vector(net))
-                algorithm.begin_batch()
                 algorithm._finish_exchange()  # before the next turn
+                algorithm.begin_batch()
             comm.barrier()
         assert algorithm._requests is not None
         algorithm.show_averages()
@@ -76,7 +75,7 @@ def test_steps_in_an_order_of_their_own_are_those_of_the_formula(
     x = [vector(net) for net in nets]
     taken = [0] * world_size
     active = [rank for rank in range(world_size) if rank % 2 == 0]
-    remaining = averages[len(active) * parts :: parts]  # the first ones are of equal parameters
+    remaining = averages[::parts]
     for turn in order:
         before = vector(nets[turn])
         optimizers[turn].zero_grad()
@@ -96,9 +95,10 @@ def test_steps_in_an_order_of_their_own_are_those_of_the_formula(
         torch.testing.assert_close(shown[-1], torch.stack(x).mean(0), rtol=1e-4, atol=1e-6)
 
 
-def test_a_slow_rank_holds_nobody_up_and_averages_leave_no_trace() -> None:
+@pytest.mark.parametrize("overlap", [0, None])
+def test_a_slow_rank_holds_nobody_up_and_averages_leave_no_trace(overlap: int | None) -> None:
     def rank(comm: Any, *, slow: int, through: threading.Event) -> tuple[Tensor, dict[str, float]]:
-        net, algorithm = copy.deepcopy(START), AsynchronousGossip()
+        net, algorithm = copy.deepcopy(START), AsynchronousGossip(overlap=overlap)
         steps = OPTIMIZERS["sgd"](net)
         algorithm.attach(net, [steps], comm)
         for step in range(6):
@@ -126,39 +126,42 @@ def test_a_slow_rank_holds_nobody_up_and_averages_leave_no_trace() -> None:
         assert found[0][1]["consensus_distance"] > 0
 
 
-def test_steps_go_on_while_an_average_is_on_its_way() -> None:
-    """Rank 1 answers when rank 0 has taken three steps: each then has half of the other's, and both keep their own."""
-    steps_taken, answered = 3, threading.Event()
+class Late(AsynchronousGossip):
+    """Rank 1 gives no answer before ``may_answer``."""
 
-    class Late(AsynchronousGossip):
-        def _answer(self, peer: int, question: Tensor) -> Tensor:
-            if self.num_steps == 1:
-                assert answered.wait(50), "the other one waits"
-            return super()._answer(peer, question)
+    may_answer: threading.Event
+
+    def _answer(self, peer: int, question: Tensor) -> Tensor:
+        assert self.may_answer.wait(50), "the other one waits"
+        return super()._answer(peer, question)
+
+
+@pytest.mark.parametrize(("overlap", "num_steps"), [(None, 3), (3, 3), (1, 1), (0, 0)])
+def test_steps_go_on_while_an_average_is_on_its_way(overlap: int | None, num_steps: int) -> None:
+    """Then each rank has half of the other's, and both keep their own."""
+    may_answer = threading.Event()
 
     def rank(comm: Any) -> list[Tensor]:
-        net, algorithm = copy.deepcopy(START), Late()
+        net, algorithm = copy.deepcopy(START), Late(overlap=overlap)
+        algorithm.may_answer = may_answer
         steps = OPTIMIZERS["sgd"](net)
         algorithm.attach(net, [steps], comm)
-        algorithm.begin_batch()
-        algorithm._finish_exchange()  # of equal parameters
-        comm.barrier()
 
         def step() -> None:
+            algorithm.begin_batch()
             loss(net, comm.rank, algorithm.num_steps).backward()
             steps.step()
             algorithm.after_step(steps)
             steps.zero_grad()
 
-        step()
+        step()  # behind which rank 0 asks
         comm.barrier()
         found = [vector(net)]
         if comm.rank == 0:
-            for _ in range(steps_taken):
-                algorithm.begin_batch()
+            for _ in range(num_steps):
                 step()
             found.append(vector(net))
-            answered.set()
+            may_answer.set()
             algorithm._finish_exchange()
         comm.barrier()
         algorithm._add_step()  # of length 0: the parameters become x
@@ -171,7 +174,36 @@ def test_steps_go_on_while_an_average_is_on_its_way() -> None:
     torch.testing.assert_close(second, (theirs + sent) / 2)
     torch.testing.assert_close(first, alone + (theirs - sent) / 2)
     torch.testing.assert_close(shown, (first + second) / 2)
-    assert not torch.allclose(alone, sent)
+    assert torch.allclose(alone, sent) == (num_steps == 0)
+
+
+@pytest.mark.parametrize("overlap", [0, 2])
+def test_a_step_beyond_the_overlap_waits_for_the_average(overlap: int) -> None:
+    may_answer, begins, has_ended = threading.Event(), threading.Event(), threading.Event()
+
+    def rank(comm: Any) -> None:
+        net, algorithm = copy.deepcopy(START), Late(overlap=overlap)
+        algorithm.may_answer = may_answer
+        steps = OPTIMIZERS["sgd"](net)
+        algorithm.attach(net, [steps], comm)
+        algorithm.begin_batch()
+        if comm.rank == 0:
+            for number in range(overlap + 2):  # the first one asks
+                if number == overlap + 1:
+                    begins.set()
+                loss(net, 0, number).backward()
+                steps.step()
+                algorithm.after_step(steps)
+            has_ended.set()
+        else:
+            assert begins.wait(50)
+            ended = has_ended.wait(0.2)
+            may_answer.set()
+            assert not ended
+            assert has_ended.wait(50)
+        algorithm.detach()
+
+    run_ranks(2, rank)
 
 
 def test_a_request_to_stop_is_met_by_all_ranks() -> None:
@@ -202,6 +234,9 @@ def test_a_request_to_stop_is_met_by_all_ranks() -> None:
 
 
 def test_what_cannot_work_is_refused() -> None:
+    for overlap in (-1, 0.5, True, "1"):
+        with pytest.raises(ConfigurationError, match="expected a number of steps, or None"):
+            AsynchronousGossip(overlap=overlap)  # type: ignore[arg-type]
     for arguments in ({"uneven": "join"}, {"elastic": True}, {"broadcast_buffers": "step"}, {"compression": "int8"}):
         with pytest.raises(ConfigurationError, match="AsynchronousGossip"):
             RingStrategy(algorithm=AsynchronousGossip(), **arguments)

@@ -24,6 +24,7 @@ from lightning_ring.algorithms.meeting import meet_for_pause, meet_to_stop
 from lightning_ring.algorithms.server.layout import Layout, Piece, layouts, write_
 from lightning_ring.comm.recording import unrecorded
 from lightning_ring.comm.requests import Answers, Requests
+from lightning_ring.errors import ConfigurationError
 
 _STOP = torch.ones(1, dtype=torch.uint8)  # a question that is no exchange
 
@@ -34,23 +35,35 @@ class AsynchronousGossip(Gossip):
         x_r, x_s ← (x_r + x_s) / 2      while both compute
         x_r ← x_r + (the optimizer's step from the copy with g_r)      at the end of each batch
 
-    A thread of rank s answers, and rank r goes on with its batches until the answer has come, so that neither a slow
-    rank nor a slow wire holds anybody up. What x_r has gained meanwhile is added to the average. The next batch then
-    begins another one. The mean of all x moves as if every step were divided by the number of ranks. Fast ranks take
-    more steps than slow ones, if they have data for them. Evaluations and checkpoints wait for all ranks, and see their
-    average.
+    A thread of rank s answers, however far that rank is with its batch, so that a slow rank holds nobody up. Rank r
+    begins an average behind a step, and goes on with its batches while it is on its way, for ``overlap`` steps at most.
+    What x_r has gained meanwhile is added to the average. The mean of all x moves as if every step were divided by the
+    number of ranks. Fast ranks take more steps than slow ones, if they have data for them. Evaluations and checkpoints
+    wait for all ranks, and see their average.
 
     Args:
+        overlap: Steps that an even rank takes while an average is on its way. 0: the average travels while the next
+            batch is computed, and that batch's step waits for it. `None`: no step waits. Averages then are as old as a
+            slow wire makes them, which costs accuracy.
         seed: Of the choice of partners.
 
     `metrics` has the ``consensus_distance``, as of `Gossip`.
+
+    Raises:
+        ConfigurationError: ``overlap`` is neither `None` nor a number of steps.
     """
 
-    def __init__(self, *, seed: int = 0) -> None:
+    def __init__(self, *, overlap: int | None = 0, seed: int = 0) -> None:
         super().__init__("pairs", seed=seed)
+        if overlap is not None and (type(overlap) is not int or overlap < 0):
+            raise ConfigurationError(
+                f"AsynchronousGossip got overlap={overlap!r}, expected a number of steps, or None: no step waits."
+            )
+        self.overlap = overlap
         self.steps_together = False
         self._requests: Requests | None = None
         self._exchange_under_way: Answers | None = None
+        self._steps_meanwhile = 0  # since that exchange began
         self._told_to_stop = False
         self._changing = threading.Lock()  # the memory of x
         self._params: Sequence[Parameter] = ()
@@ -62,7 +75,7 @@ class AsynchronousGossip(Gossip):
         self._has_begun = False  # a batch
 
     def __deepcopy__(self, memo: Any) -> AsynchronousGossip:
-        return type(self)(seed=self.seed)  # of one that trains nothing: a lock has no copy
+        return type(self)(overlap=self.overlap, seed=self.seed)  # of one that trains nothing: a lock has no copy
 
     # -- begin and end
 
@@ -116,8 +129,6 @@ class AsynchronousGossip(Gossip):
             return
         self._has_begun = True
         self._answer_others()
-        if self._asks:
-            self._begin_exchange()
 
     @property
     def _asks(self) -> bool:
@@ -130,8 +141,14 @@ class AsynchronousGossip(Gossip):
         if not self._steps_the_module(optimizer):
             return
         self.num_steps += 1
-        if self._requests is not None:
-            self._add_step()
+        if self._requests is None:
+            return
+        if self.overlap is not None and self._steps_meanwhile >= self.overlap:
+            self._finish_exchange()
+        self._add_step()
+        self._steps_meanwhile += 1
+        if self._asks:
+            self._begin_exchange()
 
     def show_averages(self) -> None:
         if self._communicator.world_size == 1:
@@ -158,6 +175,7 @@ class AsynchronousGossip(Gossip):
         torch._foreach_copy_(self._asked, self._x)  # which nobody else changes now
         name = f"step {self.num_steps + 1}: average with rank {chosen}"
         self._exchange_under_way = self._requests.ask({chosen: self._asked}, name, self._average_with)
+        self._steps_meanwhile = 0
 
     def _finish_exchange(self) -> None:
         """On an even rank: x_r has become the mean, and what it has gained since it was sent."""
@@ -230,7 +248,7 @@ class AsynchronousGossip(Gossip):
         return True  # other ranks may have taken steps
 
     def exchange(self) -> Exchange:
-        return asynchronous_gossip()
+        return asynchronous_gossip(self.overlap)
 
     def _exchange(self) -> str:
         return "while it computes parameters are averaged with those of another rank, which waits for nothing,"

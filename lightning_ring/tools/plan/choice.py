@@ -58,9 +58,17 @@ def recommended(found: Sequence[Choice]) -> Choice:
 
 def predict_exchange(profile: Profile, cluster: Cluster, settings: Settings, exchange: Exchange) -> PredictedStep:
     """A step, in the mean, of ranks that step alone and send what ``exchange`` says."""
+    return _step_and_messages(profile, cluster, settings, exchange)[0]
+
+
+def _step_and_messages(
+    profile: Profile, cluster: Cluster, settings: Settings, exchange: Exchange
+) -> tuple[PredictedStep, float]:
+    """... and the messages in it, of a rank that waits for them."""
     phases, size = profile.phases, cluster.world_size
+    messages = exchange.parts * exchange.copies / exchange.every
     if size == 1:
-        return PredictedStep(1, phases.alone, 0.0, 0.0, phases.alone)
+        return PredictedStep(1, phases.alone, 0.0, 0.0, phases.alone), messages
     gradients = 0.0
     if exchange.in_nodes and nests(profile, cluster, settings):
         node = Cluster(cluster.local_size, cluster.local_size, cluster.node, cluster.node)
@@ -69,22 +77,19 @@ def predict_exchange(profile: Profile, cluster: Cluster, settings: Settings, exc
     hidden = exchange.hidden_steps * phases.alone
     if profile.call is None:  # else cores compute, and the threads of a message get them when the batch is over
         hidden += sum(getattr(phases, name) for name in exchange.hidden_phases)
-    a_step = _messages_a_step(profile, cluster, settings, exchange)
-    waits = gradients + a_step * (max(0.0, took - hidden, work) if exchange.awaited else work)
+    if exchange.asking is not None:  # at every step, or at the first one behind a message that takes several
+        messages = 1 / min(max(1.0, (took - work) / phases.alone), exchange.hidden_steps + 1)
+    waits = gradients + messages * max(0.0, took - hidden, work)
     waits += exchange.rounds / exchange.every * profile.call_beside_link
     if exchange.optimizer_steps is not None:
         waits += (exchange.optimizer_steps(size) - 1) * phases.optimizer
-    return PredictedStep(size, phases.alone + waits, waits, a_step * took, phases.alone)
-
-
-def _messages_a_step(profile: Profile, cluster: Cluster, settings: Settings, exchange: Exchange) -> float:
-    """In the mean. Where nobody waits for them, fewer than steps that are shorter than a message takes."""
-    number = exchange.parts * exchange.copies / exchange.every
-    if exchange.awaited or cluster.world_size == 1:
-        return number
-    took, work = _of_a_part(profile, cluster, settings, exchange)
-    alone = profile.phases.alone
-    return min(number, alone / (took - work)) if took > work else number  # a step takes alone + work · this
+    seconds = phases.alone + waits
+    if exchange.asking is not None:
+        answering = phases.alone / (1 - messages * work / seconds)  # threads of the others work on answers
+        asking = exchange.asking(size)
+        mean = 1 / (asking / seconds + (1 - asking) / answering)
+        messages, seconds = messages * mean / seconds, mean
+    return PredictedStep(size, seconds, seconds - phases.alone, messages * took, phases.alone), messages
 
 
 def _of_a_part(profile: Profile, cluster: Cluster, settings: Settings, exchange: Exchange) -> tuple[float, float]:
@@ -110,7 +115,7 @@ def sent_bytes(profile: Profile, cluster: Cluster, settings: Settings, exchange:
         num_bytes = exchange.copies * exchange.traffic.num_bytes(numel, size)
         return _sent(num_bytes, _ring_size(profile, cluster, settings)) / exchange.every
     on_host = cluster.local_size if cluster.num_nodes > 1 else 1
-    a_step = _messages_a_step(profile, cluster, settings, exchange) / exchange.parts
+    a_step = _step_and_messages(profile, cluster, settings, exchange)[1] / exchange.parts
     return a_step * exchange.traffic.sent_bytes(numel, size, on_host)
 
 

@@ -77,22 +77,46 @@ def test_exchanges_cost_what_is_not_hidden_under_computation(exchange: Exchange,
 
 
 @pytest.mark.parametrize(("world_size", "askers"), [(4, 1), (5, 3 / 2)])
-def test_asynchronous_gossip_costs_the_work_of_the_averages_that_a_wire_lets_through(
+def test_asynchronous_gossip_without_a_wait_costs_the_work_of_the_averages_that_a_wire_lets_through(
     world_size: int, askers: float
 ) -> None:
-    """Nobody waits for them. Of an odd number of ranks some are asked more often. Answers come a part later."""
-    cluster = flat(world_size, link(50, 0.01))
+    """Of an odd number of ranks some are asked more often. Answers come a part later."""
+    cluster, never = flat(world_size, link(50, 0.01)), asynchronous_gossip(None)
     took = (1 + 1 / num_gossip_parts(BYTES)) * askers * BYTES / 0.01e9 + 2 * 50e-6
     busy = replace(ONE, processor=1e-9)
     work = 1e-9 * askers * BYTES * world_size / (2 * (world_size - 1))
     for one, working in ((ONE, 0.0), (busy, work)):
-        step = predict_exchange(one, cluster, Settings(), asynchronous_gossip())
+        step = predict_exchange(one, cluster, Settings(), never)
         assert step.seconds == pytest.approx(0.16 + working * step.seconds / took)
-        sent = sent_bytes(one, cluster, Settings(), asynchronous_gossip())
+        sent = sent_bytes(one, cluster, Settings(), never)
         assert sent == pytest.approx(askers * BYTES * step.seconds / took)
-    fast = predict_exchange(busy, flat(world_size), Settings(), asynchronous_gossip())  # an average a step
+    fast = predict_exchange(busy, flat(world_size), Settings(), never)  # an average a step
     assert fast.seconds == pytest.approx(0.16 + work)
-    assert sent_bytes(busy, flat(world_size), Settings(), asynchronous_gossip()) == pytest.approx(askers * BYTES)
+    assert sent_bytes(busy, flat(world_size), Settings(), never) == pytest.approx(askers * BYTES)
+
+
+@pytest.mark.parametrize(("world_size", "even"), [(4, 1 / 2), (5, 3 / 5)])
+@pytest.mark.parametrize("overlap", [0, 1, 3])
+def test_even_ranks_of_asynchronous_gossip_wait_for_averages(world_size: int, even: float, overlap: int) -> None:
+    """The odd ones go on: in the time of a step of all ranks they take more than one."""
+    exchange, slow = asynchronous_gossip(overlap), link(50, 0.01)
+    askers = even / (1 - even)
+    took = (1 + 1 / num_gossip_parts(BYTES)) * askers * BYTES / 0.01e9 + 2 * 50e-6
+    whole = 0.16 * (overlap + 1)
+    for bandwidth in (0.01, 1.0):
+        step = predict_exchange(ONE, flat(world_size, link(50, bandwidth)), Settings(), exchange)
+        assert step.seconds == pytest.approx(0.16) if bandwidth == 1.0 else step.seconds > 0.16
+    of_phases = ONE.phases.forward + ONE.phases.backward
+    waits = max(0.0, took - overlap * 0.16 - of_phases)
+    assert waits > 0, "the link is not slow enough for what is tested"
+    waiting = (whole + waits) / (overlap + 1)
+    step = predict_exchange(ONE, flat(world_size, slow), Settings(), exchange)
+    assert step.seconds == pytest.approx(1 / (even / waiting + (1 - even) / 0.16))
+    sent = sent_bytes(ONE, flat(world_size, slow), Settings(), exchange)
+    assert sent == pytest.approx(askers * BYTES * step.seconds / (whole + waits))
+    busy = replace(ONE, processor=1e-9)
+    work = 1e-9 * askers * BYTES * world_size / (2 * (world_size - 1))
+    assert predict_exchange(busy, flat(world_size), Settings(), exchange).seconds == pytest.approx(0.16 + work)
 
 
 def test_hosts_of_several_ranks_share_a_link() -> None:
@@ -103,7 +127,7 @@ def test_hosts_of_several_ranks_share_a_link() -> None:
     assert sent == pytest.approx({"all": 4000 * 2 * 2 * 6 / 8, "three": 4000 * (6 + 2 * 2) / 3, "one": 4000 * 6})
     assert passing == pytest.approx({"all": 2 * 4000 * 2 * 6 / 8, "three": 2 * 4000 * 6 / 3, "one": 2 * 4000 * 6})
     apart, together = (
-        sent_bytes(ONE, Cluster(8, per_node, link(0, 0.01), link(0, 5)), Settings(), asynchronous_gossip())
+        sent_bytes(ONE, Cluster(8, per_node, link(0, 0.01), link(0, 5)), Settings(), asynchronous_gossip(None))
         for per_node in (1, 4)
     )
     assert together == pytest.approx(0.16 * 4 * BYTES / (2 * 2 * BYTES / 0.01e9))  # in the time of an exchange
@@ -309,8 +333,6 @@ def test_algorithms_send_the_bytes_that_they_say(
         algorithm.attach(net, [optimizer], comm)
         for _ in range(NUM_STEPS):
             algorithm.begin_batch()
-            if isinstance(algorithm, AsynchronousGossip):
-                algorithm._finish_exchange()  # else some steps would have none
             with algorithm.backward():
                 net(torch.ones(1, 128)).sum().backward()
             algorithm.before_step(optimizer, has_closure=False)
