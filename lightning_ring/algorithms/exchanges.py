@@ -105,8 +105,9 @@ def asynchronous_gossip(overlap: int | None = 0) -> Exchange:
     """Parameters of each even rank to an odd one, and that one's back, while batches are computed and stepped with."""
     traffic, hidden_steps = Direct(2, _past_odd_ranks, _of_odd_ranks), math.inf if overlap is None else overlap
     hidden_phases = ("forward", "backward")
+    rounds = 0 if overlap is None else 2  # a question and its answer
     return Exchange(
-        traffic, rounds=0, hidden_steps=hidden_steps, hidden_phases=hidden_phases, asking=_part_of_even_ranks
+        traffic, rounds=rounds, hidden_steps=hidden_steps, hidden_phases=hidden_phases, asking=_part_of_even_ranks
     )
 
 

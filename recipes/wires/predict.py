@@ -11,7 +11,7 @@ from hydra.utils import instantiate
 from lightning_ring.algorithms.algorithm import Algorithm
 from lightning_ring.algorithms.server import ParameterServer
 from lightning_ring.gradients.compression import Compressor
-from lightning_ring.tools.plan.choice import predict_exchange
+from lightning_ring.tools.plan.choice import Paces, predict_paces
 from lightning_ring.tools.plan.model import Cluster, Link, Settings, predict
 from lightning_ring.tools.plan.profile import Phases, Profile
 from recipes.wires.run import Method
@@ -34,17 +34,20 @@ def predicted_seconds(
     if step_of is None:
         return None
     slowest = _slowed(profile) if straggler else profile
-    ring, step = predict(slowest, cluster, Settings()).seconds, step_of(slowest)
-    if not together:  # of the ranks' steps each takes what it can
-        step = study.ranks / ((study.ranks - 1) / step_of(profile) + 1 / step)
+    ring, (step, _) = predict(slowest, cluster, Settings()).seconds, step_of(slowest)
+    if not together:  # of the ranks' steps each takes what it can, and the last one is the slow one
+        profiles = [*(study.ranks - 1) * [profile], slowest]
+        step = study.ranks / sum(1 / step_of(each)[rank % 2] for rank, each in enumerate(profiles))
     return (method.whole_steps * ring + (study.steps - method.whole_steps) * step) / study.steps
 
 
-def _step_of(distribute: dict[str, Any] | None, cluster: Cluster) -> tuple[bool, Callable[[Profile], float] | None]:
-    """Whether a slow rank holds up the others, and from a profile the seconds of a step."""
+def _step_of(
+    distribute: dict[str, Any] | None, cluster: Cluster
+) -> tuple[bool, Callable[[Profile], tuple[float, float]] | None]:
+    """Whether a slow rank holds up the others, and from a profile the seconds of an even and of an odd rank's step."""
     if distribute is None:
         own = Settings(bucket_cap_mb=25)  # and its calls wait in no threads of Python
-        return True, lambda profile: predict(replace(profile, call=None), cluster, own).seconds
+        return True, lambda profile: 2 * (predict(replace(profile, call=None), cluster, own).seconds,)
     made = {name: instantiate(value) for name, value in distribute.items() if isinstance(value, dict)}
     if isinstance(algorithm := made.get("algorithm"), Algorithm):
         exchange = algorithm.exchange()
@@ -52,10 +55,14 @@ def _step_of(distribute: dict[str, Any] | None, cluster: Cluster) -> tuple[bool,
             return True, None
         bound = isinstance(algorithm, ParameterServer) and algorithm.staleness is not None
         together = algorithm.steps_together or bound
-        return together, lambda profile: predict_exchange(profile, cluster, Settings(), exchange).seconds
+        return together, lambda profile: _even_and_odd(predict_paces(profile, cluster, Settings(), exchange))
     compression = made.get("compression", distribute.get("compression"))
     name = compression.name if isinstance(compression, Compressor) else compression
-    return True, lambda profile: predict(profile, cluster, Settings(compression=name)).seconds
+    return True, lambda profile: 2 * (predict(profile, cluster, Settings(compression=name)).seconds,)
+
+
+def _even_and_odd(paces: Paces) -> tuple[float, float]:
+    return paces.asking, paces.answering
 
 
 def _at_speed_of(profile: Profile, batch_seconds: float) -> Profile:

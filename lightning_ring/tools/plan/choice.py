@@ -56,19 +56,33 @@ def recommended(found: Sequence[Choice]) -> Choice:
     return next(choice for choice in found if choice.step.seconds <= NEARLY * fastest)
 
 
+@dataclass(frozen=True, slots=True)
+class Paces:
+    """Seconds of a step of ranks that wait for exchanges, and of those that answer; all wait where nobody answers.
+
+    Attributes:
+        messages: In a step of a rank that waits.
+    """
+
+    asking: float
+    answering: float
+    messages: float
+
+
 def predict_exchange(profile: Profile, cluster: Cluster, settings: Settings, exchange: Exchange) -> PredictedStep:
-    """A step, in the mean, of ranks that step alone and send what ``exchange`` says."""
-    return _step_and_messages(profile, cluster, settings, exchange)[0]
-
-
-def _step_and_messages(
-    profile: Profile, cluster: Cluster, settings: Settings, exchange: Exchange
-) -> tuple[PredictedStep, float]:
-    """... and the messages in it, of a rank that waits for them."""
-    phases, size = profile.phases, cluster.world_size
-    messages = exchange.parts * exchange.copies / exchange.every
+    """A step, in the mean over the ranks, that step alone and send what ``exchange`` says."""
+    alone, size = profile.phases.alone, cluster.world_size
     if size == 1:
-        return PredictedStep(1, phases.alone, 0.0, 0.0, phases.alone), messages
+        return PredictedStep(1, alone, 0.0, 0.0, alone)
+    paces = predict_paces(profile, cluster, settings, exchange)
+    seconds = _mean(paces, size, exchange)
+    took = paces.messages * seconds / paces.asking * _of_a_part(profile, cluster, settings, exchange)[0]
+    return PredictedStep(size, seconds, seconds - alone, took, alone)
+
+
+def predict_paces(profile: Profile, cluster: Cluster, settings: Settings, exchange: Exchange) -> Paces:
+    """Of ranks of ``profile``, which are all alike; at least two."""
+    phases, size = profile.phases, cluster.world_size
     gradients = 0.0
     if exchange.in_nodes and nests(profile, cluster, settings):
         node = Cluster(cluster.local_size, cluster.local_size, cluster.node, cluster.node)
@@ -77,19 +91,22 @@ def _step_and_messages(
     hidden = exchange.hidden_steps * phases.alone
     if profile.call is None:  # else cores compute, and the threads of a message get them when the batch is over
         hidden += sum(getattr(phases, name) for name in exchange.hidden_phases)
+    messages = exchange.parts * exchange.copies / exchange.every
     if exchange.asking is not None:  # at every step, or at the first one behind a message that takes several
         messages = 1 / min(max(1.0, (took - work) / phases.alone), exchange.hidden_steps + 1)
     waits = gradients + messages * max(0.0, took - hidden, work)
-    waits += exchange.rounds / exchange.every * profile.call_beside_link
+    waits += exchange.rounds * messages / (exchange.parts * exchange.copies) * profile.call_beside_link
     if exchange.optimizer_steps is not None:
         waits += (exchange.optimizer_steps(size) - 1) * phases.optimizer
-    seconds = phases.alone + waits
-    if exchange.asking is not None:
-        answering = phases.alone / (1 - messages * work / seconds)  # threads of the others work on answers
-        asking = exchange.asking(size)
-        mean = 1 / (asking / seconds + (1 - asking) / answering)
-        messages, seconds = messages * mean / seconds, mean
-    return PredictedStep(size, seconds, seconds - phases.alone, messages * took, phases.alone), messages
+    asking = phases.alone + waits
+    if exchange.asking is None:
+        return Paces(asking, asking, messages)
+    return Paces(asking, phases.alone / (1 - messages * work / asking), messages)  # threads work on answers
+
+
+def _mean(paces: Paces, size: int, exchange: Exchange) -> float:
+    asking = exchange.asking(size) if exchange.asking is not None else 1.0
+    return 1 / (asking / paces.asking + (1 - asking) / paces.answering)
 
 
 def _of_a_part(profile: Profile, cluster: Cluster, settings: Settings, exchange: Exchange) -> tuple[float, float]:
@@ -115,7 +132,8 @@ def sent_bytes(profile: Profile, cluster: Cluster, settings: Settings, exchange:
         num_bytes = exchange.copies * exchange.traffic.num_bytes(numel, size)
         return _sent(num_bytes, _ring_size(profile, cluster, settings)) / exchange.every
     on_host = cluster.local_size if cluster.num_nodes > 1 else 1
-    a_step = _step_and_messages(profile, cluster, settings, exchange)[1] / exchange.parts
+    paces = predict_paces(profile, cluster, settings, exchange)
+    a_step = paces.messages * _mean(paces, size, exchange) / paces.asking / exchange.parts
     return a_step * exchange.traffic.sent_bytes(numel, size, on_host)
 
 
