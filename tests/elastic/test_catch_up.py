@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from lightning_ring.algorithms.holdings import whole_state
+from lightning_ring.elastic.catch_up import pace
 from lightning_ring.elastic.catch_up import source as sources
 from lightning_ring.elastic.catch_up.source import Source
 from lightning_ring.elastic.catch_up.stream import Stream
@@ -357,3 +358,37 @@ def test_each_rank_sends_its_own_shard(ranks: int, monkeypatch: pytest.MonkeyPat
             assert (held[0] is None) == (state is None)
             for key, value in (state or {}).items():
                 assert torch.equal(held[0][key], value), (span, key)
+
+
+def test_who_comes_no_further_joins_with_what_it_has(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Pieces that were sent are stepped on, the others have to be sent when it joins."""
+    monkeypatch.setattr(sources, "PIECE_BYTES", 1)
+    monkeypatch.setattr(pace, "STEPS", 2)
+    monkeypatch.setattr(pace, "SECONDS", 0.0)
+    monkeypatch.setattr(pace, "PART", 1.1)  # even state alone would be too little
+    module, optimizer, stream = newcomer(OPTIMIZERS["adamw"])
+    state, sent = sources._Feed._state, []
+
+    def one_piece(feed: Any, step: int) -> Any:
+        message = state(feed, step)
+        feed._source.still_after = None
+        sent.append(list(feed._sent))
+        return message
+
+    monkeypatch.setattr(sources._Feed, "_state", one_piece)
+    follow(rank, stream)
+    assert stream.complete.is_set()
+    stream.close()
+    pieces = whole_state(rank.module, rank.optimizers).pieces
+    came = [pieces[number].index for number in sent[-1]]
+    pairs = list(zip(rank.module.parameters(), module.parameters(), strict=True))
+    assert 0 < len(came) < len(pieces)
+    assert "gradients of what was sent leave no room for it" in caplog.text
+    for index in came:
+        mine, theirs = pairs[index]
+        assert torch.equal(mine, theirs)
+        for key, value in rank.optimizer.state.get(mine, {}).items():
+            assert torch.equal(value, optimizer.state[theirs][key])
+    assert not all(torch.equal(mine, theirs) for mine, theirs in pairs)

@@ -6,7 +6,6 @@ import contextlib
 import logging
 import socket
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Collection
 from typing import Any
@@ -17,15 +16,15 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_ring.algorithms.holdings import Holdings
 from lightning_ring.comm.replicate import digest_of_model
+from lightning_ring.elastic.catch_up.pace import Pace
 from lightning_ring.elastic.catch_up.wire import Message
 from lightning_ring.job.watch.messages import in_forked_children, watch_for_loss
 
 PIECE_BYTES = 16 * 2**20  # of state, copied at once: a step may have to wait for one copy
-# A newcomer is given up when more gradients are queued than both of these: bytes, and those of so many steps.
+# A newcomer is given up when more gradients are queued than both of these: bytes, and those of so many steps. When it
+# gets no more state, and joins with what it has, says `Pace`.
 LEAST_BEHIND_BYTES = 256 * 2**20
 STEPS_BEHIND = 3
-# It is also given up when gradients have filled the connection, and no state was sent, for so many steps and seconds.
-STEPS_WITHOUT_STATE, SECONDS_WITHOUT_STATE = 100, 60.0
 CONNECT_SECONDS = 10.0
 CLOSE_SECONDS = 2.0  # for the end of a thread
 
@@ -125,8 +124,8 @@ class _Feed(threading.Thread):
         self._holdings: Holdings | None = None
         self._sent: list[int] = []  # of the pieces
         self._left: deque[int] = deque()
-        self._steps_without_state = 0
-        self._stated = 0.0  # when the latest state was copied
+        self._pace = Pace()
+        self._sends_state = False  # now
         self._told = False  # that all are sent
         self._ends = False  # when the queue is empty
         self._over = False
@@ -144,6 +143,8 @@ class _Feed(threading.Thread):
                     return
                 while (message := self._next()) is not None:
                     message.send(connection)
+                    with self._source.news:
+                        self._pace.sent(message.nbytes, is_state=self._sends_state)
         except OSError:
             pass  # it has died, or joins without
         except Exception as error:  # such as state that cannot be pickled
@@ -171,7 +172,6 @@ class _Feed(threading.Thread):
         if not holdings.is_current():
             self.finish()
             return
-        self._steps_without_state += bool(self._left)
         try:
             taken = {"gradients": self._gradients(holdings), "groups": _groups(holdings)}
             message = Message({"kind": "step", "step": step, **taken})
@@ -182,10 +182,9 @@ class _Feed(threading.Thread):
         self._behind += message.nbytes
         if self._behind > max(LEAST_BEHIND_BYTES, STEPS_BEHIND * sum(piece.values.nbytes for piece in holdings.pieces)):
             self._give_up(f"it is {self._behind / 2**20:.0f} MiB of gradients behind")
-        elif (
-            self._steps_without_state > STEPS_WITHOUT_STATE and time.monotonic() - self._stated > SECONDS_WITHOUT_STATE
-        ):
-            self._give_up("gradients fill the connection")
+        elif self._left and self._pace.step():
+            self._left.clear()  # what was sent goes on to be stepped
+            self._say("gradients of what was sent leave no room for it")
 
     def _gradients(self, holdings: Holdings) -> dict[int, Tensor]:
         found = {}
@@ -201,6 +200,7 @@ class _Feed(threading.Thread):
         """The message that is sent next: a queued step, else a piece of state. Blocks; `None` at the end."""
         source = self._source
         with source.news:
+            self._sends_state = False
             while not self._over:
                 if self._queue:
                     message = self._queue.popleft()
@@ -237,7 +237,7 @@ class _Feed(threading.Thread):
             piece[number] = held.values.detach(), [state.get(held.key) for state in states]
             size += sum(tensor.nbytes for tensor in tree_leaves(piece[number]) if isinstance(tensor, Tensor))
         self._sent += piece
-        self._steps_without_state, self._stated = 0, time.monotonic()
+        self._sends_state = True
         return Message({"kind": "state", "step": step, "piece": piece})
 
     def _give_up(self, why: str) -> None:
