@@ -137,18 +137,22 @@ def check_steps(folder: Path) -> list[str]:
 
 
 def check_samples(folder: Path, plan: Plan) -> list[str]:
-    """No sample of an epoch is trained on twice, and none is left out but for a remainder below one step."""
+    """No sample of an epoch is trained on twice, and none is left out but for a remainder below one step.
+
+    Of a step there count, in the last generation of ranks that began it, the batches of each rank's last attempt. One
+    that was killed may have read its batch before the others had begun the step: they began it without that one.
+    """
     lives = Lives.read(folder)
-    reads: dict[int, dict[int, dict[int, list[tuple[int, list[int]]]]]] = {}  # by life, step and attempt
+    reads: dict[int, dict[int, dict[int, list[tuple[int, list[int]]]]]] = {}  # by life, step and generation
     for log in folder.glob("*.samples"):
         of_life = reads.setdefault(lives.of(int(log.stem)), {})
-        for epoch, step, attempt, samples in _lines(log):
-            of_life.setdefault(step, {}).setdefault(attempt, []).append((epoch, samples))
+        for (step, generation), batches in _last_attempts(log).items():
+            of_life.setdefault(step, {}).setdefault(generation, []).extend(batches)
     epochs = {epoch: Counter[int]() for epoch in range(EPOCHS)}
     until = max((step for of_life in reads.values() for step in of_life), default=0) + 1
     for _, of_life in sorted(reads.items(), reverse=True):  # what a later life has done again does not count
-        for by_attempt in (of_life[step] for step in of_life if step < until):
-            for epoch, samples in by_attempt[max(by_attempt)]:
+        for by_generation in (of_life[step] for step in of_life if step < until):
+            for epoch, samples in by_generation[max(by_generation)]:
                 epochs.setdefault(epoch, Counter()).update(samples)
         until = min([until, *of_life])
     wrong = []
@@ -158,6 +162,14 @@ def check_samples(folder: Path, plan: Plan) -> list[str]:
         if (skipped := SAMPLES - len(counts)) >= plan.ranks * BATCH * plan.accumulate:
             wrong.append(f"epoch {epoch} left out {skipped} samples")
     return wrong
+
+
+def _last_attempts(log: Path) -> dict[tuple[int, int], list[tuple[int, list[int]]]]:
+    """By step and generation, a rank's batches: epoch and samples."""
+    found: dict[tuple[int, int], dict[int, list[tuple[int, list[int]]]]] = {}
+    for epoch, step, generation, attempt, samples in _lines(log):
+        found.setdefault((step, generation), {}).setdefault(attempt, []).append((epoch, samples))
+    return {begun: by_attempt[max(by_attempt)] for begun, by_attempt in found.items()}
 
 
 def _lines(log: Path) -> Iterator[list[Any]]:

@@ -112,7 +112,11 @@ class Module(pl.LightningModule):
 
     def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
         x, y, samples = batch
-        entry = [self.current_epoch, self.global_step, self.attempts[self.global_step], samples.tolist()]
+        fit = self.trainer.strategy._fit
+        assert fit is not None
+        assert fit.recovery.view is not None
+        generation, attempt = fit.recovery.view.generation, self.attempts[self.global_step]
+        entry = [self.current_epoch, self.global_step, generation, attempt, samples.tolist()]
         with self.samples_log.open("a") as log:
             log.write(json.dumps(entry) + "\n")
         self.faults.reach("forward")

@@ -55,12 +55,22 @@ def test_steps_that_differ_or_are_missing_are_found(second: list[object], wrong:
 def test_samples_that_are_read_twice_or_left_out_are_found(change, wrong: list[str], tmp_path: Path) -> None:
     """The first attempt of a step that was done again does not count."""
     every = list(range(SAMPLES))
-    write(tmp_path, "0.samples", [0, 0, 0, [1, 1]], [0, 0, 1, change(every)], [1, 1, 0, every])
+    write(tmp_path, "0.samples", [0, 0, 0, 0, [1, 1]], [0, 0, 0, 1, change(every)], [1, 1, 0, 0, every])
     assert check_samples(tmp_path, Plan(0, ranks=1)) == wrong
 
 
+def test_a_batch_of_a_killed_rank_counts_where_the_others_were_in_its_step(tmp_path: Path) -> None:
+    """Rank 1 read a batch of step 0 and was killed; rank 0 began the step behind that, and did it at its second try."""
+    every = list(range(SAMPLES))
+    write(tmp_path, "1.samples", [0, 0, 0, 0, every[:4]])
+    write(tmp_path, "0.samples", [0, 0, 1, 0, every[:9]], [0, 0, 1, 1, every], [1, 1, 1, 0, every])
+    assert check_samples(tmp_path, Plan(0, ranks=1)) == []
+    write(tmp_path, "1.samples", [0, 0, 1, 0, every[:4]])  # it was there
+    assert check_samples(tmp_path, Plan(0, ranks=1)) == ["epoch 0 trained on 4 samples twice"]
+
+
 def test_an_epoch_that_was_not_trained_is_found(tmp_path: Path) -> None:
-    write(tmp_path, "0.samples", [0, 0, 0, list(range(SAMPLES))])
+    write(tmp_path, "0.samples", [0, 0, 0, 0, list(range(SAMPLES))])
     assert check_samples(tmp_path, Plan(0, ranks=1)) == [f"epoch 1 left out {SAMPLES} samples"]
 
 
@@ -74,8 +84,9 @@ def test_a_job_that_began_again_has_another_history_from_its_checkpoint_on(
     write(tmp_path, "0.steps", [1, "a"], [2, "b"])
     write(tmp_path, "2.steps", *([step, f"other {step}"] for step in range(resumes + 1, 5)))
     assert check_steps(tmp_path) == wrong
-    write(tmp_path, "0.samples", [0, 0, 0, every], [1, 1, 0, every[:9]], [1, 1, 1, every], [1, 2, 0, every])
-    write(tmp_path, "2.samples", [1, 1, 0, every])
+    first = [0, 0, 0, 0, every], [1, 1, 0, 0, every[:9]], [1, 1, 0, 1, every], [1, 2, 0, 0, every]
+    write(tmp_path, "0.samples", *first)
+    write(tmp_path, "2.samples", [1, 1, 0, 0, every])
     assert check_samples(tmp_path, Plan(0, ranks=1)) == []
 
 
