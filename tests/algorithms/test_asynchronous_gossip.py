@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import threading
 from typing import Any
 
@@ -97,7 +98,7 @@ def test_steps_in_an_order_of_their_own_are_those_of_the_formula(
 
 @pytest.mark.parametrize("overlap", [0, None])
 def test_a_slow_rank_holds_nobody_up_and_averages_leave_no_trace(overlap: int | None) -> None:
-    def rank(comm: Any, *, slow: int, through: threading.Event) -> tuple[Tensor, dict[str, float]]:
+    def rank(comm: Any, *, slow: int, through: threading.Event) -> tuple[Tensor, Tensor, float]:
         net, algorithm = copy.deepcopy(START), AsynchronousGossip(overlap=overlap)
         steps = OPTIMIZERS["sgd"](net)
         algorithm.attach(net, [steps], comm)
@@ -115,15 +116,18 @@ def test_a_slow_rank_holds_nobody_up_and_averages_leave_no_trace(overlap: int | 
         algorithm.show_averages()
         shown = vector(net)
         assert not torch.equal(own, shown)
-        metrics = algorithm.metrics()
+        distance = algorithm.metrics()["consensus_distance"]
+        averaged = torch.cat([algorithm._own[param].flatten() for param in net.parameters()])
         algorithm.detach()
-        return shown, metrics
+        return averaged, shown, distance
 
     for slow in (0, 1):  # the one that asks, and the one that answers
         through = threading.Event()
         found = run_ranks(2, lambda comm, slow=slow, through=through: rank(comm, slow=slow, through=through))
-        assert torch.equal(found[0][0], found[1][0])
-        assert found[0][1]["consensus_distance"] > 0
+        assert torch.equal(found[0][1], found[1][1])
+        distances = [torch.dist(averaged, shown).square().item() for averaged, shown, _ in found]
+        for *_, distance in found:  # 0 where the last average came behind all steps
+            assert distance == pytest.approx(math.sqrt(sum(distances) / 2), rel=1e-3, abs=1e-6)
 
 
 class Late(AsynchronousGossip):
