@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import threading
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from lightning_ring.algorithms.sharded import letting_in
 from lightning_ring.algorithms.sharded.inventory import Inventory, Span
@@ -154,6 +157,34 @@ def test_what_a_newcomer_has_got_is_not_sent_again() -> None:
     assert 0 < sent < of / 2
     net, expected = as_many_ranks_from_that_state(make, 3, 4)
     assert_same_bits(ranks, [state for _, state in results], net, expected)
+
+
+def test_ranks_and_newcomers_make_their_digests_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each goes over all of the state, while all others wait for the join."""
+    together, begun = threading.Barrier(2), threading.local()
+    plain = letting_in.digests_of
+
+    def digests_of(tensors: Sequence[Tensor]) -> list[str]:
+        if not hasattr(begun, "here"):
+            begun.here = together.wait(30)
+        return plain(tensors)
+
+    make = torch.optim.AdamW
+    ranks = trained(make, 1)
+    held, new = all_parts_of(ranks), newcomer(make)
+    new.net.load_state_dict(ranks[0].net.state_dict())
+    ranks.append(new)
+    monkeypatch.setattr(letting_in, "digests_of", digests_of)
+
+    def let_in(comm: ThreadCommunicator) -> tuple[int, int] | None:
+        rank, has_state = ranks[comm.rank], comm.rank == 0
+        rank.algorithm.move(comm, has_state=has_state)
+        rank.algorithm.detach(wait=False)
+        rank.attach(comm)
+        return rank.algorithm.let_in(None if has_state else held, receives=not has_state, compares=True)
+
+    (sent, of) = run_ranks(2, let_in)[0] or (1, 0)
+    assert sent == 0 < of
 
 
 def test_large_states_travel_in_several_messages(monkeypatch: pytest.MonkeyPatch) -> None:
