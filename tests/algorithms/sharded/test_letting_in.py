@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from lightning_ring.algorithms.sharded import letting_in
+from lightning_ring.algorithms.sharded import Sharded, letting_in
 from lightning_ring.algorithms.sharded.inventory import Inventory, Span
 from lightning_ring.algorithms.sharded.letting_in import LettingIn
 from lightning_ring.algorithms.sharded.rebuilding import Standing, only_newcomers
@@ -185,6 +185,46 @@ def test_ranks_and_newcomers_make_their_digests_at_the_same_time(monkeypatch: py
 
     (sent, of) = run_ranks(2, let_in)[0] or (1, 0)
     assert sent == 0 < of
+
+
+@pytest.mark.parametrize(("make", "states"), [(torch.optim.AdamW, 2), (torch.optim.SGD, 0)])
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_newcomer_takes_the_memory_that_the_algorithm_says(make: Make, states: int, count: int) -> None:
+    def rank() -> Rank:
+        one = Rank(make, mirrors=True)
+        one.net = nn.Sequential(*(nn.Linear(200, 200, bias=False) for _ in range(5)))  # type: ignore[assignment]
+        one.optimizer = make(one.net.parameters())
+        return one
+
+    ranks = [rank() for _ in range(count)]
+
+    def begin(comm: ThreadCommunicator) -> None:
+        one = ranks[comm.rank]
+        one.attach(comm)
+        with one.algorithm.backward():
+            one.net(torch.ones(1, 200)).sum().backward()
+        one.algorithm.before_commit()
+        one.optimizer.step()
+        one.algorithm.after_commit()
+
+    run_ranks(count - 1, begin)
+
+    def taken(comm: ThreadCommunicator) -> int:
+        one = ranks[comm.rank]
+        join(one, comm, has_state=comm.rank < count - 1)
+        parameters, mirrors, reducer = one.algorithm._attached, one.algorithm._mirrors, one.algorithm.reducer
+        assert mirrors is not None
+        assert reducer is not None
+        state = one.algorithm.of(one.optimizer).state_of_parts()
+        tensors = [bucket.flat for bucket in (*reducer.buckets, *parameters.buckets)]
+        mirrored = [shard.weight.detach() for shard in mirrors.by_param.values()]
+        tensors += 3 * mirrored  # two are gradients of the step: they are sent and received
+        tensors += [value for values in state.values() for value in values.values()]
+        return sum(tensor.nbytes for tensor in tensors)
+
+    found = run_ranks(count, taken)[-1]
+    size = 5 * 200 * 200 * 4
+    assert Sharded().memory_to_join(size, states * size, count) == pytest.approx(found, rel=0.02)
 
 
 def test_large_states_travel_in_several_messages(monkeypatch: pytest.MonkeyPatch) -> None:
