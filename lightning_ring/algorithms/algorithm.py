@@ -113,6 +113,13 @@ class Algorithm:
         """
         return None
 
+    def memory_to_join(self, parameters: int, state: int, ranks: int) -> int:
+        """Bytes that a process allocates in a join, with which there are ``ranks``, and in its first step behind it.
+
+        It has caught up with ``parameters`` and optimizer ``state`` of so many bytes. Activations do not count.
+        """
+        return 0
+
     def holdings(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> Holdings | None:
         """What this rank can send to processes that catch up, until the next step. `None`: not yet."""
         return whole_state(module, optimizers)

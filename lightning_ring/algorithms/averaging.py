@@ -115,6 +115,9 @@ class Averaging(Algorithm):
             return f"compression {compressor.name!r} keeps each rank's rounding errors, which would die with it"
         return ""
 
+    def memory_to_join(self, parameters: int, state: int, ranks: int) -> int:
+        return parameters  # buckets of gradients
+
     # -- a batch
 
     def begin_batch(self, active_ranks: int | None = None) -> None:

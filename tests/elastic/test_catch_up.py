@@ -392,3 +392,25 @@ def test_who_comes_no_further_joins_with_what_it_has(
         for key, value in rank.optimizer.state.get(mine, {}).items():
             assert torch.equal(value, optimizer.state[theirs][key])
     assert not all(torch.equal(mine, theirs) for mine, theirs in pairs)
+
+
+def test_a_newcomer_counts_what_has_come_but_for_large_tensors(rank: Rank) -> None:
+    rank.train()
+    module = Net(1)
+    optimizer = OPTIMIZERS["adamw"](module.parameters())
+    stream = Stream("127.0.0.1", module, [optimizer])
+    assert stream.num_senders == 0
+    stream.start()
+    rank.source.feed(7, "127.0.0.1", stream.port, stream.token)
+    rank.source.hold_still(rank.step)
+    assert stream.complete.wait(WAIT)
+    sizes = [param.nbytes for param in module.parameters()]
+    states = [value.nbytes for state in rank.optimizer.state.values() for value in state.values()]
+    assert stream.num_senders == 1
+    assert stream.count_bytes(10**9) == (sum(sizes), sum(states))
+    largest = max(sizes)
+    assert stream.count_bytes(largest - 1) == (
+        sum(size for size in sizes if size < largest),
+        sum(size for size in states if size < largest),
+    )
+    stream.close()

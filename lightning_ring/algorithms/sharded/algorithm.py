@@ -305,6 +305,11 @@ class Sharded(Delegating):
             sliced.take_parts(parts, rest)
         return letting_in.sent, letting_in.of
 
+    def memory_to_join(self, parameters: int, state: int, ranks: int) -> int:
+        # buckets of gradients and of parameters; the mirror's weights, and two shards of gradients, of which the first
+        # step sends one and receives one; state of the shard and of the mirror
+        return 2 * parameters + (3 * parameters + 2 * state) // ranks
+
     def holdings(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> Holdings | None:
         parameters, mirrors, chosen = self._parameters, self._mirrors, list(self._set)
         if parameters is None or mirrors is None or not self._is_cut:

@@ -41,6 +41,9 @@ class Inventory:
         """The state of exactly this part."""
         return self._parts.get(span.index, {}).get(span)
 
+    def spans(self) -> list[Span]:
+        return [span for parts in self._parts.values() for span in parts]
+
     def missing(self, span: Span) -> list[Span]:
         """The elements of ``span`` that are in no part."""
         gaps, position = [], span.first

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,32 +75,31 @@ class LettingIn:
             own: The parts that this rank has stepped; each part of the whole is that of one rank.
             compares: Whether some newcomer has an inventory: it keeps the parts that have the digests of the ranks'.
         """
-        self._catalog = self._comm.all_gather_object([self._entry(span, digests=compares) for span in own])
-        mine = list(self._differing() if self._receives else self._lacking(wanted))
+        self._tensors = [[] for _ in own]
+        entries = [self._entry(*pair, digests=compares) for pair in zip(own, self._tensors, strict=True)]
+        # before it knows those of the ranks: they make theirs meanwhile
+        held = self._held({span.index for span in wanted}) if self._receives and compares else {}
+        self._catalog = self._comm.all_gather_object(entries)
+        mine = list(self._differing(held) if self._receives else self._lacking(wanted))
         requests = [request for asked in self._comm.all_gather_object(mine) for request in asked]
         self._count(requests)
         for together in self._rounds(requests):
             self._exchange(together)
 
-    def _entry(self, span: Span, *, digests: bool) -> _Entry:
-        tensors: list[Tensor] = []
+    def _entry(self, span: Span, tensors: list[Tensor], *, digests: bool) -> _Entry:
+        """Appends its tensors to ``tensors``."""
         outlined = outline((self._weight_of(span), self._inventory.get(span)), tensors)
-        self._tensors.append(tensors)
         return _Entry(span, outlined, digests_of(tensors) if digests else None)
 
-    def _differing(self) -> Iterator[_Request]:
+    def _held(self, indices: set[int]) -> dict[Span, _Entry]:
+        """What a newcomer has got of the parameters with these ``indices``, with digests."""
+        return {span: self._entry(span, [], digests=True) for span in self._inventory.spans() if span.index in indices}
+
+    def _differing(self, held: Mapping[Span, _Entry]) -> Iterator[_Request]:
         for source, entries in enumerate(self._catalog):
             for number, entry in enumerate(entries):
-                if not self._has(entry):
+                if held.get(entry.span) != entry:
                     yield _Request(self._comm.rank, source, number, entry.span, weight=True)
-
-    def _has(self, entry: _Entry) -> bool:
-        state = self._inventory.get(entry.span)
-        if entry.digests is None or state is None:
-            return False
-        tensors: list[Tensor] = []
-        outlined = outline((self._weight_of(entry.span), state), tensors)
-        return bool(outlined == entry.outlined) and digests_of(tensors) == entry.digests
 
     def _lacking(self, wanted: Sequence[Span]) -> Iterator[_Request]:
         owners: dict[int, list[tuple[Span, int, int]]] = {}

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from lightning_ring.algorithms.sharded.inventory import Inventory, Span
 from lightning_ring.comm.replicate import digest_of_model
@@ -77,8 +78,20 @@ class Stream(threading.Thread):
     def step(self) -> int:
         """The number of steps that all of the state has taken; -1 before any of a sender has come."""
         senders = self._senders
-        arrived = self._expected is not None and len(senders) == self._expected[0]
-        return min(sender.step for sender in senders) if arrived else -1
+        return min(sender.step for sender in senders) if 0 < len(senders) == self.num_senders else -1
+
+    @property
+    def num_senders(self) -> int:
+        """The number of ranks that send; 0 before that is known."""
+        return self._expected[0] if self._expected is not None else 0
+
+    def count_bytes(self, largest: int) -> tuple[int, int]:
+        """Of parameters, and of the optimizers' state that has come: in tensors of ``largest`` bytes at most."""
+        with self._changing:
+            states = tree_leaves([list(optimizer.state.values()) for optimizer in self._optimizers])
+            sizes = [[value.nbytes for value in one if torch.is_tensor(value)] for one in (self._params, states)]
+        parameters, state = (sum(size for size in one if size <= largest) for one in sizes)
+        return parameters, state
 
     def run(self) -> None:
         try:

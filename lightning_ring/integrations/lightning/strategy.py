@@ -185,7 +185,7 @@ class RingStrategy(RankedStrategy):
         self._calls_manual_backward = False
         self._training_loaders = TrainingLoaders()
         self._requests = StopRequests(self.options.requeue_signal, self._ask_all_ranks)
-        self._keeps_freed_memory = False
+        self.keeps_freed_memory = False
         self._saved_states = SavedStates()
         self._buffers = BufferBroadcast(self.options.broadcast_buffers, _warn)
         self._after_swap = BroadcastAfterSwap(self._broadcast_buffers)
@@ -300,8 +300,8 @@ class RingStrategy(RankedStrategy):
             super().teardown()
         self._active_ranks = ActiveRanks()
         self._buffers = BufferBroadcast(self.options.broadcast_buffers, _warn)
-        if self._keeps_freed_memory:
-            self._keeps_freed_memory = False
+        if self.keeps_freed_memory:
+            self.keeps_freed_memory = False
             return_freed_memory()
 
     # -- training
@@ -323,8 +323,8 @@ class RingStrategy(RankedStrategy):
         super().on_train_start()
         self.timeline.begin_training()
         if self.options.keep_freed_memory and self.root_device.type == "cpu":
-            self._keeps_freed_memory = keep_freed_memory()
-        if self._keeps_freed_memory:
+            self.keeps_freed_memory = keep_freed_memory()
+        if self.keeps_freed_memory:
             rank_zero_info("lightning_ring: memory that a step frees is kept for the next one (keep_freed_memory=True)")
 
     def on_train_end(self) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import threading
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
-from lightning_ring.algorithms.sharded import letting_in
+from lightning_ring.algorithms.sharded import Sharded, letting_in
 from lightning_ring.algorithms.sharded.inventory import Inventory, Span
 from lightning_ring.algorithms.sharded.letting_in import LettingIn
 from lightning_ring.algorithms.sharded.rebuilding import Standing, only_newcomers
@@ -154,6 +157,74 @@ def test_what_a_newcomer_has_got_is_not_sent_again() -> None:
     assert 0 < sent < of / 2
     net, expected = as_many_ranks_from_that_state(make, 3, 4)
     assert_same_bits(ranks, [state for _, state in results], net, expected)
+
+
+def test_ranks_and_newcomers_make_their_digests_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each goes over all of the state, while all others wait for the join."""
+    together, begun = threading.Barrier(2), threading.local()
+    plain = letting_in.digests_of
+
+    def digests_of(tensors: Sequence[Tensor]) -> list[str]:
+        if not hasattr(begun, "here"):
+            begun.here = together.wait(30)
+        return plain(tensors)
+
+    make = torch.optim.AdamW
+    ranks = trained(make, 1)
+    held, new = all_parts_of(ranks), newcomer(make)
+    new.net.load_state_dict(ranks[0].net.state_dict())
+    ranks.append(new)
+    monkeypatch.setattr(letting_in, "digests_of", digests_of)
+
+    def let_in(comm: ThreadCommunicator) -> tuple[int, int] | None:
+        rank, has_state = ranks[comm.rank], comm.rank == 0
+        rank.algorithm.move(comm, has_state=has_state)
+        rank.algorithm.detach(wait=False)
+        rank.attach(comm)
+        return rank.algorithm.let_in(None if has_state else held, receives=not has_state, compares=True)
+
+    (sent, of) = run_ranks(2, let_in)[0] or (1, 0)
+    assert sent == 0 < of
+
+
+@pytest.mark.parametrize(("make", "states"), [(torch.optim.AdamW, 2), (torch.optim.SGD, 0)])
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_newcomer_takes_the_memory_that_the_algorithm_says(make: Make, states: int, count: int) -> None:
+    def rank() -> Rank:
+        one = Rank(make, mirrors=True)
+        one.net = nn.Sequential(*(nn.Linear(200, 200, bias=False) for _ in range(5)))  # type: ignore[assignment]
+        one.optimizer = make(one.net.parameters())
+        return one
+
+    ranks = [rank() for _ in range(count)]
+
+    def begin(comm: ThreadCommunicator) -> None:
+        one = ranks[comm.rank]
+        one.attach(comm)
+        with one.algorithm.backward():
+            one.net(torch.ones(1, 200)).sum().backward()
+        one.algorithm.before_commit()
+        one.optimizer.step()
+        one.algorithm.after_commit()
+
+    run_ranks(count - 1, begin)
+
+    def taken(comm: ThreadCommunicator) -> int:
+        one = ranks[comm.rank]
+        join(one, comm, has_state=comm.rank < count - 1)
+        parameters, mirrors, reducer = one.algorithm._attached, one.algorithm._mirrors, one.algorithm.reducer
+        assert mirrors is not None
+        assert reducer is not None
+        state = one.algorithm.of(one.optimizer).state_of_parts()
+        tensors = [bucket.flat for bucket in (*reducer.buckets, *parameters.buckets)]
+        mirrored = [shard.weight.detach() for shard in mirrors.by_param.values()]
+        tensors += 3 * mirrored  # two are gradients of the step: they are sent and received
+        tensors += [value for values in state.values() for value in values.values()]
+        return sum(tensor.nbytes for tensor in tensors)
+
+    found = run_ranks(count, taken)[-1]
+    size = 5 * 200 * 200 * 4
+    assert Sharded().memory_to_join(size, states * size, count) == pytest.approx(found, rel=0.02)
 
 
 def test_large_states_travel_in_several_messages(monkeypatch: pytest.MonkeyPatch) -> None:

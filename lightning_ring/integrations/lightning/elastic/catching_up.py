@@ -11,6 +11,7 @@ from lightning_ring.algorithms.sharded.inventory import Inventory
 from lightning_ring.elastic.catch_up.source import Source
 from lightning_ring.elastic.catch_up.stream import Stream
 from lightning_ring.elastic.recovery import Recovery
+from lightning_ring.host.malloc import LARGEST_KEPT, take_memory
 from lightning_ring.membership.member import Member
 
 if TYPE_CHECKING:
@@ -76,6 +77,8 @@ class CatchingUp:
                 member.check()
                 if member.is_needed:
                     return
+            if stream.complete.is_set():
+                self._take_memory(stream)
             if stream.complete.is_set() or stream.refusal:
                 return
             self._close_stream()
@@ -94,6 +97,13 @@ class CatchingUp:
     def close(self) -> None:
         self.source.close("the fit is over")
         self._close_stream()
+
+    def _take_memory(self, stream: Stream) -> None:
+        """Have the memory that the join will need: all others would wait while the system gives it, page by page."""
+        strategy = self._strategy
+        if strategy.keeps_freed_memory:
+            sizes = stream.count_bytes(LARGEST_KEPT)
+            take_memory(strategy.options.new_algorithm().memory_to_join(*sizes, ranks=stream.num_senders + 1))
 
     def _close_stream(self) -> None:
         if self._stream is not None:
