@@ -17,7 +17,7 @@ from lightning_ring.options import ResizeLR
 if TYPE_CHECKING:
     from lightning_ring.integrations.lightning.elastic.strategy import ElasticStrategy
 
-_RATES_OF_GROUPS = ("lr", "initial_lr", "max_lr", "min_lr")  # also what torch's schedulers keep in groups
+_RATES_OF_GROUPS = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr")  # also what torch's schedulers keep in groups
 _RATES_OF_SCHEDULERS = ("base_lrs", "max_lrs", "_last_lr")
 _RULES: dict[str, Callable[[int, int], float]] = {
     "keep": lambda old, new: 1.0,
@@ -68,11 +68,14 @@ class Resize:
 
 def scale_learning_rates(optimizers: Sequence[Optimizer], schedulers: Sequence[Any], factor: float) -> None:
     """Multiply all learning rates that ``optimizers`` have and that ``schedulers`` start from, in place."""
+    scaled: set[int] = set()  # groups share the tensor with which their optimizer was made
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for name in _RATES_OF_GROUPS:
                 if isinstance(value := group.get(name), Tensor):
-                    value.mul_(factor)
+                    if id(value) not in scaled:
+                        value.mul_(factor)
+                        scaled.add(id(value))
                 elif isinstance(value, int | float):
                     group[name] = value * factor
     for scheduler in schedulers:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import lr_scheduler
+from torch.optim.swa_utils import SWALR
 from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler, TensorDataset
 
 from lightning_ring import RingStrategy
@@ -129,6 +130,23 @@ def test_a_schedule_goes_on_with_scaled_rates(index: int) -> None:
                 scale_learning_rates([optimizer], [scheduler], 0.5)
         rates.append(optimizer.param_groups[0]["lr"])
     assert rates[0] == pytest.approx(rates[1])
+
+
+def test_a_rate_that_groups_share_as_a_tensor_is_scaled_once() -> None:
+    first, second = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([{"params": [first]}, {"params": [second]}], lr=torch.tensor(0.2))
+    scale_learning_rates([optimizer], [], 0.5)
+    assert [float(group["lr"]) for group in optimizer.param_groups] == pytest.approx([0.1, 0.1])
+
+
+def test_rates_of_stochastic_weight_averaging_are_scaled() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.2)
+    scheduler = SWALR(optimizer, swa_lr=0.1, anneal_epochs=1)
+    scale_learning_rates([optimizer], [scheduler], 0.5)
+    for _ in range(3):
+        optimizer.step()
+        scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05)
 
 
 @pytest.mark.parametrize(
