@@ -23,6 +23,7 @@ from lightning_ring.comm.replicate import (
 )
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.integrations.lightning.elastic.rank_zero_files import names_of, take_names
+from lightning_ring.integrations.lightning.elastic.resize import stay_at_the_end
 from lightning_ring.integrations.lightning.elastic.watchers import log_as_the_others, log_every_n_steps
 
 if TYPE_CHECKING:
@@ -163,6 +164,7 @@ def _restore(trainer: pl.Trainer, strategy: ElasticStrategy, fit: ElasticFit, st
     assert fit.step.position is not None
     fit.step.position.load_state_dict(state["position"])
     fit.resize.begin(strategy.world_size)
+    stay_at_the_end([config.scheduler for config in strategy.lr_scheduler_configs])
 
 
 def _go_on_without_restart(loop: _Loop) -> None:

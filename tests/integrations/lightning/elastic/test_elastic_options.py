@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from types import SimpleNamespace
 from typing import Any
 
@@ -130,6 +131,30 @@ def test_a_schedule_goes_on_with_scaled_rates(index: int) -> None:
                 scale_learning_rates([optimizer], [scheduler], 0.5)
         rates.append(optimizer.param_groups[0]["lr"])
     assert rates[0] == pytest.approx(rates[1])
+
+
+@pytest.mark.parametrize("within", [False, True])
+def test_one_cycle_stays_at_its_end_where_fewer_ranks_take_more_steps(within: bool) -> None:
+    """torch's raises behind total_steps, and would end a job that has outlived a death."""
+    rates = []
+    for steps in (19, 30):
+        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.2, momentum=0.9)
+        scheduler: Any = lr_scheduler.OneCycleLR(optimizer, 0.4, total_steps=20, anneal_strategy="linear")
+        if within:
+            scheduler = lr_scheduler.ChainedScheduler([scheduler])
+        configs = [SimpleNamespace(scheduler=scheduler)]
+        trainer = SimpleNamespace(accumulate_grad_batches=1)
+        strategy: Any = SimpleNamespace(optimizers=[optimizer], lr_scheduler_configs=configs, fit_trainer=trainer)
+        resize = Resize("keep")
+        resize.begin(4)
+        resize.apply(strategy, None, 3, 0)
+        for _ in range(steps):
+            optimizer.step()
+            scheduler.step()
+        rates.append((optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["momentum"]))
+        pickle.dumps(scheduler.state_dict())
+    assert rates[0] == rates[1]
+    assert rates[0][0] == pytest.approx(0.4 / 25 / 1e4)
 
 
 def test_a_rate_that_groups_share_as_a_tensor_is_scaled_once() -> None:
