@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import SWALR
 from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler, TensorDataset
@@ -67,7 +68,7 @@ def test_a_fit_that_cannot_be_elastic_is_refused_with_all_reasons() -> None:
     module.automatic_optimization = False
     optimizer = torch.optim.LBFGS([nn.Parameter(torch.zeros(1))])
     trainer = SimpleNamespace(
-        callbacks=[RingMonitor(), RingProfile("profile.json")],
+        callbacks=[RingMonitor(), RingProfile("profile.json"), LearningRateFinder(), BatchSizeFinder()],
         lightning_module=module,
         optimizers=[optimizer],
         precision_plugin=SimpleNamespace(scaler=None),
@@ -78,7 +79,14 @@ def test_a_fit_that_cannot_be_elastic_is_refused_with_all_reasons() -> None:
     with pytest.raises(ConfigurationError) as caught:
         check_fit(trainer)  # type: ignore[arg-type]
     together = "manual optimization and shard_optimizer=True together"
-    for name in ("RingProfile", together, "LBFGS", "reload_dataloaders_every_n_epochs"):
+    for name in (
+        "RingProfile",
+        "LearningRateFinder",
+        "BatchSizeFinder",
+        together,
+        "LBFGS",
+        "reload_dataloaders_every_n_epochs",
+    ):
         assert name in str(caught.value)
     for name in ("scaler", "RingMonitor"):
         assert name not in str(caught.value)

@@ -161,6 +161,15 @@ def test_a_newcomer_steps_several_optimizers_as_the_others_do(tmp_path: Path) ->
     assert "while the ranks waited, 0.0 of 0.0 MiB" in (tmp_path / "output").read_text()
 
 
+def test_a_process_waits_where_stochastic_weight_averaging_cannot_take_it_in(tmp_path: Path) -> None:
+    """It would train with another schedule."""
+    env = {"FIT_CALLBACKS": "StochasticWeightAveraging(0.01, swa_epoch_start=1)", "FIT_WAIT": "6", "FIT_NEWCOMER": "3"}
+    ends = fit(tmp_path, "gloo", "1:2:backward", respawn=True, ranks=3, **env)
+    assert [(end["number"], end["rank"], end["world_size"]) for end in ends] == [(0, 0, 2), (2, 1, 2)]
+    assert len({end["digest"] for end in ends}) == 1
+    assert "waits to join, and cannot: StochasticWeightAveraging" in (tmp_path / "output").read_text()
+
+
 @pytest.mark.parametrize(("backend", "ranks"), [("gloo", 3), ("auto", 4)])
 def test_a_newcomer_catches_up_with_sharded_ranks(backend: str, ranks: int, tmp_path: Path) -> None:
     """Each rank sends its own shard. All end with the bits of a job whose newcomer gets everything when it joins."""
