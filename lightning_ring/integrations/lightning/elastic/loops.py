@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
+from lightning_ring.integrations.lightning.elastic.samplers import warn_of_fixed_samplers
 from lightning_ring.integrations.lightning.elastic.step_undo import remember_callbacks, remember_metrics
 
 if TYPE_CHECKING:
@@ -84,4 +85,7 @@ def _validate(strategy: ElasticStrategy, fit: ElasticFit, run: Callable[[], Any]
         loop._restarting, loop._combined_loader = False, None
         trainer.validating = True
 
-    return fit.calls.call(lambda: strategy.and_barrier(run), take_back)
+    result = fit.calls.call(lambda: strategy.and_barrier(run), take_back)
+    if loop._combined_loader is not None and fit.recovery.view is not None and fit.recovery.view.generation > 0:
+        warn_of_fixed_samplers(loop._combined_loader.flattened, strategy.global_rank, strategy.world_size)
+    return result

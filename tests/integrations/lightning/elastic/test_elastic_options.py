@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import pickle
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from torch import nn
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
+from torch import nn
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import SWALR
 from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler, TensorDataset
@@ -21,7 +22,7 @@ from lightning_ring.errors import ConfigurationError
 from lightning_ring.integrations.lightning.elastic.checks import check_fit
 from lightning_ring.integrations.lightning.elastic.handover import check_batches
 from lightning_ring.integrations.lightning.elastic.resize import Resize, scale_learning_rates
-from lightning_ring.integrations.lightning.elastic.samplers import with_ordered_sampler
+from lightning_ring.integrations.lightning.elastic.samplers import warn_of_fixed_samplers, with_ordered_sampler
 from lightning_ring.integrations.lightning.elastic.strategy import ElasticStrategy
 from lightning_ring.monitor import RingMonitor, RingProfile
 
@@ -107,6 +108,17 @@ def test_lightnings_sampler_is_replaced_with_the_same_settings() -> None:
     assert settings == (False, 7, "drop", 3)
     own = DataLoader(data, sampler=SequentialSampler(data))
     assert with_ordered_sampler(own) is own
+
+
+def test_validation_loaders_that_are_cut_for_other_ranks_are_named() -> None:
+    data = TensorDataset(torch.arange(12))
+    fixed = DataLoader(data, sampler=DistributedSampler(data, num_replicas=3, rank=2, shuffle=False))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_fixed_samplers([DataLoader(data), fixed], 2, 3)
+    for rank, world_size in ((1, 2), (1, 3)):
+        with pytest.warns(UserWarning, match=rf"loader 1 of rank {rank} of {world_size} .* of rank 2 of 3"):
+            warn_of_fixed_samplers([DataLoader(data), fixed], rank, world_size)
 
 
 def schedules(optimizer: torch.optim.Optimizer) -> list[Any]:
