@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_ring.integrations.lightning.elastic.samplers import warn_of_fixed_samplers
 from lightning_ring.integrations.lightning.elastic.step_undo import remember_callbacks, remember_metrics
+from lightning_ring.integrations.lightning.elastic.weights import remember_exchanged_weights
 
 if TYPE_CHECKING:
     from lightning_ring.integrations.lightning.elastic.fit import ElasticFit
@@ -75,11 +76,15 @@ def _validate(strategy: ElasticStrategy, fit: ElasticFit, run: Callable[[], Any]
         return run()
     loop = trainer.fit_loop.epoch_loop.val_loop
     restore_metrics, restore_callbacks = remember_metrics(module), remember_callbacks(trainer)
+    restore_weights = remember_exchanged_weights(trainer, module)
     modes = [(part, part.training) for part in module.modules()]
+    should_stop = trainer.should_stop
 
     def take_back() -> None:
         restore_metrics()
         restore_callbacks()
+        restore_weights()
+        trainer.should_stop = should_stop
         for part, training in modes:  # else the second run finds it in eval mode, and leaves it there
             part.training = training
         loop._restarting, loop._combined_loader = False, None
