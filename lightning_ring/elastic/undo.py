@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_ring.host.random_state import remember_random_state
+
+
+def remember_values(tensors: Iterable[Tensor]) -> Callable[[], None]:
+    """Keep the values of ``tensors``, and where they lie; the returned function restores both."""
+    kept = [(tensor, tensor.data, tensor.detach().clone()) for tensor in tensors]
+
+    @torch.no_grad()
+    def restore() -> None:
+        for tensor, data, values in kept:
+            if tensor.data_ptr() != data.data_ptr():
+                tensor.data = data  # an assignment to `data` has put another tensor there
+            tensor.data.copy_(values)
+
+    return restore
 
 
 def remember(module: nn.Module) -> Callable[[], None]:

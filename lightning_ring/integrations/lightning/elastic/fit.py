@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.integrations.lightning.elastic.catching_up import CatchingUp
+from lightning_ring.integrations.lightning.elastic.checks import keeps_newcomers_out
 from lightning_ring.integrations.lightning.elastic.handover import hand_over_fit
 from lightning_ring.integrations.lightning.elastic.host_calls import HostCalls
 from lightning_ring.integrations.lightning.elastic.last_checkpoint import save_at_the_end
@@ -46,20 +47,24 @@ class ElasticFit:
         self.process = elastic_process(connecting, self)
         self.recovery = self.process.recovery
         self.recovery.parted = options.new_algorithm().sharded
-        several = "the script has several fits" if self.process.num_fits else ""
-        self.catching_up = CatchingUp(strategy, self.recovery, several)
+        self.catching_up = CatchingUp(strategy, self.recovery, "")
         self.calls = HostCalls(self.recovery.after)
         self.step = ElasticStep(strategy, self.recovery, self.calls, self.catching_up.source)
         self.resize = Resize(options.resize_lr)
         self.waits_to_join = False
+        self._keeps_out = ""
         self._said_that_they_wait = False
 
     def start(self) -> None:
         """Take part in the job, or, in a newcomer, set up alone: the others go on meanwhile."""
         self.process.num_fits += 1
         self.process.fitting = True
-        if not self._strategy.fit_trainer.lightning_module.automatic_optimization:
+        trainer = self._strategy.fit_trainer
+        if not trainer.lightning_module.automatic_optimization:
             self.catching_up.refuse("optimization is manual")
+        self._keeps_out = keeps_newcomers_out(trainer, self.process.num_fits)
+        if self._keeps_out:
+            self.catching_up.refuse(self._keeps_out)
         self.catching_up.serve(self.process.member)
         if self.recovery.step is not None:
             assert self.recovery.view is not None
@@ -104,13 +109,9 @@ class ElasticFit:
     # -- called by the recovery
 
     def welcomes_newcomers(self) -> bool:
-        if self.process.num_fits > 1 and not self._said_that_they_wait:
+        if self._keeps_out and not self._said_that_they_wait:
             self._said_that_they_wait = True
-            rank_zero_warn(
-                f"lightning_ring: a process waits to join, and cannot: this is fit number {self.process.num_fits} of "
-                "the script, and it would have to do the earlier ones again. It ends with the job. Give each fit a "
-                "script of its own where dead ranks are to be replaced in it."
-            )
+            rank_zero_warn(f"lightning_ring: a process waits to join, and cannot: {self._keeps_out}")
         return self._has_room_for(self._strategy.world_size + 1)
 
     def admits(self, ranks: int) -> bool:
@@ -118,7 +119,7 @@ class ElasticFit:
 
     def _has_room_for(self, ranks: int) -> bool:
         position = self.step.position
-        return self.process.num_fits == 1 and position is not None and position.has_batches_for(ranks)
+        return not self._keeps_out and position is not None and position.has_batches_for(ranks)
 
     def commit(self) -> None:
         self.step.commit()

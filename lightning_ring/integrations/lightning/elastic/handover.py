@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -11,7 +12,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.differences import broadcast_differing
@@ -23,6 +25,7 @@ from lightning_ring.comm.replicate import (
 )
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.integrations.lightning.elastic.rank_zero_files import names_of, take_names
+from lightning_ring.integrations.lightning.elastic.resize import stay_at_the_end
 from lightning_ring.integrations.lightning.elastic.watchers import log_as_the_others, log_every_n_steps
 
 if TYPE_CHECKING:
@@ -121,12 +124,10 @@ class _Sending:
 def _state(trainer: pl.Trainer, strategy: ElasticStrategy, fit: ElasticFit) -> dict[str, Any]:
     with strategy.without_optimizer_states():
         checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)  # on all ranks: it calls hooks
-    tensors = {name for name, _ in (*strategy.fit_model.named_parameters(), *strategy.fit_model.named_buffers())}
     del checkpoint["optimizer_states"]
-    checkpoint["state_dict"] = {name: value for name, value in checkpoint["state_dict"].items() if name not in tensors}
     return {
         "step": fit.recovery.step,
-        "checkpoint": checkpoint,
+        "checkpoint": _without_own_tensors(checkpoint, strategy.fit_model),
         "position": fit.step.position.state_dict() if fit.step.position is not None else None,
         "logger_names": names_of(trainer.loggers),
         "folders": [callback.dirpath for callback in _model_checkpoints(trainer)],
@@ -142,12 +143,15 @@ def _restore(trainer: pl.Trainer, strategy: ElasticStrategy, fit: ElasticFit, st
     for callback, folder in zip(_model_checkpoints(trainer), state["folders"], strict=True):
         callback.dirpath = folder
     take_names(trainer.loggers, state["logger_names"])
-    connector, checkpoint = trainer._checkpoint_connector, state["checkpoint"]
+    own = _tensors_of(strategy.fit_model)
+    connector = trainer._checkpoint_connector
+    checkpoint = tree_map_only(_Own, lambda one: own[one.name], state["checkpoint"])
     connector._loaded_checkpoint = checkpoint
     connector.restore_datamodule()
     call._call_lightning_module_hook(trainer, "on_load_checkpoint", checkpoint)
+    extra = {name: value for name, value in checkpoint["state_dict"].items() if name not in own}
     with torch.no_grad():
-        strategy.fit_model.load_state_dict(checkpoint["state_dict"], strict=False)  # what get_extra_state returned
+        strategy.fit_model.load_state_dict(extra, strict=False)  # what get_extra_state returned
     connector.restore_callbacks()
     connector.restore_precision_plugin_state()
     connector.restore_loops()
@@ -163,6 +167,33 @@ def _restore(trainer: pl.Trainer, strategy: ElasticStrategy, fit: ElasticFit, st
     assert fit.step.position is not None
     fit.step.position.load_state_dict(state["position"])
     fit.resize.begin(strategy.world_size)
+    stay_at_the_end([config.scheduler for config in strategy.lr_scheduler_configs])
+
+
+@dataclass(frozen=True, slots=True)
+class _Own:
+    """In the place of a parameter or buffer of the model in a checkpoint: the ranks have got it already."""
+
+    name: str
+
+
+def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+
+
+def _without_own_tensors(checkpoint: dict[str, Any], model: nn.Module) -> Any:
+    """Callbacks may have put others in the place of the model's tensors, under their names, and these elsewhere."""
+    names = {_place(tensor): name for name, tensor in _tensors_of(model).items() if tensor.numel()}
+
+    def name_of(tensor: Tensor) -> Any:
+        name = names.get(_place(tensor))
+        return _Own(name) if name is not None else tensor
+
+    return tree_map_only(Tensor, name_of, checkpoint)
+
+
+def _place(tensor: Tensor) -> Any:
+    return tensor.device, tensor.dtype, tensor.shape, tensor.data_ptr() if tensor.layout == torch.strided else -1
 
 
 def _go_on_without_restart(loop: _Loop) -> None:

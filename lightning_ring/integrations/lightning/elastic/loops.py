@@ -6,7 +6,9 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
+from lightning_ring.integrations.lightning.elastic.samplers import warn_of_fixed_samplers
 from lightning_ring.integrations.lightning.elastic.step_undo import remember_callbacks, remember_metrics
+from lightning_ring.integrations.lightning.elastic.weights import remember_exchanged_weights
 
 if TYPE_CHECKING:
     from lightning_ring.integrations.lightning.elastic.fit import ElasticFit
@@ -74,14 +76,21 @@ def _validate(strategy: ElasticStrategy, fit: ElasticFit, run: Callable[[], Any]
         return run()
     loop = trainer.fit_loop.epoch_loop.val_loop
     restore_metrics, restore_callbacks = remember_metrics(module), remember_callbacks(trainer)
+    restore_weights = remember_exchanged_weights(trainer, module)
     modes = [(part, part.training) for part in module.modules()]
+    should_stop = trainer.should_stop
 
     def take_back() -> None:
         restore_metrics()
         restore_callbacks()
+        restore_weights()
+        trainer.should_stop = should_stop
         for part, training in modes:  # else the second run finds it in eval mode, and leaves it there
             part.training = training
         loop._restarting, loop._combined_loader = False, None
         trainer.validating = True
 
-    return fit.calls.call(lambda: strategy.and_barrier(run), take_back)
+    result = fit.calls.call(lambda: strategy.and_barrier(run), take_back)
+    if loop._combined_loader is not None and fit.recovery.view is not None and fit.recovery.view.generation > 0:
+        warn_of_fixed_samplers(loop._combined_loader.flattened, strategy.global_rank, strategy.world_size)
+    return result

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import OneCycleLR
 
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.integrations.lightning.elastic.position import TrainingPosition
@@ -17,7 +18,7 @@ from lightning_ring.options import ResizeLR
 if TYPE_CHECKING:
     from lightning_ring.integrations.lightning.elastic.strategy import ElasticStrategy
 
-_RATES_OF_GROUPS = ("lr", "initial_lr", "max_lr", "min_lr")  # also what torch's schedulers keep in groups
+_RATES_OF_GROUPS = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr")  # also what torch's schedulers keep in groups
 _RATES_OF_SCHEDULERS = ("base_lrs", "max_lrs", "_last_lr")
 _RULES: dict[str, Callable[[int, int], float]] = {
     "keep": lambda old, new: 1.0,
@@ -47,6 +48,8 @@ class Resize:
         old, self._size = self._size, world_size
         if old is None or old == world_size:
             return
+        schedulers = [config.scheduler for config in strategy.lr_scheduler_configs]
+        stay_at_the_end(schedulers)
         factor = self._factor(old, world_size)
         if not isinstance(factor, int | float) or not (math.isfinite(factor) and factor > 0):
             raise ConfigurationError(
@@ -55,7 +58,6 @@ class Resize:
             )
         before = _shown(strategy.optimizers)
         if factor != 1.0:
-            schedulers = [config.scheduler for config in strategy.lr_scheduler_configs]
             scale_learning_rates(strategy.optimizers, schedulers, factor)
         trainer = strategy.fit_trainer
         of_a_rank = (position.batch_size if position is not None else 0) * trainer.accumulate_grad_batches
@@ -68,11 +70,14 @@ class Resize:
 
 def scale_learning_rates(optimizers: Sequence[Optimizer], schedulers: Sequence[Any], factor: float) -> None:
     """Multiply all learning rates that ``optimizers`` have and that ``schedulers`` start from, in place."""
+    scaled: set[int] = set()  # groups share the tensor with which their optimizer was made
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for name in _RATES_OF_GROUPS:
                 if isinstance(value := group.get(name), Tensor):
-                    value.mul_(factor)
+                    if id(value) not in scaled:
+                        value.mul_(factor)
+                        scaled.add(id(value))
                 elif isinstance(value, int | float):
                     group[name] = value * factor
     for scheduler in schedulers:
@@ -85,6 +90,22 @@ def scale_learning_rates(optimizers: Sequence[Optimizer], schedulers: Sequence[A
             elif isinstance(value, int | float):
                 setattr(scheduler, name, value * factor)
         scale_learning_rates([], getattr(scheduler, "_schedulers", []), factor)
+
+
+class _Staying(OneCycleLR):
+    """Keeps the rates of its last step, where `OneCycleLR` raises."""
+
+    def step(self, epoch: int | None = None) -> None:
+        if self.last_epoch < self.total_steps - 1:
+            super().step(epoch)
+
+
+def stay_at_the_end(schedulers: Sequence[Any]) -> None:
+    """Let each `OneCycleLR` keep its last rates: fewer ranks take more steps than it was made for. In place."""
+    for scheduler in schedulers:
+        if type(scheduler) is OneCycleLR:
+            scheduler.__class__ = _Staying  # an attribute would be saved with its state
+        stay_at_the_end(getattr(scheduler, "_schedulers", []))
 
 
 def _shown(optimizers: Sequence[Optimizer]) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sized
+import warnings
+from collections.abc import Iterable, Sized
 from typing import Any, cast
 
 from lightning.pytorch.trainer.states import RunningStage
@@ -11,6 +12,21 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_ring.data.sampling.sampler import ShuffledSampler
+
+
+def warn_of_fixed_samplers(loaders: Iterable[Any], rank: int, world_size: int) -> None:
+    """Name the validation loaders that were cut for other ranks than there are now, and so miss or repeat samples."""
+    for number, loader in enumerate(loaders):
+        sampler = getattr(loader, "sampler", None)
+        if not isinstance(sampler, DistributedSampler) or (sampler.rank, sampler.num_replicas) == (rank, world_size):
+            continue
+        warnings.warn(
+            f"lightning_ring: ranks have changed, and validation loader {number} of rank {rank} of {world_size} goes "
+            f"on with its DistributedSampler of rank {sampler.rank} of {sampler.num_replicas}: validations leave "
+            "samples out or count them twice. Give the loader no DistributedSampler (Lightning puts one in, for the "
+            "ranks that there are), or make it in val_dataloader(), which is called again.",
+            stacklevel=2,
+        )
 
 
 def with_ordered_sampler(loader: Any) -> Any:

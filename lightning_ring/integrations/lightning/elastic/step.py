@@ -13,6 +13,7 @@ from lightning_ring.integrations.lightning.elastic.loss_scaler import already_un
 from lightning_ring.integrations.lightning.elastic.manual import OwnGradients, remember_weights
 from lightning_ring.integrations.lightning.elastic.position import TrainingPosition
 from lightning_ring.integrations.lightning.elastic.step_undo import remember_progress, remember_step
+from lightning_ring.integrations.lightning.elastic.weights import ChangedInSteps
 
 if TYPE_CHECKING:
     from lightning_ring.integrations.lightning.elastic.strategy import ElasticStrategy
@@ -44,6 +45,7 @@ class ElasticStep:
         self._stepping = False
         self._begun = False  # the batches whose gradients the next step accumulates
         self._under_way = StepUnderWay()
+        self._changed_in_steps = ChangedInSteps()
         self._restore_progress: Callable[[], None] = lambda: None
         self._step: Callable[[Callable[[], Any]], Any] = lambda closure: None
         self._loss: Any = None
@@ -123,6 +125,7 @@ class ElasticStep:
 
     def before_update(self) -> None:
         """Gradients are final, and the optimizer takes its step with them, whatever becomes of other ranks."""
+        self._changed_in_steps.end_step()
         assert self._recovery.step is not None
         members = self._recovery.view.members if self._recovery.view is not None else ()
         self._source.update(self._recovery.step + 1, members)
@@ -142,7 +145,13 @@ class ElasticStep:
         trainer, strategy = self._strategy.fit_trainer, self._strategy
         restore = remember_step(trainer, strategy.fit_model)
         if trainer.lightning_module.automatic_optimization:
-            return restore
+            restore_changed = self._changed_in_steps.begin_step(strategy.fit_model)
+
+            def restore_step() -> None:
+                restore_changed()
+                restore()
+
+            return restore_step
         self.own_gradients.begin_step(strategy.optimizers)
         restore_weights = remember_weights(strategy)
 

@@ -9,10 +9,10 @@ from itertools import zip_longest
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
-import torch
+import torch.distributed as dist
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_ring.comm.communicator import Communicator
@@ -87,7 +87,7 @@ class ElasticStrategy(RingStrategy):
             begins = trainer is not None and trainer.state.fn == TrainerFn.FITTING and process.num_fits == 1
             if trainer is not None and begins and checkpoint and not timeline.waits:
                 self._in_fit.callback(go_on_from(trainer, checkpoint))
-        self._process_group_backend = torch.distributed.get_backend()
+        self._process_group_backend = dist.get_backend()
 
     def setup(self, trainer: pl.Trainer) -> None:
         super().setup(trainer)
@@ -294,7 +294,7 @@ class ElasticStrategy(RingStrategy):
         return self._call(lambda: self.and_barrier(lambda: super(ElasticStrategy, self).broadcast(obj, src)))
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        if not isinstance(tensor, torch.Tensor):
+        if not isinstance(tensor, Tensor):
             return tensor
         kept = tensor.detach().clone() if self.is_survivable else None
 
@@ -304,6 +304,11 @@ class ElasticStrategy(RingStrategy):
             return super(ElasticStrategy, self).reduce(tensor, group, reduce_op)
 
         return self._call(run)
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        if group is dist.group.WORLD or group not in dist.distributed_c10d._world.pg_map:
+            group = None  # the default group is another one after a death; the module names it before that
+        return self._call(lambda: super(ElasticStrategy, self).all_gather(tensor, group, sync_grads))
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         save = super().save_checkpoint

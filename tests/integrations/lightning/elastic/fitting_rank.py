@@ -10,9 +10,10 @@ to ``FOLDER/NUMBER.log``; step and digest of weights and optimizer state after e
 ``FOLDER/NUMBER.steps``; and writes its end to ``FOLDER/NUMBER.json``.
 
 Environment: FIT_NODES: so many nodes, which processes take by turns. FIT_TRAINER and FIT_STRATEGY are JSON of
-arguments. FIT_DROPOUT. FIT_MANUAL: manual optimization, two optimizers. FIT_SCALER: the first scale of a loss scaler.
-FIT_RESUME: a checkpoint. FIT_WAIT: in the step of that number all wait until a newcomer is
-ready to join, which is process FIT_NEWCOMER. FIT_NO_CATCH_UP: it gets nothing before it joins.
+arguments. FIT_CALLBACKS: further callbacks of Lightning, as expressions. FIT_DROPOUT. FIT_MANUAL: manual optimization,
+two optimizers. FIT_MOMENTUM: each training_step lets an encoder follow the first layer. FIT_SCALER: the first scale of
+a loss scaler. FIT_RESUME: a checkpoint. FIT_WAIT: in the step of that number all wait until a newcomer is ready to
+join, which is process FIT_NEWCOMER. FIT_NO_CATCH_UP: it gets nothing before it joins.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch import callbacks as of_lightning
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
@@ -101,6 +103,9 @@ class Module(pl.LightningModule):
         dropout = nn.Dropout(float(os.environ.get("FIT_DROPOUT", "0.1")))
         self.net = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), dropout, nn.Linear(32, 1))
         self.seen = MeanMetric()
+        if "FIT_MOMENTUM" in os.environ:
+            self.follower = nn.Linear(8, 32).requires_grad_(False)
+        self.digest = ""
         self.net[0].weight.register_post_accumulate_grad_hook(lambda _: self.die("backward", batch=True))
 
     def die(self, place: str, batch: bool = False) -> None:
@@ -119,6 +124,9 @@ class Module(pl.LightningModule):
             time.sleep(0.5)  # it reports now
 
     def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
+        if "FIT_MOMENTUM" in os.environ:
+            for follower, param in zip(self.follower.parameters(), self.net[0].parameters(), strict=True):
+                follower.data.lerp_(param.data, 0.1)
         self.begin(batch)
         return self.loss(batch)
 
@@ -143,7 +151,8 @@ class Module(pl.LightningModule):
 
     def on_train_batch_end(self, *_: Any) -> None:
         with (FOLDER / f"{NUMBER}.steps").open("a") as log:
-            log.write(json.dumps([self.global_step, digest(self)]) + "\n")
+            self.digest = digest(self)
+            log.write(json.dumps([self.global_step, self.digest]) + "\n")
         self.die("batch_end")
 
     def validation_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> None:
@@ -155,7 +164,10 @@ class Module(pl.LightningModule):
         self.die("save")
 
     def on_train_epoch_end(self) -> None:
+        assert self.digest == digest(self), "a validation that ran again has changed the weights"
         self.die("epoch_end")
+        gathered = self.all_gather({"two": torch.ones(2), "one": torch.ones(())})
+        assert [part.sum() for part in gathered.values()] == [2 * self.trainer.world_size, self.trainer.world_size]
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
@@ -219,14 +231,16 @@ def main() -> None:
     trainer = pl.Trainer(
         strategy=RingStrategy(elastic=True, backend=BACKEND, **json.loads(os.environ.get("FIT_STRATEGY", "{}"))),
         accelerator="cpu",
-        max_epochs=EPOCHS,
         logger=CSVLogger(FOLDER, name="csv", flush_logs_every_n_steps=1),
         log_every_n_steps=1,
-        callbacks=[ModelCheckpoint(FOLDER / "checkpoints", monitor="val_loss", save_top_k=2, save_last=True)],
+        callbacks=[
+            ModelCheckpoint(FOLDER / "checkpoints", monitor="val_loss", save_top_k=2, save_last=True),
+            *(eval(one, vars(of_lightning)) for one in os.environ.get("FIT_CALLBACKS", "").split(";") if one),
+        ],
         enable_progress_bar=False,
         enable_model_summary=False,
         plugins=[MixedPrecision("16-mixed", "cpu", scaler)] if scale else [],
-        **json.loads(os.environ.get("FIT_TRAINER", "{}")),
+        **({"max_epochs": EPOCHS} | json.loads(os.environ.get("FIT_TRAINER", "{}"))),
     )
     order = ShuffledSampler(SAMPLES, remainder="drop", seed=3)
     # without drop_last another number of ranks may leave a last batch of one sample, which BatchNorm refuses

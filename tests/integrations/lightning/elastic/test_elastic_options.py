@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import pickle
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from torch import nn
 from torch.optim import lr_scheduler
+from torch.optim.swa_utils import SWALR
 from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler, TensorDataset
 
 from lightning_ring import RingStrategy
@@ -18,7 +22,7 @@ from lightning_ring.errors import ConfigurationError
 from lightning_ring.integrations.lightning.elastic.checks import check_fit
 from lightning_ring.integrations.lightning.elastic.handover import check_batches
 from lightning_ring.integrations.lightning.elastic.resize import Resize, scale_learning_rates
-from lightning_ring.integrations.lightning.elastic.samplers import with_ordered_sampler
+from lightning_ring.integrations.lightning.elastic.samplers import warn_of_fixed_samplers, with_ordered_sampler
 from lightning_ring.integrations.lightning.elastic.strategy import ElasticStrategy
 from lightning_ring.monitor import RingMonitor, RingProfile
 
@@ -65,7 +69,7 @@ def test_a_fit_that_cannot_be_elastic_is_refused_with_all_reasons() -> None:
     module.automatic_optimization = False
     optimizer = torch.optim.LBFGS([nn.Parameter(torch.zeros(1))])
     trainer = SimpleNamespace(
-        callbacks=[RingMonitor(), RingProfile("profile.json")],
+        callbacks=[RingMonitor(), RingProfile("profile.json"), LearningRateFinder(), BatchSizeFinder()],
         lightning_module=module,
         optimizers=[optimizer],
         precision_plugin=SimpleNamespace(scaler=None),
@@ -76,7 +80,14 @@ def test_a_fit_that_cannot_be_elastic_is_refused_with_all_reasons() -> None:
     with pytest.raises(ConfigurationError) as caught:
         check_fit(trainer)  # type: ignore[arg-type]
     together = "manual optimization and shard_optimizer=True together"
-    for name in ("RingProfile", together, "LBFGS", "reload_dataloaders_every_n_epochs"):
+    for name in (
+        "RingProfile",
+        "LearningRateFinder",
+        "BatchSizeFinder",
+        together,
+        "LBFGS",
+        "reload_dataloaders_every_n_epochs",
+    ):
         assert name in str(caught.value)
     for name in ("scaler", "RingMonitor"):
         assert name not in str(caught.value)
@@ -97,6 +108,17 @@ def test_lightnings_sampler_is_replaced_with_the_same_settings() -> None:
     assert settings == (False, 7, "drop", 3)
     own = DataLoader(data, sampler=SequentialSampler(data))
     assert with_ordered_sampler(own) is own
+
+
+def test_validation_loaders_that_are_cut_for_other_ranks_are_named() -> None:
+    data = TensorDataset(torch.arange(12))
+    fixed = DataLoader(data, sampler=DistributedSampler(data, num_replicas=3, rank=2, shuffle=False))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_fixed_samplers([DataLoader(data), fixed], 2, 3)
+    for rank, world_size in ((1, 2), (1, 3)):
+        with pytest.warns(UserWarning, match=rf"loader 1 of rank {rank} of {world_size} .* of rank 2 of 3"):
+            warn_of_fixed_samplers([DataLoader(data), fixed], rank, world_size)
 
 
 def schedules(optimizer: torch.optim.Optimizer) -> list[Any]:
@@ -129,6 +151,47 @@ def test_a_schedule_goes_on_with_scaled_rates(index: int) -> None:
                 scale_learning_rates([optimizer], [scheduler], 0.5)
         rates.append(optimizer.param_groups[0]["lr"])
     assert rates[0] == pytest.approx(rates[1])
+
+
+@pytest.mark.parametrize("within", [False, True])
+def test_one_cycle_stays_at_its_end_where_fewer_ranks_take_more_steps(within: bool) -> None:
+    """torch's raises behind total_steps, and would end a job that has outlived a death."""
+    rates = []
+    for steps in (19, 30):
+        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.2, momentum=0.9)
+        scheduler: Any = lr_scheduler.OneCycleLR(optimizer, 0.4, total_steps=20, anneal_strategy="linear")
+        if within:
+            scheduler = lr_scheduler.ChainedScheduler([scheduler])
+        configs = [SimpleNamespace(scheduler=scheduler)]
+        trainer = SimpleNamespace(accumulate_grad_batches=1)
+        strategy: Any = SimpleNamespace(optimizers=[optimizer], lr_scheduler_configs=configs, fit_trainer=trainer)
+        resize = Resize("keep")
+        resize.begin(4)
+        resize.apply(strategy, None, 3, 0)
+        for _ in range(steps):
+            optimizer.step()
+            scheduler.step()
+        rates.append((optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["momentum"]))
+        pickle.dumps(scheduler.state_dict())
+    assert rates[0] == rates[1]
+    assert rates[0][0] == pytest.approx(0.4 / 25 / 1e4)
+
+
+def test_a_rate_that_groups_share_as_a_tensor_is_scaled_once() -> None:
+    first, second = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([{"params": [first]}, {"params": [second]}], lr=torch.tensor(0.2))
+    scale_learning_rates([optimizer], [], 0.5)
+    assert [float(group["lr"]) for group in optimizer.param_groups] == pytest.approx([0.1, 0.1])
+
+
+def test_rates_of_stochastic_weight_averaging_are_scaled() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.2)
+    scheduler = SWALR(optimizer, swa_lr=0.1, anneal_epochs=1)
+    scale_learning_rates([optimizer], [scheduler], 0.5)
+    for _ in range(3):
+        optimizer.step()
+        scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import callbacks
 
 from lightning_ring.job.rendezvous.interfaces import reachable_candidates
 from tests.checks.trace_format import read_trace, slices
@@ -161,6 +162,24 @@ def test_a_newcomer_steps_several_optimizers_as_the_others_do(tmp_path: Path) ->
     assert "while the ranks waited, 0.0 of 0.0 MiB" in (tmp_path / "output").read_text()
 
 
+@pytest.mark.skipif(not hasattr(callbacks, "EMAWeightAveraging"), reason="this Lightning has no EMAWeightAveraging")
+def test_averaged_weights_are_exchanged_once_and_reach_newcomers(tmp_path: Path) -> None:
+    """They are in the model during validation, and at the end. A rank dies there, and its replacement joins."""
+    env = {"FIT_CALLBACKS": "EMAWeightAveraging(use_buffers=False, decay=0.9)", "FIT_WAIT": "14", "FIT_NEWCOMER": "3"}
+    ends = fit(tmp_path, "gloo", "1:12:validation", respawn=True, ranks=3, **env)
+    check(tmp_path, ends, 3)
+    assert [end["number"] for end in ends if end["caught_up"]] == [3]
+
+
+def test_a_process_waits_where_stochastic_weight_averaging_cannot_take_it_in(tmp_path: Path) -> None:
+    """It would train with another schedule."""
+    env = {"FIT_CALLBACKS": "StochasticWeightAveraging(0.01, swa_epoch_start=1)", "FIT_WAIT": "6", "FIT_NEWCOMER": "3"}
+    ends = fit(tmp_path, "gloo", "1:2:backward", respawn=True, ranks=3, **env)
+    assert [(end["number"], end["rank"], end["world_size"]) for end in ends] == [(0, 0, 2), (2, 1, 2)]
+    assert len({end["digest"] for end in ends}) == 1
+    assert "waits to join, and cannot: StochasticWeightAveraging" in (tmp_path / "output").read_text()
+
+
 @pytest.mark.parametrize(("backend", "ranks"), [("gloo", 3), ("auto", 4)])
 def test_a_newcomer_catches_up_with_sharded_ranks(backend: str, ranks: int, tmp_path: Path) -> None:
     """Each rank sends its own shard. All end with the bits of a job whose newcomer gets everything when it joins."""
@@ -185,6 +204,8 @@ def test_a_newcomer_catches_up_with_sharded_ranks(backend: str, ranks: int, tmp_
         # one rank less on each node
         ("auto", {"FIT_NODES": "2"}, 6, {"topology": "hierarchical"}, ["1:6:forward", "0:6:backward"]),
         ("auto", {}, 4, {"shard_optimizer": True}, ["1:9:step"]),
+        # parameters that follow others in training_step have done so when the rank dies
+        ("gloo", {"FIT_MOMENTUM": "1"}, 4, {}, ["1:9:forward"]),
         # one of two optimizers has stepped
         ("gloo", {"FIT_MANUAL": "1"}, 4, {}, ["1:19:between"]),
     ],

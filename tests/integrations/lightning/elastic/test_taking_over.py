@@ -6,19 +6,24 @@ import csv
 import random
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import lightning.pytorch as pl
 import numpy
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger, csv_logs
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from torch import nn
 from torchmetrics import CatMetric, MeanMetric
 
 from lightning_ring.elastic.undo import remember
+from lightning_ring.integrations.lightning.elastic.host_calls import HostCalls
+from lightning_ring.integrations.lightning.elastic.loops import _validate
 from lightning_ring.integrations.lightning.elastic.rank_zero_files import go_on_with_csv, names_of, take_names
 from lightning_ring.integrations.lightning.elastic.step_undo import remember_callbacks, remember_metrics
+from lightning_ring.integrations.lightning.elastic.weights import ChangedInSteps, remember_exchanged_weights
 
 
 @pytest.mark.parametrize("dies", [False, True])
@@ -92,3 +97,89 @@ def test_a_forward_that_is_taken_back_leaves_buffers_and_generators_as_they_were
     for name, value in module.state_dict().items():
         assert torch.equal(value, before[name])
     assert torch.equal(module(batch), first)
+
+
+class Exchanging(Callback):
+    """Has another weight in the module while it is validated, and knows that."""
+
+    def __init__(self, other: nn.Module) -> None:
+        self.other, self.exchanged = other, False
+
+    def exchange(self, module: nn.Module) -> None:
+        for own, other in zip(module.parameters(), self.other.parameters(), strict=True):
+            own.data, other.data = other.data, own.data
+
+    def on_validation_start(self, trainer: Any, module: pl.LightningModule) -> None:
+        if not self.exchanged:
+            self.exchange(module)
+        self.exchanged = True
+
+    def on_validation_end(self, trainer: Any, module: pl.LightningModule) -> None:
+        self.exchange(module)
+        self.exchanged = False
+
+
+def test_a_validation_that_runs_again_begins_with_weights_and_decision_of_the_first() -> None:
+    module, callback = pl.LightningModule(), Exchanging(nn.Linear(1, 1))
+    module.net = nn.Linear(1, 1)
+    own, other = module.net.weight.item(), callback.other.weight.item()
+    loops = SimpleNamespace(epoch_loop=SimpleNamespace(val_loop=SimpleNamespace()))
+    trainer: Any = SimpleNamespace(callbacks=[callback], should_stop=False, fit_loop=loops)
+    fields = {"fit_trainer": trainer, "lightning_module": module, "is_survivable": True}
+    strategy: Any = SimpleNamespace(**fields, and_barrier=lambda run: run())
+    seen = []
+
+    def validate() -> None:
+        seen.append((trainer.should_stop, module.net.weight.item()))
+        callback.on_validation_start(trainer, module)
+        seen.append((trainer.should_stop, module.net.weight.item()))
+        trainer.should_stop = True
+        if len(seen) < 6:
+            raise RuntimeError("a rank has died")
+        callback.on_validation_end(trainer, module)
+        trainer.should_stop = False
+
+    fit: Any = SimpleNamespace(calls=HostCalls(lambda error: None), recovery=SimpleNamespace(view=None))
+    _validate(strategy, fit, validate)
+    assert seen == [(False, own), (False, other)] * 3
+    assert (module.net.weight.item(), callback.other.weight.item()) == (own, other)
+    assert not trainer.should_stop
+
+
+def test_weights_are_copied_only_where_a_hook_may_exchange_them() -> None:
+    module = pl.LightningModule()
+    module.net = nn.Linear(1, 1)
+    for callbacks, restores in (([ModelCheckpoint(), TQDMProgressBar()], False), ([Exchanging(module.net)], True)):
+        restore = remember_exchanged_weights(SimpleNamespace(callbacks=callbacks), module)  # type: ignore[arg-type]
+        with torch.no_grad():
+            module.net.weight.add_(1)
+        changed = module.net.weight.item()
+        restore()
+        assert (module.net.weight.item() == changed) is not restores
+
+
+@pytest.mark.parametrize("assigns", [False, True])
+def test_parameters_that_follow_others_in_a_step_are_put_back(assigns: bool) -> None:
+    """From the second step on: the first one tells which they are. Not what the optimizer has changed."""
+    module = nn.ModuleDict({"leader": nn.Linear(1, 1), "follower": nn.Linear(1, 1).requires_grad_(False)})
+    follower, changed = module["follower"].weight, ChangedInSteps()
+
+    def follow() -> None:
+        if assigns:
+            follower.data = follower.data * 0.5
+        else:
+            follower.data.mul_(0.5)
+
+    before = follower.item()
+    changed.begin_step(module)
+    follow()
+    changed.end_step()
+    module["leader"].weight.data.add_(1)
+    for _ in range(2):
+        restore = changed.begin_step(module)
+        follow()
+        restore()
+    assert follower.item() == before / 2
+    changed.begin_step(module)
+    changed.end_step()
+    assert [id(follower)] == list(changed._found)
