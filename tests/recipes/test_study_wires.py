@@ -18,9 +18,10 @@ from lightning_ring.comm.cost import CostModel
 from lightning_ring.tools.plan import profile as recorded_profile
 from lightning_ring.tools.plan.model import Link
 from lightning_ring.tools.plan.profile import Profile
+from recipes.study_wires import cells_on_record
 from recipes.wires.predict import predicted_seconds
-from recipes.wires.report import cell_of, plot, seconds_until, step_table, table
-from recipes.wires.run import Method, Run, Settings
+from recipes.wires.report import cell_of, plot, seconds_until, step_table, table, tables
+from recipes.wires.run import Method, Run, Settings, bits_per_second
 from tests import forked
 from tests.processes import ROOT, run
 from tests.tools.plan.profiles import gradient, link, profile
@@ -49,6 +50,42 @@ def test_the_table_says_what_was_not_reached(tmp_path: Path) -> None:
     assert steps == [["DDP", "250.0 (-56%)"], ["ring", "100.0 (+10%)"], ["lost", "50.0"]]
     plot(cells, "DDP", tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 5000
+
+
+def test_tables_hold_all_runs_on_record_whatever_command_made_them(study: Any, tmp_path: Path) -> None:
+    settings, by_name, _ = study
+    methods = [by_name["ddp"], by_name["ring"]]
+    record: dict[str, dict] = {}
+
+    def put(method: Method, rate: str, straggler: bool, seed: int, settings: Settings = settings) -> None:
+        found = result(method.label, seed, [(2.0, 0.8)]) | {"rate": rate, "straggler": straggler, "batch_seconds": 0.1}
+        record[Run(method, rate, straggler, seed).key(settings)] = found
+
+    for seed in (1, 2, 3):
+        put(methods[0], "10gbit", False, seed)
+    put(methods[0], "100mbit", True, 1)
+    put(methods[0], "100mbit", False, 1)
+    for seed in (2, 1):
+        put(methods[1], "10gbit", False, seed)
+    put(methods[1], "100mbit", False, 1, replace(settings, steps=settings.steps + 1))  # another study's
+    put(replace(methods[1], momentum=0.1), "100mbit", False, 1)  # what its configuration has no more
+    cells = cells_on_record(record, methods, settings, 0.72)
+    assert [(cell.method, cell.wire, len(cell.accuracies)) for cell in cells] == [
+        ("DDP", "100mbit", 1),
+        ("DDP", "10gbit", 3),
+        ("ring", "10gbit", 2),
+        ("DDP", "100mbit, slow rank", 1),
+    ]
+    equal, slow, steps = tables(cells, "DDP").split("\n\n")
+    assert [row.split("|")[4:-1] for row in equal.splitlines()[-2:]] == [["  ", " 2.0 (1.00) "], [" 1 ", " 2 to 3 "]]
+    assert "slow rank" not in equal
+    assert slow.splitlines()[0].count("slow rank") == steps.splitlines()[0].count("slow rank") == 1
+    plot(cells, "DDP", tmp_path / "picture.png")
+    assert cells_on_record({}, methods, settings, 0.72) == []
+
+
+def test_rates_are_read_as_tc_does() -> None:
+    assert [bits_per_second(rate) for rate in ("8bit", "100mbit", "1.5gbit")] == [8, 1e8, 1.5e9]
 
 
 def test_every_run_of_the_configuration_differs() -> None:
@@ -108,7 +145,7 @@ def test_a_study_goes_on_where_it_stopped(tmp_path: Path) -> None:
     command = [*forked.python(), str(ROOT / "recipes" / "study_wires.py"), *options]
     first = run([*command, "only=[ddp]"], **forked.ranks())
     assert first.returncode == 0, first.stdout
-    again = run([*command, "only=[ddp,fp16]"], **forked.ranks())
+    again = run([*command, "only=[fp16]"], **forked.ranks())
     assert again.returncode == 0, again.stdout
     assert "1/1 200mbit, slow rank: ring, fp16, seed 1" in again.stdout
     results = list(map(json.loads, (tmp_path / "runs.jsonl").read_text().splitlines()))
@@ -117,5 +154,6 @@ def test_a_study_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert measured["profile"]["model"]["num_parameters"] == parameters
     for found, bytes_each in zip(trained, (4, 2), strict=True):
         assert found["bytes_per_step"] == pytest.approx(bytes_each * parameters, rel=0.15)
-    assert re.search(r"ring, fp16 .* \d+\.\d \([+-]\d+%\)", (tmp_path / "wires.md").read_text())
+    for name in ("DDP", "ring, fp16"):  # of the first command, too
+        assert re.search(name + r" .* \d+\.\d \([+-]\d+%\)", (tmp_path / "wires.md").read_text())
     assert (tmp_path / "wires.png").exists()
