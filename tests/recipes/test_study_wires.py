@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import math
 import re
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
@@ -20,6 +22,7 @@ from lightning_ring.tools.plan.model import Link
 from lightning_ring.tools.plan.profile import Profile
 from recipes.study_wires import cells_on_record
 from recipes.wires.predict import predicted_seconds
+from recipes.wires.rank import StepsOfAll
 from recipes.wires.report import cell_of, plot, seconds_until, step_table, table, tables
 from recipes.wires.run import Method, Run, Settings, bits_per_second
 from tests import forked
@@ -118,17 +121,42 @@ def test_every_method_has_a_prediction_and_a_busy_machine_takes_longer(study: An
 def test_only_ranks_at_their_own_pace_go_on_without_a_slow_one(study: Any) -> None:
     settings, methods, recorded = study
     free = replace(recorded, link=Link.of("free", CostModel(0.0, math.inf)).costs)
+    meeting = 0.32 / 2 / settings.eval_every  # half of a long step until the last rank comes to an evaluation
     for name, expected in {
         "ddp": 0.32,
         "ring": 0.32,
         "local": 0.32,
         "gossip": 0.32,
-        "gossip_async": 2 / (1 / 0.16 + 1 / 0.32),
+        "gossip_async": 2 / (1 / 0.16 + 1 / 0.32) + meeting,
         "servers_stale": 0.32,  # but for its first steps
-        "servers_async": 2 / (1 / 0.16 + 1 / 0.32),
+        "servers_async": 2 / (1 / 0.16 + 1 / 0.32) + meeting,
     }.items():
         found = predicted_seconds(methods[name], free, True, settings, 0.16)
         assert found == pytest.approx(expected), name
+
+
+def test_an_average_that_takes_longer_than_all_steps_of_a_round_is_waited_for_once(study: Any) -> None:
+    settings, methods, recorded = study
+    slow = replace(recorded, link=link(0, 0.001).costs)
+    found = predicted_seconds(methods["gossip_async"], slow, False, settings, 0.16)
+    even = 4 * 2**20 * (1 + 1 / 16) / 1e6
+    # the even rank's first step waits for no average, and by and large the odd rank for half of the last one
+    together = (40 - (1 - 0.16 / even)) / (1 / 0.16 + 1 / even)
+    assert found == pytest.approx((together + even / 2) / 20)
+
+
+def test_steps_of_all_are_known_however_long_a_step_takes() -> None:
+    """A rank of long steps sees those that others take meanwhile."""
+    store = dist.HashStore()
+    mine, others = StepsOfAll(store), StepsOfAll(store)
+    for _ in range(7):
+        others.one_more()
+    until = time.monotonic() + 30
+    while mine.one_more() < mine.taken + 7:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    for each in (mine, others):
+        each.close()
 
 
 @pytest.mark.netns
