@@ -238,11 +238,8 @@ class Requests:
         def begin(index: int, length: int) -> tuple[Tensor, Tensor, list[ring.Request]]:
             told = torch.zeros(_ERROR_BYTES if are_answers else 0, dtype=torch.uint8)
             message = self._memory(transport, peer, index % (_AHEAD + 1), length)
-            return (
-                told,
-                message,
-                [transport.irecv(piece, peer, _TAG) for part in (told, message) for piece in _pieces(part)],
-            )
+            pieces = [*_pieces(told), *_pieces(message)]
+            return told, message, [transport.irecv(piece, peer, _TAG) for piece in pieces]
 
         def arrived() -> Iterator[tuple[Tensor, Tensor]]:
             while begun:
