@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 
 from lightning_ring.algorithms.exchanges import EXCHANGES, AllReduce, Direct, Exchange
+from lightning_ring.comm.cost import CostModel
 from lightning_ring.gradients.compression.registry import COMPRESSORS
 from lightning_ring.tools.plan.model import (
     Cluster,
@@ -139,12 +141,18 @@ def _of_a_part(profile: Profile, cluster: Cluster, settings: Settings, exchange:
         coded = (profile.encoding or {}).get(exchange.traffic.compressor or "", 0.0) * numel / exchange.parts
         took = cluster_seconds(profile, cluster, settings, message) + coded
         return took, coded + processor_seconds(profile, message)
-    cost = (cluster.network if cluster.num_nodes > 1 else cluster.node).costs["all_gather"]
+    cost = _of_a_message((cluster.network if cluster.num_nodes > 1 else cluster.node).costs)
     on_host = cluster.local_size if cluster.num_nodes > 1 else 1
     took = exchange.traffic.num_messages * cost.alpha_seconds
     took += exchange.traffic.passing_bytes(numel, size, on_host) / cost.bandwidth
     ring = exchange.traffic.sent_bytes(numel, size, 1) * size / (2 * (size - 1))  # of as many bytes
     return took, processor_seconds(profile, ring)
+
+
+def _of_a_message(costs: Mapping[str, CostModel]) -> CostModel:
+    """From rank to rank. All collectives send over the same link: the median is that which was disturbed least."""
+    alphas, bandwidths = zip(*((cost.alpha_seconds, cost.bandwidth) for cost in costs.values()), strict=True)
+    return CostModel(median(alphas), median(bandwidths))
 
 
 def sent_bytes(profile: Profile, cluster: Cluster, settings: Settings, exchange: Exchange) -> float:

@@ -97,37 +97,44 @@ def measure_questions(comm: Communicator) -> Questions | None:
             ends.set()
         return question.clone()
 
-    def lost_until(over: Callable[[], bool], alone: float) -> float:
+    def computed_until(over: Callable[[], bool]) -> tuple[float, int]:
         began, steps = time.perf_counter(), 0
         while not over():
             step()
             steps += 1
-        return time.perf_counter() - began - steps * alone
+        return time.perf_counter() - began, steps
 
-    def lost_by_asking(peer: int, alone: float) -> float:
-        lost = 0.0
+    def computed_while_asking(peer: int) -> tuple[float, int]:
+        found = []
         for _ in range(_REPEATS):
             answers = requests.ask({peer: questions}, "probe of the profile")
-            lost += lost_until(answers.done, alone)
+            found.append(computed_until(answers.done))
             answers.wait()
         requests.ask({peer: questions[0][:1].split(1)}, "end of the probe").wait()
-        return lost
+        return sum(seconds for seconds, _ in found), sum(steps for _, steps in found)
+
+    def alone() -> float:
+        comm.barrier()
+        found = median(_times_of(step))
+        comm.barrier()
+        return found
 
     requests = comm.open_requests(answer)
     requests.start()
-    partner, lost = comm.rank ^ 1, []
+    partner, lost, before = comm.rank ^ 1, [], alone()
     for _ in range(_BLOCKS):
-        comm.barrier()
-        alone = median(_times_of(step))
-        comm.barrier()
+        seconds, steps = 0.0, 0
         if comm.rank % 2:
-            lost.append(lost_until(ends.is_set, alone))
+            seconds, steps = computed_until(ends.is_set)
             ends.clear()
         elif partner < comm.world_size:
-            lost.append(lost_by_asking(partner, alone))
+            seconds, steps = computed_while_asking(partner)
+        after = alone()
+        lost.append(seconds - steps * (before + after) / 2)
+        before = after
     requests.close()
     num_bytes = _REPEATS * len(questions) * _QUESTION_BYTES
-    own = max(0.0, median(lost)) / num_bytes if lost else 0.0
+    own = max(0.0, median(lost)) / num_bytes
     everyones = comm.all_gather_object(own)
     return Questions(asking=max(everyones[::2]), answering=max(everyones[1::2]))
 

@@ -119,6 +119,15 @@ def test_even_ranks_of_asynchronous_gossip_wait_for_averages(world_size: int, ev
     assert predict_exchange(busy, flat(world_size), Settings(), exchange).seconds == pytest.approx(0.16 + work)
 
 
+def test_a_collective_that_was_measured_wrongly_does_not_set_what_a_message_costs() -> None:
+    """As an all-gather once was: 276 Mbit/s over a link of 100."""
+    slow = link(50, 0.01)
+    disturbed = replace(slow, costs=dict(slow.costs) | {"all_gather": CostModel(0.0, 0.03e9)})
+    for exchange in (asynchronous_gossip(), parameter_server(), gossip("pairs")):
+        expected, found = (predict_exchange(ONE, flat(4, one), Settings(), exchange) for one in (slow, disturbed))
+        assert found.seconds == expected.seconds
+
+
 @pytest.mark.parametrize("overlap", [0, 2, None])
 def test_questions_cost_ranks_of_asynchronous_gossip_what_the_profile_measured(overlap: int | None) -> None:
     """Beside a batch the work of answers takes twice as long, and that is how long an exchange takes at least."""
