@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import sys
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,23 +18,19 @@ if not __package__:  # run as a script: make `recipes` importable, instead of th
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from benchmarks.hosts import why_not
-from lightning_ring.tools.plan.profile import profile_of
+from lightning_ring.tools.plan.profile import Profile, profile_of
 from recipes.study.record import Result, finish
 from recipes.wires.predict import predicted_seconds
-from recipes.wires.report import cell_of, plot, seconds_until, step_table, table
-from recipes.wires.run import Method, Run, Settings, execute
+from recipes.wires.report import Cell, cell_of, plot, seconds_until, tables
+from recipes.wires.run import Method, Run, Settings, bits_per_second, execute
 
 
 def study(config: dict[str, Any], folder: Path) -> str:
-    """Do every run that is not on record yet, and write tables and picture. Returns the tables."""
-    settings, target = Settings(**config["settings"]), config["target"]
-    methods = [Method(**config["methods"][name]) for name in config["only"] or config["methods"]]
+    """Do every run that is not on record yet, and write tables and picture of all that are. Returns the tables."""
+    settings, target, baseline = Settings(**config["settings"]), config["target"], config["baseline"]
+    methods = {name: Method(**method) for name, method in config["methods"].items()}
     wires = [(rate, False) for rate in config["rates"]] + [(rate, True) for rate in config["straggler_rates"]]
-    groups = [
-        (method, [Run(method, rate, straggler, seed) for seed in config["seeds"]])
-        for rate, straggler in wires
-        for method in methods
-    ]
+    asked = [methods[name] for name in config["only"] or methods]
 
     def line(result: Result) -> str:
         if "profile" in result:
@@ -45,26 +42,45 @@ def study(config: dict[str, Any], folder: Path) -> str:
         )
 
     # a seed of everything first: a study that is interrupted has a table of all methods
-    profiles = {rate: Run(None, rate, False, 0) for rate, _ in wires}
-    runs = [*profiles.values(), *sorted((run for _, group in groups for run in group), key=lambda run: run.seed)]
+    runs = [Run(None, rate, False, 0) for rate in dict.fromkeys(rate for rate, _ in wires)]
+    runs += [Run(method, *wire, seed) for seed in sorted(config["seeds"]) for wire in wires for method in asked]
     by_key = {run.key(settings): run for run in runs}
-    results = finish(by_key, partial(execute, settings=settings), line, folder / "runs.jsonl", workers=1)
-    measured = {rate: profile_of(results[run.key(settings)]["profile"]) for rate, run in profiles.items()}
-    # what a short call costs among ranks that compute does not depend on the rate: a median is less noisy
-    calls = [profile.call for profile in measured.values() if profile.call is not None]
-    if calls:
-        measured = {rate: replace(profile, call=statistics.median(calls)) for rate, profile in measured.items()}
+    record = finish(by_key, partial(execute, settings=settings), line, folder / "runs.jsonl", workers=1)
+    cells = cells_on_record(record, list(methods.values()), settings, target)
+    found = tables(cells, baseline)
+    (folder / "wires.md").write_text(found)
+    if cells:
+        plot(cells, baseline, folder / "wires.png")
+    return found
+
+
+def cells_on_record(
+    record: Mapping[str, Result], methods: Sequence[Method], settings: Settings, target: float
+) -> list[Cell]:
+    """Of ``methods``, as they are now, on each wire all seeds. Slow wires come first, those with a slow rank last."""
+    wires = {(result["straggler"], result["rate"]) for result in record.values()}
+    seeds = sorted({result["seed"] for result in record.values()})
+    profiles = _profiles(record, {rate for _, rate in wires}, settings)
     cells = []
-    for method, group in groups:
-        found, profile = [results[run.key(settings)] for run in group], measured[group[0].rate]
-        batch_seconds = statistics.median(result["batch_seconds"] for result in found)
-        predicted = predicted_seconds(method, profile, group[0].straggler, settings, batch_seconds)
-        cells.append(cell_of(found, target, predicted))
-    baseline = config["baseline"]
-    tables = f"{table(cells, baseline)}\n{step_table(cells)}"
-    (folder / "wires.md").write_text(tables)
-    plot(cells, baseline, folder / "wires.png")
-    return tables
+    for straggler, rate in sorted(wires, key=lambda wire: (wire[0], bits_per_second(wire[1]))):
+        for method in methods:
+            keys = [Run(method, rate, straggler, seed).key(settings) for seed in seeds]
+            if found := [record[key] for key in keys if key in record]:
+                batch_seconds = statistics.median(result["batch_seconds"] for result in found)
+                predicted = None
+                if (profile := profiles.get(rate)) is not None:
+                    predicted = predicted_seconds(method, profile, straggler, settings, batch_seconds)
+                cells.append(cell_of(found, target, predicted))
+    return cells
+
+
+def _profiles(record: Mapping[str, Result], rates: Iterable[str], settings: Settings) -> dict[str, Profile]:
+    keys = {rate: Run(None, rate, False, 0).key(settings) for rate in rates}
+    found = {rate: profile_of(record[key]["profile"]) for rate, key in keys.items() if key in record}
+    # what a short call costs among ranks that compute does not depend on the rate: a median is less noisy
+    calls = [profile.call for profile in found.values() if profile.call is not None]
+    call = statistics.median(calls) if calls else None
+    return {rate: replace(profile, call=call) for rate, profile in found.items()}
 
 
 @hydra.main(version_base="1.3", config_path="../configs", config_name="wires")

@@ -60,8 +60,9 @@ class Exchange:
             of an optimizer of all parameters. `None`: ranks step for themselves.
         copies: Exchanges of as many values, one after another: of the parameters, and of the optimizer's state.
         asking: Of the ranks, from their number, the part that waits for exchanges, where each rank goes at its own
-            pace and others answer. An exchange then begins behind the first step after the end of the last one.
-            `None`: all ranks wait for each other.
+            pace and others answer. An exchange then begins behind the first step after the end of the last one, and
+            what it hides behind is all of the steps after it. `None`: all ranks wait for each other.
+        passes: From the number of ranks, additions and copies over all parameters in each step of the busiest rank.
     """
 
     traffic: AllReduce | Direct
@@ -74,6 +75,7 @@ class Exchange:
     optimizer_steps: Callable[[int], float] | None = None
     copies: int = 1
     asking: Callable[[int], float] | None = None
+    passes: Callable[[int], float] | None = None
 
 
 def local_sgd(every: int, in_nodes: bool = False, num_states: int = 0) -> Exchange:
@@ -93,7 +95,8 @@ def diloco(every: int, fragments: int = 1, overlap: int = 0, outer_bits: int = 3
 def gossip(topology: str) -> Exchange:
     """Parameters to one rank, or on a ring to both neighbours, while a batch is computed. Lengths travel before."""
     num_bytes = partial(_to_neighbours, 2 if topology == "ring" else 1)
-    return Exchange(Direct(2, num_bytes, num_bytes), rounds=2, hidden_phases=("forward", "backward"))
+    passes = partial(_gossip_passes, 2 if topology == "ring" else 1)
+    return Exchange(Direct(2, num_bytes, num_bytes), rounds=2, hidden_phases=("forward", "backward"), passes=passes)
 
 
 def num_gossip_parts(num_bytes: float) -> int:
@@ -104,22 +107,30 @@ def num_gossip_parts(num_bytes: float) -> int:
 def asynchronous_gossip(overlap: int | None = 0) -> Exchange:
     """Parameters of each even rank to an odd one, and that one's back, while batches are computed and stepped with."""
     traffic, hidden_steps = Direct(2, _past_odd_ranks, _of_odd_ranks), math.inf if overlap is None else overlap
-    hidden_phases = ("forward", "backward")
-    rounds = 0 if overlap is None else 2  # a question and its answer
-    return Exchange(
-        traffic, rounds=rounds, hidden_steps=hidden_steps, hidden_phases=hidden_phases, asking=_part_of_even_ranks
-    )
+    return Exchange(traffic, rounds=2, hidden_steps=hidden_steps, asking=_part_of_even_ranks, passes=_step_passes)
 
 
 def parameter_server(servers: int | None = None, mode: str = "bulk") -> Exchange:
     """Gradients to the servers, which ``servers`` ranks are (`None`: all), and weights back."""
     traffic = Direct(2, partial(_past_servers, servers), partial(_of_servers, servers))
     steps = partial(_server_steps, servers, mode == "bulk")
-    return Exchange(traffic, rounds=2, optimizer_steps=steps)
+    passes = partial(_server_passes, servers, mode == "bulk")
+    return Exchange(traffic, rounds=2, optimizer_steps=steps, passes=passes)
 
 
 def _to_neighbours(count: int, numel: int, world_size: int, local_size: int) -> float:
     return 4 * numel * min(count, world_size - 1) * local_size
+
+
+def _gossip_passes(count: int, world_size: int) -> float:
+    """One vector of all parameters, side by side with the neighbours', their mean, and the parameters from that."""
+    neighbours = min(count, world_size - 1)
+    return 1 + (1 + neighbours) + neighbours + 1
+
+
+def _step_passes(world_size: int) -> float:
+    """A step is subtracted, added and copied, and the parameters are written."""
+    return 4
 
 
 def _past_odd_ranks(numel: int, world_size: int, local_size: int) -> float:
@@ -164,6 +175,12 @@ def _servers(servers: int | None, world_size: int, local_size: int) -> tuple[int
 def _server_steps(servers: int | None, bulk: bool, world_size: int) -> float:
     """One of the mean of all gradients, or one of each rank's, of a server's part of the parameters."""
     return (1 if bulk else world_size) / min(servers or world_size, world_size)
+
+
+def _server_passes(servers: int | None, bulk: bool, world_size: int) -> float:
+    """A worker copies gradients, and weights; a server the weights for each worker, and in bulk averages gradients."""
+    average = world_size + 1 if bulk else 0
+    return 2 + (world_size + average) / min(servers or world_size, world_size)
 
 
 # what `lightning-ring plan` compares, by how it is written in Python; what changes a training least comes first

@@ -6,7 +6,9 @@ import atexit
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,7 +26,10 @@ Answer = Callable[[int, Tensor], Tensor]
 Use = Callable[[int, int, Tensor], object]
 
 _TAG = 16  # another than those of collectives, and of Gloo's interrupts
-_GOOD, _ERROR, _GOODBYE = 0, 1, 2  # told with the length of a message
+_GOODBYE = -1  # in the place of a number of questions
+_MOST_QUESTIONS = 16  # that a rank asks another one at once
+_ERROR_BYTES = 512  # that go before each answer: zeros, or what went wrong
+_AHEAD = 2  # messages whose receives have begun while one is used
 _PIECE_BYTES = 64 * 2**20  # no message is longer than transports like
 _IDLE_SECONDS = 1e7  # a peer may ask nothing for as long as it likes
 _STUCK_SECONDS = 1.0
@@ -38,10 +43,11 @@ class Requests:
     queue behind this rank's own long message, so that the two ranks' messages would take turns on the wire.
 
     A question and its answer are 1-D uint8 tensors of any length. A thread for each peer answers its questions, one
-    after another, with ``answer(peer, question)``. The next question overwrites that memory, and only then may the
-    memory of the answer change. What ``answer`` raises is a `CollectiveError` where the question was asked. An error of
-    the transport, or of a collective with the same ``policy``, ends all questions, and breaks the other communicators
-    of the ``policy``.
+    after another, with ``answer(peer, question)``. The question's memory may change with the next question, and that of
+    the answer with the next but one, or with the next `ask`. Lengths travel before all questions, so that both ranks
+    begin to receive before they need a message, and none waits until a thread of the other rank gets a core. What
+    ``answer`` raises is a `CollectiveError` where the question was asked. An error of the transport, or of a collective
+    with the same ``policy``, ends all questions, and breaks the other communicators of the ``policy``.
     """
 
     def __init__(self, transports: tuple[Transport, Transport], policy: WaitPolicy, answer: Answer) -> None:
@@ -50,7 +56,7 @@ class Requests:
         self._policy = policy
         self._answer = answer
         self._asking = CollectiveThread(policy)
-        self._received: dict[tuple[Transport, int], Tensor] = {}  # kept: fresh memory costs page faults
+        self._received: dict[tuple[Transport, int, int], Tensor] = {}  # kept: fresh memory costs page faults
         self._stopped = False
         for transport in transports:
             transport.while_waiting = self._while_waiting
@@ -66,40 +72,52 @@ class Requests:
         for thread in self._threads.values():
             thread.start()
 
-    def ask(self, questions: Mapping[int, Sequence[Tensor]], name: str, use: Use | None = None) -> Answers:
+    def ask(
+        self,
+        questions: Mapping[int, Sequence[Tensor]],
+        name: str,
+        use: Use | None = None,
+        lengths: Mapping[int, Sequence[int]] | None = None,
+    ) -> Answers:
         """Ask each peer its questions, all at the same time, and without waiting for answers between them.
 
         Answers then come while later questions still go: a long message and its answer, cut in parts, travel at the
         same time. They may not change before `Answers.wait`. This rank itself may be among the peers.
 
         Args:
-            questions: By peer.
+            questions: By peer; at most 16 each.
             name: Stands in errors and stall reports.
             use: Called in a thread with the peer, the number of the question and the answer, in order for each peer.
-                The next answer of that peer overwrites that memory.
+                The next answer of that peer may overwrite that memory.
+            lengths: Of the answers, in bytes; those of their questions if not given.
         """
         self.check()  # where nobody waits for a peer that has failed, nothing else would tell
-        answers: dict[int, tuple[int, Tensor]] = {}
+        if lengths is None:
+            lengths = {peer: [question.numel() for question in each] for peer, each in questions.items()}
+        answers: dict[int, tuple[str, Tensor]] = {}
 
-        def take(peer: int, index: int, status: int, answer: Tensor) -> None:
-            if answers.get(peer, (_GOOD,))[0] == _ERROR:
+        def take(peer: int, index: int, told: Tensor, answer: Tensor) -> None:
+            if answers.get(peer, ("",))[0]:
                 return
-            answers[peer] = status, answer.clone() if status == _ERROR else answer
-            if status == _GOOD and use is not None:
+            answers[peer] = _text(told), answer
+            if use is not None and not answers[peer][0]:
                 use(peer, index, answer)
 
         def run() -> None:
             others = {peer: self._asked_by_us(peer) for peer in questions if peer != self._rank}
+            arriving = {
+                peer: self._receives(transport, peer, lengths[peer], are_answers=True)
+                for peer, transport in others.items()
+            }
             sends = {
-                peer: [each for question in questions[peer] for each in self._send(transport, question, peer)]
+                peer: self._send_questions(transport, questions[peer], lengths[peer], peer)
                 for peer, transport in others.items()
             }
             for index, question in enumerate(questions.get(self._rank, ())):
-                take(self._rank, index, *self._answered(self._rank, question))
+                take(self._rank, index, *self._answered(self._rank, question, lengths[self._rank][index]))
             for peer, transport in others.items():
-                for index in range(len(questions[peer])):
-                    take(peer, index, *self._receive(transport, peer))
-            for peer, transport in others.items():
+                for index, (told, answer) in enumerate(arriving[peer]):
+                    take(peer, index, told, answer)
                 transport.wait(sends[peer])
 
         return Answers(self._asking.submit(name, run), answers)
@@ -133,8 +151,7 @@ class Requests:
                 transport.close(broken=not ended)
 
     def _say_goodbye(self) -> None:
-        nothing = torch.empty(0, dtype=torch.uint8)
-        goodbyes = {peer: self._send(self._asked_by_us(peer), nothing, peer, _GOODBYE) for peer in self._threads}
+        goodbyes = {peer: self._send(self._asked_by_us(peer), peer, [_head(_GOODBYE)]) for peer in self._threads}
         for peer, sends in goodbyes.items():
             self._asked_by_us(peer).wait(sends)
 
@@ -150,25 +167,37 @@ class Requests:
 
     def _serve(self, peer: int) -> None:
         transport = self._asks_us(peer)
-        sends: list[ring.Request] = []
         try:
+            head = _head()
+            arrival = transport.irecv(head, peer, _TAG)
             while True:
-                status, question = self._receive(transport, peer)
-                transport.wait(sends)  # the answer before, whose memory the next one may take
-                if status == _GOODBYE:
+                transport.wait([arrival])
+                number, *lengths = head.tolist()
+                if number == _GOODBYE:
                     return
-                status, answer = self._answered(peer, question)
-                sends = self._send(transport, answer, peer, status)
+                before: list[ring.Request] = []
+                questions = self._receives(transport, peer, lengths[:number])
+                for (_, question), length in zip(questions, lengths[_MOST_QUESTIONS:], strict=False):
+                    sends = self._send(transport, peer, self._answered(peer, question, length))
+                    transport.wait(before)
+                    before = sends
+                arrival = transport.irecv(head, peer, _TAG)
+                transport.wait(before)
         except Exception as error:
             if not self._stopped:  # else the peer would wait for an answer that nobody gives
                 self._policy.fail(transport_error(f"answers for rank {peer}", error))
 
-    def _answered(self, peer: int, question: Tensor) -> tuple[int, Tensor]:
+    def _answered(self, peer: int, question: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        told = torch.zeros(_ERROR_BYTES, dtype=torch.uint8)
         try:
-            return _GOOD, self._answer(peer, question)
+            answer = self._answer(peer, question)
+            assert answer.numel() == length, f"{answer.numel()} bytes where {length} were asked for"
+            return told, answer
         except Exception as error:
             text = str(error) if isinstance(error, RingError) else f"{type(error).__name__}: {error}"
-            return _ERROR, torch.frombuffer(bytearray(text.encode() or b"unknown"), dtype=torch.uint8)
+            encoded = (text.encode() or b"unknown")[:_ERROR_BYTES]
+            told[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+            return told, torch.zeros(length, dtype=torch.uint8)
 
     def _while_waiting(self, peers: Sequence[int]) -> float:
         if self._asking.is_run_by(threading.current_thread()):
@@ -188,27 +217,53 @@ class Requests:
         """What carries ``peer``'s questions to this rank, and their answers."""
         return self._transports[self._rank > peer]
 
-    def _send(self, transport: Transport, message: Tensor, peer: int, status: int = _GOOD) -> list[ring.Request]:
-        length = transport.isend(torch.tensor([message.numel(), status]), peer, _TAG)
-        return [length, *(transport.isend(piece, peer, _TAG) for piece in _pieces(message))]
+    def _send_questions(
+        self, transport: Transport, questions: Sequence[Tensor], lengths: Sequence[int], peer: int
+    ) -> list[ring.Request]:
+        assert len(questions) == len(lengths) <= _MOST_QUESTIONS
+        head = _head(len(questions), [question.numel() for question in questions], lengths)
+        return self._send(transport, peer, [head, *questions])
 
-    def _receive(self, transport: Transport, peer: int) -> tuple[int, Tensor]:
-        head = torch.empty(2, dtype=torch.int64)
-        transport.wait([transport.irecv(head, peer, _TAG)])
-        size, status = head.tolist()
-        kept = self._received.get((transport, peer))
+    def _send(self, transport: Transport, peer: int, messages: Sequence[Tensor]) -> list[ring.Request]:
+        return [transport.isend(piece, peer, _TAG) for message in messages for piece in _pieces(message)]
+
+    def _receives(
+        self, transport: Transport, peer: int, lengths: Sequence[int], *, are_answers: bool = False
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """What went wrong, of answers, and the message, as they arrive. The memory stays while the next one is used.
+
+        The first receives have begun when this returns.
+        """
+
+        def begin(index: int, length: int) -> tuple[Tensor, Tensor, list[ring.Request]]:
+            told = torch.zeros(_ERROR_BYTES if are_answers else 0, dtype=torch.uint8)
+            message = self._memory(transport, peer, index % (_AHEAD + 1), length)
+            pieces = [*_pieces(told), *_pieces(message)]
+            return told, message, [transport.irecv(piece, peer, _TAG) for piece in pieces]
+
+        def arrived() -> Iterator[tuple[Tensor, Tensor]]:
+            while begun:
+                told, message, receives = begun.popleft()
+                if receives:
+                    transport.wait(receives)
+                yield told, message
+                begun.extend(islice(later, 1))
+
+        later = (begin(index, length) for index, length in enumerate(lengths))
+        begun = deque(islice(later, _AHEAD))
+        return arrived()
+
+    def _memory(self, transport: Transport, peer: int, place: int, size: int) -> Tensor:
+        kept = self._received.get((transport, peer, place))
         if kept is None or kept.numel() < size:
-            kept = self._received[transport, peer] = torch.empty(size, dtype=torch.uint8)
-        message = kept[:size]
-        if size:
-            transport.wait([transport.irecv(piece, peer, _TAG) for piece in _pieces(message)])
-        return status, message
+            kept = self._received[transport, peer, place] = torch.empty(size, dtype=torch.uint8)
+        return kept[:size]
 
 
 class Answers:
     """The answers to one `Requests.ask`, under way."""
 
-    def __init__(self, work: ThreadWork, answers: Mapping[int, tuple[int, Tensor]]) -> None:
+    def __init__(self, work: ThreadWork, answers: Mapping[int, tuple[str, Tensor]]) -> None:
         self._work = work
         self._answers = answers
 
@@ -223,10 +278,23 @@ class Answers:
             CollectiveError: A peer could not answer; or as `Work.wait`.
         """
         self._work.wait()
-        for peer, (status, answer) in self._answers.items():
-            if status == _ERROR:
-                raise CollectiveError(f"rank {peer} answers: {bytes(answer.tolist()).decode(errors='replace')}")
+        for peer, (error, _) in self._answers.items():
+            if error:
+                raise CollectiveError(f"rank {peer} answers: {error}")
         return {peer: answer for peer, (_, answer) in self._answers.items()}
+
+
+def _head(number: int = 0, lengths: Sequence[int] = (), of_answers: Sequence[int] = ()) -> Tensor:
+    """How many questions follow, and the lengths of all of them and of their answers: int64, always as long."""
+    head = torch.zeros(1 + 2 * _MOST_QUESTIONS, dtype=torch.int64)
+    head[0] = number
+    for start, values in ((1, lengths), (1 + _MOST_QUESTIONS, of_answers)):
+        head[start : start + len(values)] = torch.tensor(values, dtype=torch.int64)
+    return head
+
+
+def _text(told: Tensor) -> str:
+    return bytes(told.tolist()).rstrip(b"\0").decode(errors="replace") if told.numel() and told[0] else ""
 
 
 def _pieces(message: Tensor) -> list[Tensor]:

@@ -31,7 +31,13 @@ from lightning_ring.monitor.profiled_run import (
 )
 from lightning_ring.monitor.step_record import StepRecord
 from lightning_ring.monitor.step_timer import StepTimer
-from lightning_ring.tools.plan.probing import measure_call, measure_encoding, measure_processor
+from lightning_ring.tools.plan.probing import (
+    measure_call,
+    measure_copying,
+    measure_encoding,
+    measure_processor,
+    measure_questions,
+)
 from lightning_ring.tools.plan.profile import Gradient, Model, Phases, Profile, fingerprint, write_profile
 
 
@@ -171,16 +177,17 @@ class RingProfile(Callback):
             phases, gradients = max(everyones, key=lambda own: own[0].forward + own[0].backward)
         level, link = measure_link(comm, trainer)
         on_gpu = is_gpu(trainer.strategy.root_device)
-        processor = call = None
+        costs: dict[str, Any] = {}  # of communication, to cores that compute
         if comm is not None and link is not None and not on_gpu:
-            processor, call = measure_processor(comm), measure_call(comm)
+            costs = {"processor": measure_processor(comm), "call": measure_call(comm)}
+            costs |= {"questions": measure_questions(comm), "copying": measure_copying(comm)}
         encoding = None if on_gpu else measure_encoding(comm)
         if trainer.is_global_zero:
             parameters = list(module.named_parameters())
             digest = fingerprint((name, tuple(param.shape), str(param.dtype)) for name, param in parameters)
             model = Model(type(module).__name__, digest, sum(param.numel() for _, param in parameters))
             run = describe(trainer, comm, self._batch_size, self.steps)
-            found = Profile(model, run, phases, tuple(gradients), level, link, encoding, processor, call)
+            found = Profile(model, run, phases, tuple(gradients), level, link, encoding, **costs)
             write_profile(found, self.path)
             network = "" if level == "network" else " --network 10gbit"  # without a measured one it has to be named
             rank_zero_info(

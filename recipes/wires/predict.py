@@ -35,10 +35,20 @@ def predicted_seconds(
         return None
     slowest = _slowed(profile) if straggler else profile
     ring, (step, _) = predict(slowest, cluster, Settings()).seconds, step_of(slowest)
-    if not together:  # of the ranks' steps each takes what it can, and the last one is the slow one
-        profiles = [*(study.ranks - 1) * [profile], slowest]
-        step = study.ranks / sum(1 / step_of(each)[rank % 2] for rank, each in enumerate(profiles))
+    if not together:  # the last rank is the slow one
+        paces = [step_of(each) for each in [*(study.ranks - 1) * [profile], slowest]]
+        step = _mean_seconds([(pace[1], pace[rank % 2]) for rank, pace in enumerate(paces)], study)
     return (method.whole_steps * ring + (study.steps - method.whole_steps) * step) / study.steps
+
+
+def _mean_seconds(paces: list[tuple[float, float]], study: StudySettings) -> float:
+    """Of a step of ranks that take a number of steps together, each as many as it can, between two evaluations.
+
+    ``paces``: by rank, seconds of its first step, which waits for nothing, and of the others. By and large a rank that
+    arrives at an evaluation waits for half of the longest step.
+    """
+    steps = study.eval_every * len(paces) - sum(1 - first / pace for first, pace in paces)
+    return (steps / sum(1 / pace for _, pace in paces) + max(pace for _, pace in paces) / 2) / study.eval_every
 
 
 def _step_of(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import queue
 import sys
 import threading
 import time
@@ -23,7 +22,14 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.wire_bytes import passed
 from lightning_ring import distribute
 from lightning_ring.schedules import warmup_cosine
-from lightning_ring.tools.plan.probing import measure_call, measure_collectives, measure_encoding, measure_processor
+from lightning_ring.tools.plan.probing import (
+    measure_call,
+    measure_collectives,
+    measure_copying,
+    measure_encoding,
+    measure_processor,
+    measure_questions,
+)
 from lightning_ring.tools.plan.profile import json_text
 from recipes.study.augment import Images
 from recipes.wires.measure import measured_step
@@ -31,7 +37,7 @@ from recipes.wires.run import Settings
 from recipes.wires.task import network, pairs_of_digits
 
 PROBE_BYTES = (2**16, 2**18, 2**20, 2**21, 2**22)  # 256 KiB pass at once, however slow the wire (`benchmarks.hosts`)
-TOLD_AT_ONCE = 5  # steps
+TOLD_SECONDS = 0.02
 
 
 def batches(train: Images, settings: Settings, rank: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -85,35 +91,36 @@ def kept_together(module: nn.Module, optimizer: torch.optim.Optimizer, order: di
 class StepsOfAll:
     """How many steps the ranks have taken together, where each goes at its own pace.
 
-    A thread tells and asks a store, a few steps at a time: its messages cross the wire that is measured, and no batch
-    waits behind what else is on that.
+    A thread tells and asks a store, however long a step takes: no rank begins one where the others have taken enough.
+    Its messages cross the wire that is measured, and no batch waits behind what else is on that.
     """
 
-    def __init__(self) -> None:
-        self._store = dist.distributed_c10d._get_default_store()
-        self._taken = 0  # by this rank
+    def __init__(self, store: dist.Store) -> None:
+        self.taken = 0  # by this rank
+        self._store = store
         self._of_others = 0
-        self._to_tell: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._closed = threading.Event()
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._tell, daemon=True)
         self._thread.start()
 
     def one_more(self) -> int:
-        self._taken += 1
-        if self._taken % TOLD_AT_ONCE == 0:
-            self._to_tell.put(self._taken)
+        self.taken += 1
         if self._error is not None:
             raise self._error
-        return self._taken + self._of_others
+        return self.taken + self._of_others
 
     def close(self) -> None:
-        self._to_tell.put(0)
+        self._closed.set()
         self._thread.join(60)
 
     def _tell(self) -> None:
+        told = 0
         try:
-            while taken := self._to_tell.get():
-                self._of_others = int(self._store.add("steps of the study", TOLD_AT_ONCE)) - taken
+            while not self._closed.wait(TOLD_SECONDS):
+                taken = self.taken
+                self._of_others = int(self._store.add("steps of the study", taken - told)) - taken
+                told = taken
         except Exception as error:
             self._error = error
 
@@ -134,7 +141,8 @@ def train(order: dict[str, Any]) -> dict[str, Any]:
     replicas = kept_together(module, optimizer, order)
     is_slow = order["straggler"] and replicas.rank == settings.ranks - 1
     data = batches(parts["train"], settings, replicas.rank, order["seed"])
-    together = StepsOfAll() if order["method"]["own_pace"] else None
+    store = dist.distributed_c10d._get_default_store
+    together = StepsOfAll(store()) if order["method"]["own_pace"] else None
     curve: list[tuple[float, float]] = []
     spent, sent, step, end = 0.0, 0, 0, 0
     while end < settings.steps and spent < settings.seconds:
@@ -151,13 +159,17 @@ def train(order: dict[str, Any]) -> dict[str, Any]:
             optimizer.step()
             optimizer.zero_grad()
             step = step + 1 if together is None else together.one_more() // settings.ranks
-        replicas.barrier()
-        ended = torch.tensor([time.perf_counter() - began])
-        dist.broadcast(ended, 0)  # all ranks end at the same step
-        spent, sent = spent + ended.item(), sent + passed()[0] - before
+        took = torch.tensor([time.perf_counter() - began])  # a barrier takes milliseconds more
+        dist.all_reduce(took, dist.ReduceOp.MAX)  # until the last rank was here; all go on from the same number
+        spent, sent = spent + took.item(), sent + passed()[0] - before
         replicas.show()
         curve.append((round(spent, 3), accuracy(module, parts["val"])))
-    result = {"steps": end, "batch_seconds": slower, "bytes_per_step": sent / end, "curve": curve}
+    steps = float(end)
+    if together is not None:  # those that ranks began before they knew that enough were taken count too
+        taken = torch.tensor([float(together.taken)])
+        dist.all_reduce(taken)
+        steps = taken.item() / settings.ranks
+    result = {"steps": steps, "batch_seconds": slower, "bytes_per_step": sent / steps, "curve": curve}
     result["accuracy"] = accuracy(module, parts["test"])
     if together is not None:
         together.close()
@@ -182,9 +194,9 @@ def measure(order: dict[str, Any]) -> dict[str, Any]:
         slowest = max(profiles, key=lambda profile: profile.phases.alone)
         encoding = measure_encoding(comm)
         link = measure_collectives(comm, torch.device("cpu"), PROBE_BYTES)
-        processor = measure_processor(comm, PROBE_BYTES[-1])
-        call = measure_call(comm)
-        profile = replace(slowest, link_level="network", link=link, encoding=encoding, processor=processor, call=call)
+        costs: dict[str, Any] = {"processor": measure_processor(comm, PROBE_BYTES[-1]), "call": measure_call(comm)}
+        costs |= {"questions": measure_questions(comm), "copying": measure_copying(comm)}
+        profile = replace(slowest, link_level="network", link=link, encoding=encoding, **costs)
     return {"profile": json.loads(json_text(asdict(profile)))} if training.rank == 0 else {}
 
 

@@ -1,4 +1,4 @@
-"""The table and the picture of the study of wires."""
+"""The tables and the picture of the study of wires."""
 
 from __future__ import annotations
 
@@ -19,12 +19,17 @@ class Cell:
     """
 
     method: str
-    wire: str
+    rate: str
+    straggler: bool
     target_seconds: tuple[float, ...]
     accuracies: tuple[float, ...]
     kilobytes_per_step: float
     milliseconds_per_step: float
     predicted_milliseconds: float | None = None
+
+    @property
+    def wire(self) -> str:
+        return f"{self.rate}{', slow rank' if self.straggler else ''}"
 
     @property
     def median_seconds(self) -> float:
@@ -41,7 +46,8 @@ def cell_of(results: Sequence[dict[str, Any]], target: float, predicted: float |
     first = results[0]
     return Cell(
         method=first["method"],
-        wire=f"{first['rate']}{', slow rank' if first['straggler'] else ''}",
+        rate=first["rate"],
+        straggler=first["straggler"],
         target_seconds=tuple(seconds_until(result["curve"], target) for result in results),
         accuracies=tuple(result["accuracy"] for result in results),
         kilobytes_per_step=statistics.median(result["bytes_per_step"] for result in results) / 1e3,
@@ -50,10 +56,16 @@ def cell_of(results: Sequence[dict[str, Any]], target: float, predicted: float |
     )
 
 
+def tables(cells: Sequence[Cell], baseline: str) -> str:
+    """Markdown: times to the target of equal ranks and of those with a slow one, and the times of a step."""
+    halves = [[cell for cell in cells if cell.straggler is straggler] for straggler in (False, True)]
+    return "\n".join([*(table(half, baseline) for half in halves if half), step_table(cells)])
+
+
 def table(cells: Sequence[Cell], baseline: str) -> str:
     """Markdown: a row a method; a column a wire, of seconds to the target, and their share of ``baseline``'s there.
 
-    Bytes and accuracies are those of all wires and seeds.
+    Bytes and accuracies are those of all wires and seeds. The last row has the number of seeds.
     """
     wires, rows = _sorted_out(cells)
     lines = [["method", "kB a step", "test accuracy, %", *wires]]
@@ -65,7 +77,7 @@ def table(cells: Sequence[Cell], baseline: str) -> str:
         sent = f"{least} to {most}" if max(kilobytes) > 1.05 * min(kilobytes) else most
         times = [_time(row.get(wire), rows.get(baseline, {}).get(wire)) for wire in wires]
         lines.append([method, sent, f"{statistics.mean(found):.1f} ± {spread:.1f}", *times])
-    return _markdown(lines)
+    return _markdown([*lines, ["seeds", "", "", *(_num_seeds(cells, wire) for wire in wires)]])
 
 
 def step_table(cells: Sequence[Cell]) -> str:
@@ -74,6 +86,12 @@ def step_table(cells: Sequence[Cell]) -> str:
     return _markdown(
         [["method", *wires], *([method, *(_step(row.get(wire)) for wire in wires)] for method, row in rows.items())]
     )
+
+
+def _num_seeds(cells: Sequence[Cell], wire: str) -> str:
+    numbers = [len(cell.accuracies) for cell in cells if cell.wire == wire]
+    least, most = min(numbers), max(numbers)
+    return f"{most}" if least == most else f"{least} to {most}"
 
 
 def _sorted_out(cells: Sequence[Cell]) -> tuple[list[str], dict[str, dict[str, Cell]]]:
@@ -107,32 +125,45 @@ def _step(cell: Cell | None) -> str:
 
 
 def plot(cells: Sequence[Cell], baseline: str, file: Path) -> None:
-    """Per wire a bar a method: time to the target accuracy."""
+    """Per rate a bar a method, and a paler one with a slow rank: time to the target accuracy."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.axes import Axes
+    from matplotlib.patches import Patch
 
-    wires = list(dict.fromkeys(cell.wire for cell in cells))
+    rates = list(dict.fromkeys(cell.rate for cell in cells))
     methods = list(dict.fromkeys(cell.method for cell in cells))
+    kinds = sorted({cell.straggler for cell in cells})
+    thickness = 0.8 / len(kinds)
+
+    def draw(axis: Axes, cell: Cell) -> None:
+        at = methods.index(cell.method) + (kinds.index(cell.straggler) - (len(kinds) - 1) / 2) * thickness
+        times = [seconds for seconds in cell.target_seconds if seconds < float("inf")]
+        if len(times) < len(cell.target_seconds):
+            axis.text(0, at, " not reached", va="center", fontsize=7)
+            return
+        color = "tab:gray" if cell.method == baseline else "tab:blue"
+        axis.barh(at, cell.median_seconds, thickness, color=color, alpha=0.45 if cell.straggler else 1)
+        axis.plot([min(times), max(times)], [at, at], color="black", linewidth=1)
+
+    height = (0.2 + 0.14 * len(kinds)) * len(methods) + 1.6
     figure, axes = plt.subplots(
-        1, len(wires), figsize=(3.2 * len(wires) + 1.5, 0.34 * len(methods) + 1.4), sharey=True, layout="constrained"
+        1, len(rates), figsize=(3.2 * len(rates) + 1.5, height), sharey=True, squeeze=False, layout="constrained"
     )
-    for axis, wire in zip([axes] if len(wires) == 1 else axes, wires, strict=True):
-        here = {cell.method: cell for cell in cells if cell.wire == wire}
-        for number, method in enumerate(methods):
-            if (cell := here.get(method)) is None:
-                continue
-            times = [seconds for seconds in cell.target_seconds if seconds < float("inf")]
-            if len(times) < len(cell.target_seconds):
-                axis.text(0, number, " not reached", va="center", fontsize=8)
-                continue
-            axis.barh(number, cell.median_seconds, color="tab:gray" if method == baseline else "tab:blue")
-            axis.plot([min(times), max(times)], [number, number], color="black", linewidth=1)
-        axis.set_title(wire)
+    for axis, rate in zip(axes[0], rates, strict=True):
+        for cell in cells:
+            if cell.rate == rate:
+                draw(axis, cell)
+        axis.set_title(rate)
         axis.set_xlabel("s to target accuracy")
         axis.set_yticks(range(len(methods)), methods)
         axis.set_ylim(len(methods) - 0.5, -0.5)
         axis.grid(axis="x", alpha=0.3)
+    if len(kinds) > 1:
+        names = {"equal ranks": 1.0, "with a slow rank": 0.45}
+        patches = [Patch(color="tab:blue", alpha=alpha, label=name) for name, alpha in names.items()]
+        figure.legend(handles=patches, loc="outside lower center", ncols=2, frameon=False)
     figure.savefig(file, dpi=150)
     plt.close(figure)

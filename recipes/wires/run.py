@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -79,6 +80,13 @@ class Run:
             sort_keys=True,
         )
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def bits_per_second(rate: str) -> float:
+    """Of a ``rate`` as tc writes it, "1.5gbit"."""
+    found = re.fullmatch(r"([\d.]+)([kmgt]?)bit", rate.lower())
+    assert found is not None, f"{rate!r} is no rate of a wire, such as 100mbit"
+    return float(found[1]) * 1000 ** " kmgt".index(found[2] or " ")
 
 
 def execute(run: Run, settings: Settings) -> dict[str, Any]:

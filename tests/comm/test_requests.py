@@ -46,7 +46,9 @@ def test_every_rank_asks_all_at_once_and_gets_the_answers_in_order(
         open_requests = opened(comm, answer)
         for length in LENGTHS:
             questions = {peer: numbered(length, comm.rank, peer) for peer in range(world_size)}
-            answers = open_requests.ask({peer: [each] for peer, each in questions.items()}, f"{length} bytes").wait()
+            asked_for = {peer: [2 * length] for peer in questions}
+            each = {peer: [question] for peer, question in questions.items()}
+            answers = open_requests.ask(each, f"{length} bytes", lengths=asked_for).wait()
             assert {peer: found.tolist() for peer, found in answers.items()} == {
                 peer: [*question.tolist(), *question.flip(0).tolist()] for peer, question in questions.items()
             }
@@ -74,7 +76,7 @@ def test_what_two_ranks_ask_each_other_shares_no_connection(world_size: int, mon
     def rank(comm: ThreadCommunicator) -> None:
         open_requests = opened(comm, lambda peer, question: torch.zeros(5000, dtype=torch.uint8))
         questions = {peer: [torch.zeros(3000, dtype=torch.uint8)] for peer in range(world_size)}
-        open_requests.ask(questions, "question").wait()
+        open_requests.ask(questions, "question", lengths={peer: [5000] for peer in questions}).wait()
         open_requests.close()
 
     monkeypatch.setattr(ThreadTransport, "isend", recorded)
@@ -117,6 +119,54 @@ def test_several_questions_wait_for_no_answers_between_them() -> None:
     run_ranks(2, rank)
 
 
+def test_the_next_messages_arrive_while_one_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else each waits until a thread gets a core, on ranks that compute, and the wire is idle meanwhile."""
+    expected: dict[int, list[Message]] = {0: [], 1: []}  # by rank what it receives of long messages
+    irecv = ThreadTransport.irecv
+
+    def recorded(self: ThreadTransport, tensor: Tensor, src: int, tag: int = 0) -> Message:
+        message = irecv(self, tensor, src, tag)
+        if tensor.nbytes == 3000:
+            expected[self.rank].append(message)
+        return message
+
+    def wait_for_the_second(rank: int) -> None:
+        until = time.monotonic() + 30
+        while not (len(expected[rank]) > 1 and expected[rank][1].over):
+            assert time.monotonic() < until, "the second message waits until the first one was used"
+            time.sleep(0.01)
+
+    def rank(comm: ThreadCommunicator) -> None:
+        def answer(peer: int, question: Tensor) -> Tensor:
+            wait_for_the_second(comm.rank)
+            return question + 1
+
+        def use(peer: int, index: int, theirs: Tensor) -> None:
+            wait_for_the_second(comm.rank)
+            assert theirs.tolist() == [index + 1] * 3000
+
+        open_requests = opened(comm, answer)
+        if comm.rank == 0:
+            questions = [torch.full((3000,), index, dtype=torch.uint8) for index in range(5)]
+            open_requests.ask({1: questions}, "numbers", use).wait()
+        open_requests.close()
+
+    monkeypatch.setattr(ThreadTransport, "irecv", recorded)
+    run_ranks(2, rank)
+
+
+def test_an_answer_of_another_length_is_an_error_where_it_was_asked() -> None:
+    def rank(comm: ThreadCommunicator) -> None:
+        open_requests = opened(comm, lambda peer, question: torch.zeros(7, dtype=torch.uint8))
+        if comm.rank == 0:
+            with pytest.raises(CollectiveError, match="rank 1 answers: AssertionError: 7 bytes where 5 were asked for"):
+                open_requests.ask({1: [torch.zeros(5, dtype=torch.uint8)]}, "five").wait()
+            assert open_requests.ask({1: [torch.zeros(7, dtype=torch.uint8)]}, "seven").wait()[1].numel() == 7
+        open_requests.close()
+
+    run_ranks(2, rank)
+
+
 def test_what_an_answer_raises_is_told_where_it_was_asked_and_ends_nothing() -> None:
     def rank(comm: ThreadCommunicator) -> None:
         def answer(peer: int, question: Tensor) -> Tensor:
@@ -135,11 +185,11 @@ def test_what_an_answer_raises_is_told_where_it_was_asked_and_ends_nothing() -> 
     run_ranks(2, rank)
 
 
-@pytest.mark.parametrize("name", ["_receive", "_send"])
+@pytest.mark.parametrize("name", ["_receives", "_send"])
 def test_a_thread_that_cannot_answer_any_more_breaks_its_rank(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the other one would wait for the timeout."""
 
-    def fails(*_: Any) -> Any:
+    def fails(*_: Any, **__: Any) -> Any:
         raise MemoryError("no memory")
 
     def rank(comm: ThreadCommunicator) -> None:

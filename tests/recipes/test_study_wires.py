@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import math
 import re
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
@@ -18,9 +20,11 @@ from lightning_ring.comm.cost import CostModel
 from lightning_ring.tools.plan import profile as recorded_profile
 from lightning_ring.tools.plan.model import Link
 from lightning_ring.tools.plan.profile import Profile
+from recipes.study_wires import cells_on_record
 from recipes.wires.predict import predicted_seconds
-from recipes.wires.report import cell_of, plot, seconds_until, step_table, table
-from recipes.wires.run import Method, Run, Settings
+from recipes.wires.rank import StepsOfAll
+from recipes.wires.report import cell_of, plot, seconds_until, step_table, table, tables
+from recipes.wires.run import Method, Run, Settings, bits_per_second
 from tests import forked
 from tests.processes import ROOT, run
 from tests.tools.plan.profiles import gradient, link, profile
@@ -49,6 +53,42 @@ def test_the_table_says_what_was_not_reached(tmp_path: Path) -> None:
     assert steps == [["DDP", "250.0 (-56%)"], ["ring", "100.0 (+10%)"], ["lost", "50.0"]]
     plot(cells, "DDP", tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 5000
+
+
+def test_tables_hold_all_runs_on_record_whatever_command_made_them(study: Any, tmp_path: Path) -> None:
+    settings, by_name, _ = study
+    methods = [by_name["ddp"], by_name["ring"]]
+    record: dict[str, dict] = {}
+
+    def put(method: Method, rate: str, straggler: bool, seed: int, settings: Settings = settings) -> None:
+        found = result(method.label, seed, [(2.0, 0.8)]) | {"rate": rate, "straggler": straggler, "batch_seconds": 0.1}
+        record[Run(method, rate, straggler, seed).key(settings)] = found
+
+    for seed in (1, 2, 3):
+        put(methods[0], "10gbit", False, seed)
+    put(methods[0], "100mbit", True, 1)
+    put(methods[0], "100mbit", False, 1)
+    for seed in (2, 1):
+        put(methods[1], "10gbit", False, seed)
+    put(methods[1], "100mbit", False, 1, replace(settings, steps=settings.steps + 1))  # another study's
+    put(replace(methods[1], momentum=0.1), "100mbit", False, 1)  # what its configuration has no more
+    cells = cells_on_record(record, methods, settings, 0.72)
+    assert [(cell.method, cell.wire, len(cell.accuracies)) for cell in cells] == [
+        ("DDP", "100mbit", 1),
+        ("DDP", "10gbit", 3),
+        ("ring", "10gbit", 2),
+        ("DDP", "100mbit, slow rank", 1),
+    ]
+    equal, slow, steps = tables(cells, "DDP").split("\n\n")
+    assert [row.split("|")[4:-1] for row in equal.splitlines()[-2:]] == [["  ", " 2.0 (1.00) "], [" 1 ", " 2 to 3 "]]
+    assert "slow rank" not in equal
+    assert slow.splitlines()[0].count("slow rank") == steps.splitlines()[0].count("slow rank") == 1
+    plot(cells, "DDP", tmp_path / "picture.png")
+    assert cells_on_record({}, methods, settings, 0.72) == []
+
+
+def test_rates_are_read_as_tc_does() -> None:
+    assert [bits_per_second(rate) for rate in ("8bit", "100mbit", "1.5gbit")] == [8, 1e8, 1.5e9]
 
 
 def test_every_run_of_the_configuration_differs() -> None:
@@ -81,17 +121,42 @@ def test_every_method_has_a_prediction_and_a_busy_machine_takes_longer(study: An
 def test_only_ranks_at_their_own_pace_go_on_without_a_slow_one(study: Any) -> None:
     settings, methods, recorded = study
     free = replace(recorded, link=Link.of("free", CostModel(0.0, math.inf)).costs)
+    meeting = 0.32 / 2 / settings.eval_every  # half of a long step until the last rank comes to an evaluation
     for name, expected in {
         "ddp": 0.32,
         "ring": 0.32,
         "local": 0.32,
         "gossip": 0.32,
-        "gossip_async": 2 / (1 / 0.16 + 1 / 0.32),
+        "gossip_async": 2 / (1 / 0.16 + 1 / 0.32) + meeting,
         "servers_stale": 0.32,  # but for its first steps
-        "servers_async": 2 / (1 / 0.16 + 1 / 0.32),
+        "servers_async": 2 / (1 / 0.16 + 1 / 0.32) + meeting,
     }.items():
         found = predicted_seconds(methods[name], free, True, settings, 0.16)
         assert found == pytest.approx(expected), name
+
+
+def test_an_average_that_takes_longer_than_all_steps_of_a_round_is_waited_for_once(study: Any) -> None:
+    settings, methods, recorded = study
+    slow = replace(recorded, link=link(0, 0.001).costs)
+    found = predicted_seconds(methods["gossip_async"], slow, False, settings, 0.16)
+    even = 4 * 2**20 * (1 + 1 / 16) / 1e6
+    # the even rank's first step waits for no average, and by and large the odd rank for half of the last one
+    together = (40 - (1 - 0.16 / even)) / (1 / 0.16 + 1 / even)
+    assert found == pytest.approx((together + even / 2) / 20)
+
+
+def test_steps_of_all_are_known_however_long_a_step_takes() -> None:
+    """A rank of long steps sees those that others take meanwhile."""
+    store = dist.HashStore()
+    mine, others = StepsOfAll(store), StepsOfAll(store)
+    for _ in range(7):
+        others.one_more()
+    until = time.monotonic() + 30
+    while mine.one_more() < mine.taken + 7:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    for each in (mine, others):
+        each.close()
 
 
 @pytest.mark.netns
@@ -108,7 +173,7 @@ def test_a_study_goes_on_where_it_stopped(tmp_path: Path) -> None:
     command = [*forked.python(), str(ROOT / "recipes" / "study_wires.py"), *options]
     first = run([*command, "only=[ddp]"], **forked.ranks())
     assert first.returncode == 0, first.stdout
-    again = run([*command, "only=[ddp,fp16]"], **forked.ranks())
+    again = run([*command, "only=[fp16]"], **forked.ranks())
     assert again.returncode == 0, again.stdout
     assert "1/1 200mbit, slow rank: ring, fp16, seed 1" in again.stdout
     results = list(map(json.loads, (tmp_path / "runs.jsonl").read_text().splitlines()))
@@ -117,5 +182,6 @@ def test_a_study_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert measured["profile"]["model"]["num_parameters"] == parameters
     for found, bytes_each in zip(trained, (4, 2), strict=True):
         assert found["bytes_per_step"] == pytest.approx(bytes_each * parameters, rel=0.15)
-    assert re.search(r"ring, fp16 .* \d+\.\d \([+-]\d+%\)", (tmp_path / "wires.md").read_text())
+    for name in ("DDP", "ring, fp16"):  # of the first command, too
+        assert re.search(name + r" .* \d+\.\d \([+-]\d+%\)", (tmp_path / "wires.md").read_text())
     assert (tmp_path / "wires.png").exists()

@@ -69,7 +69,9 @@ class AsynchronousGossip(Gossip):
         self._params: Sequence[Parameter] = ()
         self._parts: list[Layout] = []
         self._x: list[Tensor] = []  # x_r, in messages
-        self._copied: list[Tensor] = []  # the copy for which g_r is computed
+        self._pieces: list[Piece] = []
+        self._views: list[Tensor] = []  # of x_r, the memory of each piece
+        self._copied: list[Tensor] = []  # the copy for which g_r is computed, by piece
         self._asked: list[Tensor] = []  # x_r as it was sent; empty on odd ranks
         self._turns: dict[int, Iterator[int]] = {}  # the part of the next question of each peer
         self._has_begun = False  # a batch
@@ -103,10 +105,12 @@ class AsynchronousGossip(Gossip):
         num_parts = num_gossip_parts(sum(param.nbytes for param in self._params))
         self._parts = layouts(self._params, num_parts, cut=True)
         self._turns = {peer: itertools.cycle(range(num_parts)) for peer in range(self._communicator.world_size)}
+        self._pieces = [piece for part in self._parts for piece in part.pieces]
         self._x = [torch.zeros(part.nbytes, dtype=torch.uint8) for part in self._parts]
+        self._views = self._of_pieces(self._x)
         with torch.no_grad():
-            torch._foreach_copy_(self._views(self._x), self._flat_parameters())
-        self._copied = [x.clone() for x in self._x]
+            torch._foreach_copy_(self._views, self._flat_parameters())
+        self._copied = self._of_pieces([x.clone() for x in self._x])
         self._asked = [torch.empty_like(x) for x in self._x if self._asks]
         self._requests = unrecorded(self._communicator).open_requests(self._answer)
         self._requests.start()
@@ -187,20 +191,17 @@ class AsynchronousGossip(Gossip):
     def _add_step(self) -> None:
         """x ← x + (parameters - copy), exactly the parameters where x has not moved; then both become x."""
         with self._changing:
-            x, copied = self._views(self._x), self._views(self._copied)
-            torch._foreach_sub_(x, copied)
+            x = self._views
+            torch._foreach_sub_(x, self._copied)
             torch._foreach_add_(x, self._flat_parameters())
-            torch._foreach_copy_(copied, x)
-            write_(self._params, zip(self._pieces(), x, strict=True))
+            torch._foreach_copy_(self._copied, x)
+            write_(self._params, zip(self._pieces, x, strict=True))
 
     def _flat_parameters(self) -> list[Tensor]:
-        return [piece.of(self._params[piece.index]).to("cpu") for piece in self._pieces()]
+        return [piece.of(self._params[piece.index]).to("cpu") for piece in self._pieces]
 
-    def _pieces(self) -> list[Piece]:
-        return [piece for part in self._parts for piece in part.pieces]
-
-    def _views(self, messages: Sequence[Tensor]) -> list[Tensor]:
-        """The memory of each of `_pieces`."""
+    def _of_pieces(self, messages: Sequence[Tensor]) -> list[Tensor]:
+        """The memory of each of the pieces."""
         pairs = zip(self._parts, messages, strict=True)
         return [view for part, message in pairs for view in part.views(message, self._params)]
 

@@ -62,7 +62,8 @@ class Serving:
         for server, layout in self._layouts.items():
             self._questions[server] = _encode(self._questions[server], layout, self.params, settings, asks_to_stop)
         questions = {server: [question] for server, question in self._questions.items()}
-        answers = self._requests.ask(questions, f"push and pull of step {step}").wait()
+        lengths = {server: [layout.nbytes + _TOLD] for server, layout in self._layouts.items()}
+        answers = self._requests.ask(questions, f"push and pull of step {step}", lengths=lengths).wait()
         self._use({server: answer[:-_TOLD] for server, answer in answers.items()})
         first = answers[next(iter(self._layouts))]
         told, delay = first[-_TOLD:].view(torch.int64).tolist()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 
-from lightning_ring.algorithms.exchanges import EXCHANGES, AllReduce, Exchange
+from lightning_ring.algorithms.exchanges import EXCHANGES, AllReduce, Direct, Exchange
+from lightning_ring.comm.cost import CostModel
 from lightning_ring.gradients.compression.registry import COMPRESSORS
 from lightning_ring.tools.plan.model import (
     Cluster,
@@ -82,6 +84,8 @@ def predict_exchange(profile: Profile, cluster: Cluster, settings: Settings, exc
 
 def predict_paces(profile: Profile, cluster: Cluster, settings: Settings, exchange: Exchange) -> Paces:
     """Of ranks of ``profile``, which are all alike; at least two."""
+    if exchange.asking is not None:
+        return _own_paces(profile, cluster, settings, exchange)
     phases, size = profile.phases, cluster.world_size
     gradients = 0.0
     if exchange.in_nodes and nests(profile, cluster, settings):
@@ -92,16 +96,36 @@ def predict_paces(profile: Profile, cluster: Cluster, settings: Settings, exchan
     if profile.call is None:  # else cores compute, and the threads of a message get them when the batch is over
         hidden += sum(getattr(phases, name) for name in exchange.hidden_phases)
     messages = exchange.parts * exchange.copies / exchange.every
-    if exchange.asking is not None:  # at every step, or at the first one behind a message that takes several
-        messages = 1 / min(max(1.0, (took - work) / phases.alone), exchange.hidden_steps + 1)
     waits = gradients + messages * max(0.0, took - hidden, work)
     waits += exchange.rounds * messages / (exchange.parts * exchange.copies) * profile.call_beside_link
     if exchange.optimizer_steps is not None:
         waits += (exchange.optimizer_steps(size) - 1) * phases.optimizer
-    asking = phases.alone + waits
-    if exchange.asking is None:
-        return Paces(asking, asking, messages)
-    return Paces(asking, phases.alone / (1 - messages * work / asking), messages)  # threads work on answers
+    seconds = phases.alone + waits + _seconds_to_copy(profile, cluster, exchange)
+    return Paces(seconds, seconds, messages)
+
+
+def _own_paces(profile: Profile, cluster: Cluster, settings: Settings, exchange: Exchange) -> Paces:
+    """Some ranks ask others, whose threads answer beside their batches."""
+    assert isinstance(exchange.traffic, Direct)
+    took, asks = _of_a_part(profile, cluster, settings, exchange)
+    numel, answers = _num_values(profile), asks
+    copies = _seconds_to_copy(profile, cluster, exchange)
+    if profile.questions is not None:
+        asks = profile.questions.asking * 4 * numel
+        answers = profile.questions.answering * exchange.traffic.sent_bytes(numel, cluster.world_size, 1)
+        # the threads that answer share a core with the batch, which has half of it
+        took = max(took + exchange.rounds * profile.call_beside_link, 2 * answers)
+    step = profile.phases.alone + copies
+    # an exchange at every step, or at the first one behind an exchange that takes several
+    steps = min(max(1.0, (took + copies - asks) / step), exchange.hidden_steps + 1)
+    whole = max(steps * step + asks, took + copies)
+    return Paces(whole / steps, step / (1 - answers / whole), 1 / steps)
+
+
+def _seconds_to_copy(profile: Profile, cluster: Cluster, exchange: Exchange) -> float:
+    """And to add, all parameters in the memory of a rank, at each step."""
+    passes = exchange.passes(cluster.world_size) if exchange.passes is not None else 0.0
+    return passes * 4 * _num_values(profile) * (profile.copying or 0.0)
 
 
 def _mean(paces: Paces, size: int, exchange: Exchange) -> float:
@@ -117,12 +141,18 @@ def _of_a_part(profile: Profile, cluster: Cluster, settings: Settings, exchange:
         coded = (profile.encoding or {}).get(exchange.traffic.compressor or "", 0.0) * numel / exchange.parts
         took = cluster_seconds(profile, cluster, settings, message) + coded
         return took, coded + processor_seconds(profile, message)
-    cost = (cluster.network if cluster.num_nodes > 1 else cluster.node).costs["all_gather"]
+    cost = _of_a_message((cluster.network if cluster.num_nodes > 1 else cluster.node).costs)
     on_host = cluster.local_size if cluster.num_nodes > 1 else 1
     took = exchange.traffic.num_messages * cost.alpha_seconds
     took += exchange.traffic.passing_bytes(numel, size, on_host) / cost.bandwidth
     ring = exchange.traffic.sent_bytes(numel, size, 1) * size / (2 * (size - 1))  # of as many bytes
     return took, processor_seconds(profile, ring)
+
+
+def _of_a_message(costs: Mapping[str, CostModel]) -> CostModel:
+    """From rank to rank. All collectives send over the same link: the median is that which was disturbed least."""
+    alphas, bandwidths = zip(*((cost.alpha_seconds, cost.bandwidth) for cost in costs.values()), strict=True)
+    return CostModel(median(alphas), median(bandwidths))
 
 
 def sent_bytes(profile: Profile, cluster: Cluster, settings: Settings, exchange: Exchange) -> float:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
 
 import torch
@@ -14,12 +15,14 @@ from lightning_ring.comm.cost import Collective, CostModel, fit
 from lightning_ring.comm.timing import time_collective
 from lightning_ring.gradients.compression import COMPRESSORS, Compressor
 from lightning_ring.gradients.compression.four_bit import FourBit
-from lightning_ring.tools.plan.profile import SHORT_BYTES
+from lightning_ring.tools.plan.profile import SHORT_BYTES, Questions
 
 PROBE_BYTES = (2**16, 2**18, 2**19, 2**20, 2**22, 2**24)
 _COLLECTIVES: tuple[Collective, ...] = ("all_reduce", "reduce_scatter", "all_gather")
 _REPEATS = 5
 _STEPS, _STEP_SECONDS, _BLOCKS = 20, 5e-3, 3  # of ranks that compute between short all-reduces
+_WIDTH = 512
+_QUESTION_BYTES = 2**18
 _ROUNDS = 5
 _ROWS = 1024
 _AFTER_WARM_UP = {"dgc": {"warmup_steps": 0}, "powersgd": {"start_iter": 0}}
@@ -76,6 +79,105 @@ def measure_call(comm: Communicator) -> float:
         for _ in range(_BLOCKS)
     ]
     return max(0.0, *comm.all_gather_object(median(longer)))
+
+
+def measure_questions(comm: Communicator) -> Questions | None:
+    """What questions of 256 KiB, several at once, cost the computation of each even rank, and of the odd one it asks.
+
+    Collective. Processor time would miss what the kernel does for a message on behalf of nobody, waits for the
+    interpreter, and what the batch loses of the caches. `None` on one rank.
+    """
+    if comm.world_size == 1:
+        return None
+    questions, step = [torch.zeros(_QUESTION_BYTES, dtype=torch.uint8) for _ in range(8)], _made_up_step()
+    ends = threading.Event()
+
+    def answer(peer: int, question: Tensor) -> Tensor:
+        if question.numel() == 1:
+            ends.set()
+        return question.clone()
+
+    def computed_until(over: Callable[[], bool]) -> tuple[float, int]:
+        began, steps = time.perf_counter(), 0
+        while not over():
+            step()
+            steps += 1
+        return time.perf_counter() - began, steps
+
+    def computed_while_asking(peer: int) -> tuple[float, int]:
+        found = []
+        for _ in range(_REPEATS):
+            answers = requests.ask({peer: questions}, "probe of the profile")
+            found.append(computed_until(answers.done))
+            answers.wait()
+        requests.ask({peer: questions[0][:1].split(1)}, "end of the probe").wait()
+        return sum(seconds for seconds, _ in found), sum(steps for _, steps in found)
+
+    def alone() -> float:
+        comm.barrier()
+        found = median(_times_of(step))
+        comm.barrier()
+        return found
+
+    requests = comm.open_requests(answer)
+    requests.start()
+    partner, lost, before = comm.rank ^ 1, [], alone()
+    for _ in range(_BLOCKS):
+        seconds, steps = 0.0, 0
+        if comm.rank % 2:
+            seconds, steps = computed_until(ends.is_set)
+            ends.clear()
+        elif partner < comm.world_size:
+            seconds, steps = computed_while_asking(partner)
+        after = alone()
+        lost.append(seconds - steps * (before + after) / 2)
+        before = after
+    requests.close()
+    num_bytes = _REPEATS * len(questions) * _QUESTION_BYTES
+    own = max(0.0, median(lost)) / num_bytes
+    everyones = comm.all_gather_object(own)
+    return Questions(asking=max(everyones[::2]), answering=max(everyones[1::2]))
+
+
+def measure_copying(comm: Communicator, size: int = 2**22) -> float:
+    """Seconds of each byte of a float32 tensor, ``size`` bytes long, to which another is added. Collective.
+
+    Behind a step, which leaves little of both in the caches.
+    """
+    total, added, step = torch.zeros(size // 4), torch.zeros(size // 4), _made_up_step()
+    times = []
+    comm.barrier()
+    for _ in range(_STEPS):
+        step()
+        times += _times_of(lambda: total.add_(added), 1)
+    return max(comm.all_gather_object(median(times))) / size
+
+
+def _made_up_step() -> Callable[[], None]:
+    """Of some milliseconds: it needs as much of the interpreter and of the caches as training does."""
+    images, layers = torch.ones(64, _WIDTH), [torch.ones(_WIDTH, _WIDTH, requires_grad=True) for _ in range(2)]
+
+    @torch.enable_grad()
+    def step() -> None:
+        found = images
+        for layer in layers:
+            found = torch.relu(found @ layer) / _WIDTH
+        found.sum().backward()
+        with torch.no_grad():
+            for layer in layers:
+                layer.add_(torch.zeros_like(layer) if layer.grad is None else layer.grad, alpha=0.0)
+                layer.grad = None
+
+    return step
+
+
+def _times_of(call: Callable[[], object], repeats: int = _STEPS) -> list[float]:
+    times = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - began)
+    return times
 
 
 def measure_encoding(comm: Communicator | None, numel: int = _ROWS * _ROWS) -> dict[str, float]:

@@ -80,6 +80,14 @@ class Model:
 
 
 @dataclass(frozen=True, slots=True)
+class Questions:
+    """Seconds of computation that each byte of a question costs, which is answered by as many bytes."""
+
+    asking: float  # the rank that asks
+    answering: float  # the rank that answers
+
+
+@dataclass(frozen=True, slots=True)
 class Profile:
     model: Model
     run: Run
@@ -90,6 +98,8 @@ class Profile:
     encoding: Mapping[str, float] | None = None  # by compressor, seconds for an element besides its messages
     processor: float | None = None  # on CPUs: processor seconds that each byte of an all-reduce costs a rank
     call: float | None = None  # on CPUs: seconds by which a short all-reduce lengthens a step of ranks that compute
+    questions: Questions | None = None  # on CPUs: from rank to rank while both compute
+    copying: float | None = None  # on CPUs: seconds of each byte of float32 to which values are added in place
 
     @property
     def call_beside_link(self) -> float:
@@ -150,6 +160,8 @@ def profile_of(content: Mapping[str, Any]) -> Profile:
         content.get("encoding"),
         content.get("processor"),
         content.get("call"),
+        None if content.get("questions") is None else Questions(**content["questions"]),
+        content.get("copying"),
     )
 
 

@@ -14,7 +14,7 @@ from lightning_ring.gradients.compression.registry import COMPRESSORS
 from lightning_ring.tools.plan.advice import advise, in_words
 from lightning_ring.tools.plan.model import Cluster, Link, Settings, cut_buckets, predict, world_sizes
 from lightning_ring.tools.plan.networks import NETWORKS
-from lightning_ring.tools.plan.probing import measure_call
+from lightning_ring.tools.plan.probing import measure_call, measure_copying, measure_questions
 from lightning_ring.tools.plan.profile import Profile, Run
 from tests.thread_ranks import run_ranks
 from tests.tools.plan.profiles import MIB, gradient, link, profile, several
@@ -286,6 +286,14 @@ def test_advice_for_cuda_never_names_a_topology_that_the_strategy_refuses() -> N
     found = advise(cuda, Cluster(64, 8, link(50, 0.2), link(2, 20)), Settings())
     assert found.changes
     assert not any("topology" in change.argument for change in found.changes)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_questions_are_measured_wherever_there_is_somebody_to_ask(world_size: int) -> None:
+    found = run_ranks(world_size, measure_questions)
+    assert found == [found[0]] * world_size
+    assert (found[0] is None) == (world_size == 1)
+    assert all(seconds > 0 for seconds in run_ranks(world_size, measure_copying))
 
 
 def test_measuring_a_call_leaves_random_numbers_as_they_were() -> None:
