@@ -69,7 +69,7 @@ def sequential(optimizer: str, world_size: int, lr: Callable[[int], float] | Non
     return vector(net), steps.state_dict()
 
 
-@pytest.mark.parametrize(("world_size", "servers"), [(2, None), (3, None), (3, 1), (4, 2)])
+@pytest.mark.parametrize(("world_size", "servers"), [(2, None), (3, None), (3, 1), (4, 2), (5, None)])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_bulk_is_the_step_with_the_mean_in_one_process(world_size: int, optimizer: str, servers: int | None) -> None:
     def rank(comm: Any) -> tuple[Tensor, Any, Any]:
@@ -104,6 +104,7 @@ def test_a_closure_an_unused_and_a_thawed_parameter() -> None:
     def trained(algorithm: ParameterServer | None, comm: Any) -> Tensor:
         net = network()
         net.extra = nn.Parameter(torch.ones(2))
+        net.empty = nn.Parameter(torch.ones(0, 2))  # which has momentum too
         net[0].bias.requires_grad_(False)
         steps = SGD(net.parameters(), 0.05, momentum=0.9, weight_decay=0.1)
         ranks = range(2) if comm is None else [comm.rank]
@@ -118,7 +119,7 @@ def test_a_closure_an_unused_and_a_thawed_parameter() -> None:
 
             def closure(step: int = step) -> Tensor:
                 steps.zero_grad()
-                value = torch.stack([loss(net[:3], rank, step) for rank in ranks]).mean()
+                value = torch.stack([loss(net[:3], rank, step) for rank in ranks]).mean() + net.empty.sum()
                 value.backward()
                 return value
 
@@ -127,13 +128,41 @@ def test_a_closure_an_unused_and_a_thawed_parameter() -> None:
                 algorithm.after_step(steps)
         if algorithm is not None:
             algorithm.detach()
-        assert len(steps.state) == 4
+        assert len(steps.state) == 5
         return vector(net)
 
     expected = trained(None, None)
     for found in run_ranks(2, lambda comm: trained(ParameterServer(), comm)):
         torch.testing.assert_close(found, expected)
         assert torch.equal(found[:2], torch.ones(2))  # the extra one comes first
+
+
+def test_a_frozen_parameter_keeps_its_momentum_until_it_is_thawed() -> None:
+    """As in one process, and in checkpoints meanwhile."""
+
+    def trained(algorithm: ParameterServer | None, comm: Any) -> tuple[Tensor, int]:
+        net = network()
+        steps = SGD(net.parameters(), 0.05, momentum=0.9)
+        if algorithm is not None:
+            algorithm.attach(net, [steps], comm)
+        for step in range(9):
+            net[0].weight.requires_grad_(not 3 <= step < 6)
+            if algorithm is not None:
+                one_step(net, steps, algorithm, comm.rank, step)
+            else:
+                steps.zero_grad()
+                torch.stack([loss(net, rank, step) for rank in range(2)]).mean().backward()
+                steps.step()
+            if step == 4:
+                saved = algorithm.optimizer_state_dict(steps, is_rank_zero=True) if algorithm else steps.state_dict()
+        if algorithm is not None:
+            algorithm.detach()
+        return vector(net), len(saved["state"])
+
+    expected, num_states = trained(None, None)
+    for found, number in run_ranks(2, lambda comm: trained(ParameterServer(), comm)):
+        torch.testing.assert_close(found, expected)
+        assert number == num_states
 
 
 @pytest.mark.parametrize("mode", ["async", "stale"])
@@ -212,6 +241,20 @@ def test_changes_by_other_code_are_an_error() -> None:
         one_step(net, steps, algorithm, comm.rank, 1)
 
     with pytest.raises(RingError, match="parameters were changed since the last step"):
+        run_ranks(2, rank)
+
+
+def test_a_state_of_which_servers_would_not_learn_is_an_error() -> None:
+    def rank(comm: Any) -> None:
+        net, algorithm = network(), ParameterServer()
+        steps = OPTIMIZERS["adamw"](net)
+        algorithm.attach(net, [steps], comm)
+        one_step(net, steps, algorithm, comm.rank, 0)
+        saved = comm.broadcast_object(algorithm.optimizer_state_dict(steps, is_rank_zero=comm.rank == 0))
+        steps.load_state_dict(saved)
+        one_step(net, steps, algorithm, comm.rank, 1)
+
+    with pytest.raises(RingError, match="state was replaced"):
         run_ranks(2, rank)
 
 

@@ -80,15 +80,17 @@ class Serving:
         weights: dict[int, Tensor] = {}
         if self._shard is not None:
             self._shard.meet()
-        if not with_weights:
+        if not with_weights or not all(layout.nbytes for layout in self._layouts.values()):
             self._comm.barrier()  # no worker goes on before all servers know of it
+        if not with_weights:
             return
         for server, layout in self._layouts.items():
             weights[server] = torch.empty(layout.nbytes, dtype=torch.uint8)
+            if not layout.nbytes:  # fewer parameters than servers
+                continue
             if self._shard is not None and server == self._comm.rank:
                 torch._foreach_copy_(layout.views(weights[server], self.params), self._shard.weights())
-            if layout.nbytes:
-                self._comm.broadcast_(weights[server], src=server, name=f"weights of server {server}").wait()
+            self._comm.broadcast_(weights[server], src=server, name=f"weights of server {server}").wait()
         self._use(weights)
 
     def allow_to_go_on(self) -> None:
