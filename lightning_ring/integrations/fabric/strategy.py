@@ -185,6 +185,11 @@ class RingFabricStrategy(DDPStrategy):
     def _progress(self) -> str:
         return ", ".join(filter(None, (replicas.algorithm.progress() for replicas in self._all_replicas())))
 
+    @property
+    def steps_together(self) -> bool:
+        """Whether ranks may wait for each other between two steps. Else each may take another number of them."""
+        return all(replicas.algorithm.steps_together for replicas in self._all_replicas())
+
     def _all_replicas(self) -> list[Replicas]:
         return [_replicas(module) for module in self._modules.values()]
 
@@ -289,6 +294,8 @@ class RingFabricStrategy(DDPStrategy):
     def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float | int) -> None:
         for replicas in self._stepped_by(optimizer):
             replicas.algorithm.finish_backward()
+            if why := replicas.algorithm.refusal_of_clipping():
+                raise ConfigurationError(f"gradients were about to be clipped by value, but {why}")
         super().clip_gradients_value(module, optimizer, clip_val)
 
     def _see_all_shards(self) -> None:
