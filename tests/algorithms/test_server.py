@@ -26,6 +26,7 @@ from tests.processes import run
 from tests.thread_ranks import run_ranks
 
 MODULE = "tests.checks.server"
+DEDICATED = "tests.checks.dedicated_server"
 NUM_STEPS = 7
 OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
     "sgd": lambda net: SGD(net.parameters(), 0.05, momentum=0.9),
@@ -96,6 +97,55 @@ def test_bulk_is_the_step_with_the_mean_in_one_process(world_size: int, optimize
     assert found[1][1] == {}
     assert found[0][1]["param_groups"] == state["param_groups"]
     torch.testing.assert_close(found[0][1]["state"], state["state"], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("servers", [1, 2, 6])
+def test_dedicated_servers_step_with_the_mean_of_the_workers(servers: int) -> None:
+    """Also more servers than LARS has tensors. Workers end an epoch twice; servers come to no batch and see no rate."""
+
+    def rank(comm: Any) -> tuple[Tensor, Any]:
+        net, algorithm = network(), ParameterServer(servers, dedicated=True)
+        steps = OPTIMIZERS["lars"](net)
+        algorithm.attach(net, [steps], comm)
+        for steps_now in (range(4), range(4, 4), range(4, NUM_STEPS)):
+            for step in steps_now if comm.rank < 2 else ():
+                one_step(net, steps, algorithm, comm.rank, step)
+                steps.param_groups[0]["lr"] = 0.01 * (step + 1)
+            algorithm.show_averages()
+        algorithm.detach()
+        return vector(net), steps.state_dict()["state"]
+
+    found = run_ranks(2 + servers, rank)
+    expected, state = sequential("lars", 2, lambda step: 0.01 * (step + 1))
+    for weights, saved in found:
+        assert torch.equal(weights, found[0][0])
+        torch.testing.assert_close(weights, expected, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(saved, state["state"], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_dedicated_servers_follow_a_frozen_parameter_between_epochs(late: int) -> None:
+    """And within one it is an error, where they would wait for ever."""
+
+    def rank(comm: Any) -> Tensor:
+        net, algorithm = network(), ParameterServer(1, dedicated=True)
+        steps = OPTIMIZERS["sgd"](net)
+        algorithm.attach(net, [steps], comm)
+        for epoch in range(2):
+            for step in range(3 if comm.rank < 2 else 0):
+                net[0].bias.requires_grad_(epoch == 0 or step < late)
+                one_step(net, steps, algorithm, comm.rank, step)
+            algorithm.show_averages()
+            net[0].bias.requires_grad_(late == 1)
+        algorithm.detach()
+        return vector(net)
+
+    if late:
+        with pytest.raises(ConfigurationError, match=r"frozen or added within an epoch.*behind show_averages"):
+            run_ranks(3, rank)
+        return
+    found = run_ranks(3, rank)
+    assert all(torch.equal(weights, found[0]) for weights in found)
 
 
 def test_a_closure_an_unused_and_a_thawed_parameter() -> None:
@@ -280,6 +330,9 @@ def test_an_error_of_the_servers_optimizer_is_told_to_every_rank() -> None:
     ("make", "words"),
     [
         (lambda: ParameterServer(0), "servers=0"),
+        (lambda: ParameterServer(1, dedicated=1), "dedicated=1, expected True or False"),  # type: ignore[arg-type]
+        (lambda: ParameterServer(dedicated=True), "dedicated=True without servers"),
+        (lambda: attached(ParameterServer(2, dedicated=True)), "servers=2 with dedicated=True, and the job has 2"),
         (lambda: ParameterServer(mode="sync"), "mode='sync', expected one of 'bulk', 'stale', 'async'"),  # type: ignore[arg-type]
         (lambda: ParameterServer(staleness=2), "staleness=2 with mode='bulk'"),
         (lambda: ParameterServer(mode="async", staleness=2), "staleness=2 with mode='async'"),
@@ -325,9 +378,19 @@ def test_on_real_ranks(battery: Any, world_size: int, check: str) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("mode", "victim"), [("bulk", 0), ("async", 1)])
-def test_a_killed_rank_ends_the_job(mode: str, victim: int, tmp_path: Path) -> None:
-    """The only server, and a worker that nobody waits for."""
+@pytest.mark.parametrize("check", check_names(DEDICATED))
+@pytest.mark.parametrize("world_size", [3, 4])
+def test_dedicated_servers_on_real_ranks(battery: Any, world_size: int, check: str) -> None:
+    battery(DEDICATED, world_size, check)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("arguments", "victim", "step"),
+    [("1, 'bulk'", 0, 3), ("1, 'async'", 1, 3), ("1, 'bulk', dedicated=True", 2, 0), ("1, dedicated=True", 1, 3)],
+)
+def test_a_killed_rank_ends_the_job(arguments: str, victim: int, step: int, tmp_path: Path) -> None:
+    """The only server, a worker that nobody waits for, a server that takes no step, and its worker."""
     script = tmp_path / "script.py"
     script.write_text(
         "import os, signal, time, torch\n"
@@ -335,10 +398,13 @@ def test_a_killed_rank_ends_the_job(mode: str, victim: int, tmp_path: Path) -> N
         "from lightning_ring.algorithms.server import ParameterServer\n"
         "net = torch.nn.Linear(2, 1)\n"
         "optimizer = torch.optim.SGD(net.parameters(), 0.1)\n"
-        f"with distribute(net, optimizer, algorithm=ParameterServer(1, {mode!r})) as training:\n"
+        f"with distribute(net, optimizer, algorithm=ParameterServer({arguments})) as training:\n"
         "    for step in range(1000):\n"
-        f"        if step == 3 and training.rank == {victim}:\n"
+        f"        if step == {step} and training.rank == {victim}:\n"
+        "            time.sleep(0.3)\n"
         "            os.kill(os.getpid(), signal.SIGKILL)\n"
+        "        if training.rank >= training.num_workers:\n"
+        "            break\n"
         "        net(torch.ones(1, 2)).sum().backward()\n"
         "        optimizer.step()\n"
         "        optimizer.zero_grad()\n"
