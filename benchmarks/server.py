@@ -1,9 +1,10 @@
 """Bytes at the wires of parameter servers beside the ring's: what hosts send and receive in a step.
 
-    python -m benchmarks.server --hosts 2 4
+    python -m benchmarks.server --hosts 2 3 4
 
 One rank on each host trains a matrix of --mb MB. Counted are ``tx_bytes`` and ``rx_bytes`` of each host's interface,
-headers included, as shares of the gradients' bytes: of the first host, where a single server is, and of the last one.
+headers included, as shares of the gradients' bytes: of the first host, where a single server is, and of the last one,
+where a dedicated one is.
 Needs Linux, root, ip and tc (`benchmarks.hosts`).
 """
 
@@ -20,19 +21,21 @@ from lightning_ring import distribute
 from lightning_ring.algorithms.algorithm import Algorithm
 from lightning_ring.algorithms.local import AsynchronousGossip
 from lightning_ring.algorithms.server import ParameterServer
+from lightning_ring.loops.training import Training
 
 _STEPS = 10
 WAYS: dict[str, str | Algorithm] = {
     "ring": "ring",
     "servers on all ranks": ParameterServer(),
     "one server": ParameterServer(servers=1),
+    "one dedicated server": ParameterServer(servers=1, dedicated=True),
     "one server, async": ParameterServer(servers=1, mode="async"),
     "asynchronous gossip": AsynchronousGossip(),
 }
 
 
-def take_steps(number: int, net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    for _ in range(number):
+def take_steps(number: int, net: nn.Module, optimizer: torch.optim.Optimizer, training: Training) -> None:
+    for _ in range(number if training.rank < training.num_workers else 0):
         net(torch.ones(1, 1000)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -45,9 +48,9 @@ def in_rank(num_bytes: int) -> None:
         optimizer = torch.optim.SGD(net.parameters(), 0.1)
         with distribute(net, optimizer, algorithm=algorithm) as training:
             assert training.communicator is not None
-            take_steps(2, net, optimizer)
+            take_steps(2, net, optimizer, training)
             before = torch.tensor(passed_by_all(training.communicator))
-            take_steps(_STEPS, net, optimizer)
+            take_steps(_STEPS, net, optimizer, training)
             after = torch.tensor(passed_by_all(training.communicator))
             shares = (after - before) / (_STEPS * net.weight.nbytes)
             first, *_, last = training.all_gather(shares)
@@ -59,7 +62,7 @@ def in_rank(num_bytes: int) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mb", type=float, default=8.0, help="size of the gradients, in units of 10^6 bytes")
-    parser.add_argument("--hosts", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--hosts", type=int, nargs="+", default=[2, 3, 4])
     parser.add_argument("--in-rank", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.in_rank:

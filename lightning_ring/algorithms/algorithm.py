@@ -81,6 +81,10 @@ class Algorithm:
         ``wait=False``, after an exception, waits for no other rank.
         """
 
+    def num_workers(self, world_size: int) -> int:
+        """How many ranks train, of ``world_size``: the first ones. The others are given no batch of the training."""
+        return world_size
+
     def refusal_of_deaths(self) -> str:
         """Why this algorithm cannot go on when a rank dies; ``""`` if it can.
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import DistributedSampler
 
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.errors import ConfigurationError, RankDiscoveryError
@@ -73,3 +75,8 @@ def connect_ranks(info: RankInfo, device: torch.device, options: RingOptions) ->
         topology=options.topology,
     )
     return job, comm
+
+
+def leave_out(sampler: DistributedSampler[Any]) -> None:
+    """Give this rank no sample of what ``sampler`` divides, in place."""
+    sampler.rank, sampler.num_samples = sampler.total_size, 0

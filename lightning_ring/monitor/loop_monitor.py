@@ -122,7 +122,7 @@ class LoopMonitor:
             learning_rates=run("learning rates", {}, learning_rates, optimizers),
             trust_ratios=run("trust ratios", torch.empty(0), trust_ratios, optimizers),
             rows=RowExchange(
-                getattr(strategy, "communicator", None),
+                strategy.communicator if strategy.steps_together else None,
                 RankRow(strategy.global_rank, math.nan, times, memory),
                 torch.zeros(1, dtype=torch.float64),
                 place,

@@ -26,6 +26,7 @@ from tests.processes import run
 from tests.thread_ranks import run_ranks
 
 MODULE = "tests.checks.server"
+DEDICATED = "tests.checks.dedicated_server"
 NUM_STEPS = 7
 OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
     "sgd": lambda net: SGD(net.parameters(), 0.05, momentum=0.9),
@@ -69,7 +70,7 @@ def sequential(optimizer: str, world_size: int, lr: Callable[[int], float] | Non
     return vector(net), steps.state_dict()
 
 
-@pytest.mark.parametrize(("world_size", "servers"), [(2, None), (3, None), (3, 1), (4, 2)])
+@pytest.mark.parametrize(("world_size", "servers"), [(2, None), (3, None), (3, 1), (4, 2), (5, None)])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_bulk_is_the_step_with_the_mean_in_one_process(world_size: int, optimizer: str, servers: int | None) -> None:
     def rank(comm: Any) -> tuple[Tensor, Any, Any]:
@@ -98,12 +99,62 @@ def test_bulk_is_the_step_with_the_mean_in_one_process(world_size: int, optimize
     torch.testing.assert_close(found[0][1]["state"], state["state"], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("servers", [1, 2, 6])
+def test_dedicated_servers_step_with_the_mean_of_the_workers(servers: int) -> None:
+    """Also more servers than LARS has tensors. Workers end an epoch twice; servers come to no batch and see no rate."""
+
+    def rank(comm: Any) -> tuple[Tensor, Any]:
+        net, algorithm = network(), ParameterServer(servers, dedicated=True)
+        steps = OPTIMIZERS["lars"](net)
+        algorithm.attach(net, [steps], comm)
+        for steps_now in (range(4), range(4, 4), range(4, NUM_STEPS)):
+            for step in steps_now if comm.rank < 2 else ():
+                one_step(net, steps, algorithm, comm.rank, step)
+                steps.param_groups[0]["lr"] = 0.01 * (step + 1)
+            algorithm.show_averages()
+        algorithm.detach()
+        return vector(net), steps.state_dict()["state"]
+
+    found = run_ranks(2 + servers, rank)
+    expected, state = sequential("lars", 2, lambda step: 0.01 * (step + 1))
+    for weights, saved in found:
+        assert torch.equal(weights, found[0][0])
+        torch.testing.assert_close(weights, expected, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(saved, state["state"], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_dedicated_servers_follow_a_frozen_parameter_between_epochs(late: int) -> None:
+    """And within one it is an error, where they would wait for ever."""
+
+    def rank(comm: Any) -> Tensor:
+        net, algorithm = network(), ParameterServer(1, dedicated=True)
+        steps = OPTIMIZERS["sgd"](net)
+        algorithm.attach(net, [steps], comm)
+        for epoch in range(2):
+            for step in range(3 if comm.rank < 2 else 0):
+                net[0].bias.requires_grad_(epoch == 0 or step < late)
+                one_step(net, steps, algorithm, comm.rank, step)
+            algorithm.show_averages()
+            net[0].bias.requires_grad_(late == 1)
+        algorithm.detach()
+        return vector(net)
+
+    if late:
+        with pytest.raises(ConfigurationError, match=r"frozen or added within an epoch.*behind show_averages"):
+            run_ranks(3, rank)
+        return
+    found = run_ranks(3, rank)
+    assert all(torch.equal(weights, found[0]) for weights in found)
+
+
 def test_a_closure_an_unused_and_a_thawed_parameter() -> None:
     """As one process does it: an unused parameter keeps its value, and a thawed one is trained from then on."""
 
     def trained(algorithm: ParameterServer | None, comm: Any) -> Tensor:
         net = network()
         net.extra = nn.Parameter(torch.ones(2))
+        net.empty = nn.Parameter(torch.ones(0, 2))  # which has momentum too
         net[0].bias.requires_grad_(False)
         steps = SGD(net.parameters(), 0.05, momentum=0.9, weight_decay=0.1)
         ranks = range(2) if comm is None else [comm.rank]
@@ -118,7 +169,7 @@ def test_a_closure_an_unused_and_a_thawed_parameter() -> None:
 
             def closure(step: int = step) -> Tensor:
                 steps.zero_grad()
-                value = torch.stack([loss(net[:3], rank, step) for rank in ranks]).mean()
+                value = torch.stack([loss(net[:3], rank, step) for rank in ranks]).mean() + net.empty.sum()
                 value.backward()
                 return value
 
@@ -127,13 +178,41 @@ def test_a_closure_an_unused_and_a_thawed_parameter() -> None:
                 algorithm.after_step(steps)
         if algorithm is not None:
             algorithm.detach()
-        assert len(steps.state) == 4
+        assert len(steps.state) == 5
         return vector(net)
 
     expected = trained(None, None)
     for found in run_ranks(2, lambda comm: trained(ParameterServer(), comm)):
         torch.testing.assert_close(found, expected)
         assert torch.equal(found[:2], torch.ones(2))  # the extra one comes first
+
+
+def test_a_frozen_parameter_keeps_its_momentum_until_it_is_thawed() -> None:
+    """As in one process, and in checkpoints meanwhile."""
+
+    def trained(algorithm: ParameterServer | None, comm: Any) -> tuple[Tensor, int]:
+        net = network()
+        steps = SGD(net.parameters(), 0.05, momentum=0.9)
+        if algorithm is not None:
+            algorithm.attach(net, [steps], comm)
+        for step in range(9):
+            net[0].weight.requires_grad_(not 3 <= step < 6)
+            if algorithm is not None:
+                one_step(net, steps, algorithm, comm.rank, step)
+            else:
+                steps.zero_grad()
+                torch.stack([loss(net, rank, step) for rank in range(2)]).mean().backward()
+                steps.step()
+            if step == 4:
+                saved = algorithm.optimizer_state_dict(steps, is_rank_zero=True) if algorithm else steps.state_dict()
+        if algorithm is not None:
+            algorithm.detach()
+        return vector(net), len(saved["state"])
+
+    expected, num_states = trained(None, None)
+    for found, number in run_ranks(2, lambda comm: trained(ParameterServer(), comm)):
+        torch.testing.assert_close(found, expected)
+        assert number == num_states
 
 
 @pytest.mark.parametrize("mode", ["async", "stale"])
@@ -215,6 +294,20 @@ def test_changes_by_other_code_are_an_error() -> None:
         run_ranks(2, rank)
 
 
+def test_a_state_of_which_servers_would_not_learn_is_an_error() -> None:
+    def rank(comm: Any) -> None:
+        net, algorithm = network(), ParameterServer()
+        steps = OPTIMIZERS["adamw"](net)
+        algorithm.attach(net, [steps], comm)
+        one_step(net, steps, algorithm, comm.rank, 0)
+        saved = comm.broadcast_object(algorithm.optimizer_state_dict(steps, is_rank_zero=comm.rank == 0))
+        steps.load_state_dict(saved)
+        one_step(net, steps, algorithm, comm.rank, 1)
+
+    with pytest.raises(RingError, match="state was replaced"):
+        run_ranks(2, rank)
+
+
 def test_an_error_of_the_servers_optimizer_is_told_to_every_rank() -> None:
     class Failing(SGD):
         def step(self, closure: Any = None) -> Any:
@@ -237,6 +330,9 @@ def test_an_error_of_the_servers_optimizer_is_told_to_every_rank() -> None:
     ("make", "words"),
     [
         (lambda: ParameterServer(0), "servers=0"),
+        (lambda: ParameterServer(1, dedicated=1), "dedicated=1, expected True or False"),  # type: ignore[arg-type]
+        (lambda: ParameterServer(dedicated=True), "dedicated=True without servers"),
+        (lambda: attached(ParameterServer(2, dedicated=True)), "servers=2 with dedicated=True, and the job has 2"),
         (lambda: ParameterServer(mode="sync"), "mode='sync', expected one of 'bulk', 'stale', 'async'"),  # type: ignore[arg-type]
         (lambda: ParameterServer(staleness=2), "staleness=2 with mode='bulk'"),
         (lambda: ParameterServer(mode="async", staleness=2), "staleness=2 with mode='async'"),
@@ -282,9 +378,19 @@ def test_on_real_ranks(battery: Any, world_size: int, check: str) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("mode", "victim"), [("bulk", 0), ("async", 1)])
-def test_a_killed_rank_ends_the_job(mode: str, victim: int, tmp_path: Path) -> None:
-    """The only server, and a worker that nobody waits for."""
+@pytest.mark.parametrize("check", check_names(DEDICATED))
+@pytest.mark.parametrize("world_size", [3, 4])
+def test_dedicated_servers_on_real_ranks(battery: Any, world_size: int, check: str) -> None:
+    battery(DEDICATED, world_size, check)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("arguments", "victim", "step"),
+    [("1, 'bulk'", 0, 3), ("1, 'async'", 1, 3), ("1, 'bulk', dedicated=True", 2, 0), ("1, dedicated=True", 1, 3)],
+)
+def test_a_killed_rank_ends_the_job(arguments: str, victim: int, step: int, tmp_path: Path) -> None:
+    """The only server, a worker that nobody waits for, a server that takes no step, and its worker."""
     script = tmp_path / "script.py"
     script.write_text(
         "import os, signal, time, torch\n"
@@ -292,10 +398,13 @@ def test_a_killed_rank_ends_the_job(mode: str, victim: int, tmp_path: Path) -> N
         "from lightning_ring.algorithms.server import ParameterServer\n"
         "net = torch.nn.Linear(2, 1)\n"
         "optimizer = torch.optim.SGD(net.parameters(), 0.1)\n"
-        f"with distribute(net, optimizer, algorithm=ParameterServer(1, {mode!r})) as training:\n"
+        f"with distribute(net, optimizer, algorithm=ParameterServer({arguments})) as training:\n"
         "    for step in range(1000):\n"
-        f"        if step == 3 and training.rank == {victim}:\n"
+        f"        if step == {step} and training.rank == {victim}:\n"
+        "            time.sleep(0.3)\n"
         "            os.kill(os.getpid(), signal.SIGKILL)\n"
+        "        if training.rank >= training.num_workers:\n"
+        "            break\n"
         "        net(torch.ones(1, 2)).sum().backward()\n"
         "        optimizer.step()\n"
         "        optimizer.zero_grad()\n"

@@ -219,6 +219,20 @@ def check_what_cannot_work_is_refused() -> None:
         trainer(bulk, gradient_clip_val=0.5).fit(Classifier(), loader())
     with pytest.raises(ConfigurationError, match="loss scaler"):
         trainer(RingStrategy(algorithm=ParameterServer()), plugins=[scaler_plugin()]).fit(Classifier(), loader())
+
+    class Clipping(Timed):
+        def configure_gradient_clipping(self, optimizer: Any, **_: Any) -> None:
+            self.clip_gradients(optimizer, 0.5, "value")
+
+    clipping = trainer(RingStrategy(algorithm=ParameterServer()))
+    with pytest.raises(ConfigurationError, match=r"clipped at 0\.5, but ParameterServer"):
+        clipping.fit(Clipping(), loader())
+    assert "clip_gradients" not in vars(clipping.precision_plugin)
+    loop = FabricLoop(ParameterServer(), seed=3)
+    loop.fabric.backward(loss_of(loop.model(batches(1)[0])))
+    with pytest.raises(ConfigurationError, match="clipped by value, but ParameterServer"):
+        loop.fabric.clip_gradients(loop.model, loop.optimizer, clip_val=0.5)
+    loop.fabric.strategy.teardown()
     net = network()
     with distribute(net, algorithm=ParameterServer()):
         loss_of(net(batches(1)[0])).backward()

@@ -62,7 +62,7 @@ def _cut(params: Sequence[Tensor], num_servers: int) -> list[list[Range]]:
                 min(max(-(-(total * bound // num_servers - first) // size), 0), param.numel())
                 for bound in (server, server + 1)
             )
-            if start < stop:
+            if start < stop or (server == 0 and not param.numel()):  # an empty one has state too
                 found[server].append((index, start, stop))
         first += param.nbytes
     return found

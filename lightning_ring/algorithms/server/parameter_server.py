@@ -41,12 +41,16 @@ class ParameterServer(Algorithm):
 
         g + λ · g ⊙ g ⊙ (w - w_r)      where w_r are the weights that the rank had pulled
 
-    A server is a thread of its rank, which also trains. Its optimizer is a twin of the user's, of which it holds a part
-    of the state; learning rates are those of the rank that pushes. Parameters are cut into equally long parts; under an
-    optimizer that looks at whole tensors (LARS, Muon, ...), whole parameters are spread.
+    A server is a thread of its rank, which also trains, unless it is ``dedicated``. Its optimizer is a twin of the
+    user's, of which it holds a part of the state; learning rates are those of the rank that pushes. Parameters are cut
+    into equally long parts; under an optimizer that looks at whole tensors (LARS, Muon, ...), whole parameters are
+    spread.
 
     Args:
         servers: How many ranks are servers; `None`: all, which then send and receive as many bytes each as in a ring.
+        dedicated: The last ``servers`` ranks only serve: they take no batch, and means are over the others, the
+            workers. For `distribute` and Fabric. The script runs on all ranks: servers have empty loaders, and wait for
+            the workers in the `show_averages` behind the batches.
         mode: As above.
         staleness: Of ``mode="stale"``; 2 if `None`.
         delay_compensation: λ, for ``"async"`` and ``"stale"``; the paper takes 0.04 with learning rates from 0.5 down.
@@ -69,15 +73,17 @@ class ParameterServer(Algorithm):
         servers: int | None = None,
         mode: Mode = "bulk",
         *,
+        dedicated: bool = False,
         staleness: int | None = None,
         delay_compensation: float | None = None,
     ) -> None:
-        _check_arguments(servers, mode, staleness, delay_compensation)
+        _check_arguments(servers, mode, dedicated, staleness, delay_compensation)
         self.servers = servers
+        self.dedicated = dedicated
         self.mode = mode
         self.staleness = _DEFAULT_STALENESS if mode == "stale" and staleness is None else staleness
         self.delay_compensation = delay_compensation
-        self.steps_together = mode == "bulk"
+        self.steps_together = mode == "bulk" and not dedicated
         self.num_steps = 0
         self._serving: Serving | None = None
         self._optimizer: StandIn | None = None
@@ -96,6 +102,7 @@ class ParameterServer(Algorithm):
         warn: Callable[[str], None] = log.warning,
         inform: Callable[[str], None] = log.info,
     ) -> None:
+        self.num_workers(comm.world_size)
         if self.servers is not None and self.servers > comm.world_size:
             raise ConfigurationError(
                 f"ParameterServer got servers={self.servers}, and the job has {comm.world_size} rank(s), of which some "
@@ -111,6 +118,18 @@ class ParameterServer(Algorithm):
             return
         self._end_serving()
         self._optimizer = StandIn(chosen) if chosen is not None else None
+        self._serve_at_once()
+
+    def num_workers(self, world_size: int) -> int:
+        if not self.dedicated:
+            return world_size
+        assert self.servers is not None
+        if self.servers >= world_size:
+            raise ConfigurationError(
+                f"ParameterServer got servers={self.servers} with dedicated=True, and the job has {world_size} "
+                "rank(s), of which one at least has to train. Use fewer servers, or more ranks."
+            )
+        return world_size - self.servers
 
     def detach(self, *, wait: bool = True) -> None:
         self._end_serving(wait=wait)
@@ -124,20 +143,34 @@ class ParameterServer(Algorithm):
         """Collective: as late as the first batch, when the state of a checkpoint is in the optimizer.
 
         Where ranks go at their own pace, before an evaluation or the end on those that have no batch by then.
+        With dedicated servers earlier (`_serve_at_once`).
         """
         params = trained_parameters(stand_in.optimizer)
         if self._serving is None or [*map(id, params)] != [*map(id, self._serving.params)]:
+            if self.dedicated and self._serving is not None and self.num_steps != self._shown_at:
+                raise ConfigurationError(
+                    "parameters were frozen or added within an epoch, where dedicated servers do not learn of it. Do "
+                    "so on all ranks behind show_averages(), or leave dedicated out."
+                )
             self._end_serving()
             self._serving = self._begin_serving(stand_in, params)
         return self._serving
 
+    def _serve_at_once(self) -> None:
+        """Collective. Workers may call any collective between their first batch and an evaluation, and so may servers
+        that come to no batch."""
+        if self.dedicated and self._optimizer is not None:
+            self._serve(self._optimizer)
+
     def _begin_serving(self, stand_in: StandIn, params: Sequence[Parameter]) -> Serving:
         comm = unrecorded(self._communicator)
-        number = self.servers or comm.world_size
+        number, num_workers = self.servers or comm.world_size, self.num_workers(comm.world_size)
+        spread = [index * comm.world_size // number for index in range(number)]
         serving = Serving(
             stand_in.optimizer,
             params,
-            [index * comm.world_size // number for index in range(number)],
+            [*range(num_workers, comm.world_size)] if self.dedicated else spread,
+            num_workers,
             comm,
             bulk=self.mode == "bulk",
             staleness=self.staleness,
@@ -161,6 +194,12 @@ class ParameterServer(Algorithm):
 
     def before_step(self, optimizer: Optimizer, *, has_closure: bool) -> None:
         if self._optimizer is not None and optimizer is self._optimizer.optimizer:
+            if not self._trains:
+                raise ConfigurationError(
+                    f"rank {self._communicator.rank} is a server of ParameterServer(dedicated=True), which only "
+                    "serves, and was about to take a step. Give its script no batches: training.sampler() and "
+                    "fabric.setup_dataloaders() do so, and training.num_workers is how many ranks train."
+                )
             return
         own = {id(param) for param in self._module.parameters()}
         if not optimizer.param_groups or not any(id(p) in own for g in optimizer.param_groups for p in g["params"]):
@@ -185,7 +224,10 @@ class ParameterServer(Algorithm):
         serving = self._serving if self.steps_together else self._serve(self._optimizer)
         if serving is None:
             return
-        serving.rest()
+        if self._trains:
+            serving.rest()
+        else:  # not in the meeting, which has a timeout
+            serving.wait_for_workers()
         stepped = meet_for_pause(self._communicator, after_steps=self._shown_at != self.num_steps)
         serving.end_rest(with_weights=stepped)
         if stepped:
@@ -206,6 +248,10 @@ class ParameterServer(Algorithm):
         )
 
     @property
+    def _trains(self) -> bool:
+        return self._communicator.rank < self.num_workers(self._communicator.world_size)
+
+    @property
     def _communicator(self) -> Communicator:
         assert self._comm is not None, "attach() comes first"
         return self._comm
@@ -223,6 +269,7 @@ class ParameterServer(Algorithm):
         self._end_serving(keep_state=False)
         if state:
             optimizer.load_state_dict(state)
+        self._serve_at_once()
 
     def state_dict(self) -> dict[str, Any]:
         return {"num_steps": self.num_steps}
@@ -230,6 +277,7 @@ class ParameterServer(Algorithm):
     def load_state_dict(self, state: dict[str, Any]) -> str:
         self._end_serving()  # parameters were loaded too
         self.num_steps = self._shown_at = state.get("num_steps", 0)
+        self._serve_at_once()
         return ""
 
     # -- requests to stop, progress
@@ -240,7 +288,7 @@ class ParameterServer(Algorithm):
     def agreed_to_stop(self) -> bool:
         if not self._told_to_stop or self._serving is None:
             return False
-        if self.mode != "bulk":
+        if not self.steps_together:
             self._serving.rest()
             if not meet_to_stop(self._communicator):
                 return False
@@ -255,25 +303,32 @@ class ParameterServer(Algorithm):
         delays, self._delays = self._delays, []
         return {"delay": sum(delays) / len(delays)} if delays and self.mode != "bulk" else {}
 
-    def exchange(self) -> Exchange:
-        return parameter_server(self.servers, self.mode)
+    def exchange(self) -> Exchange | None:
+        return None if self.dedicated else parameter_server(self.servers, self.mode)
 
     def description(self) -> str:
         how = {
-            "bulk": "step once all ranks have sent theirs",
+            "bulk": f"step once all {'workers' if self.dedicated else 'ranks'} have sent theirs",
             "stale": f"step with each as it comes; no rank is more than {self.staleness} step(s) ahead",
             "async": "step with each as it comes",
         }[self.mode]
         number = self.servers or self._communicator.world_size
         return (
-            f" to {number} server(s), which {how}. Evaluations, checkpoints and the end of the training see the "
-            "servers' weights"
+            f" to {number} {'dedicated ' * self.dedicated}server(s), which {how}. Evaluations, checkpoints and the end "
+            "of the training see the servers' weights"
         )
 
 
-def _check_arguments(servers: Any, mode: Any, staleness: Any, compensation: Any) -> None:
+def _check_arguments(servers: Any, mode: Any, dedicated: Any, staleness: Any, compensation: Any) -> None:
     if servers is not None and (type(servers) is not int or servers < 1):
         raise ConfigurationError(f"ParameterServer got servers={servers!r}, expected 1 or more, or None for all ranks.")
+    if not isinstance(dedicated, bool):
+        raise ConfigurationError(f"ParameterServer got dedicated={dedicated!r}, expected True or False.")
+    if dedicated and servers is None:
+        raise ConfigurationError(
+            "ParameterServer got dedicated=True without servers, and not all ranks can be servers that do not train. "
+            "Give their number: servers=1."
+        )
     if mode not in get_args(Mode):
         expected = ", ".join(map(repr, get_args(Mode)))
         raise ConfigurationError(f"ParameterServer got mode={mode!r}, expected one of {expected}.")

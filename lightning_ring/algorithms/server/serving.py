@@ -32,15 +32,15 @@ class Pulled(NamedTuple):
 class Serving:
     """The worker of this rank, and its server, if it is one of the ranks ``servers``. Building one is collective.
 
-    ``how`` are arguments of `Shard`. The servers begin with the parameters and the optimizer's state of their ranks,
-    which are the same on all.
+    The first ``num_workers`` ranks are workers: all, or those before the servers. ``how`` are arguments of `Shard`. The
+    servers begin with the parameters and the optimizer's state of their ranks, which are the same on all.
 
     Raises:
         ModelMismatchError: Ranks train different parameters.
     """
 
-    def __init__(self, optimizer: Optimizer, params: Sequence[Parameter], servers: Sequence[int], comm: Communicator,
-                 **how: Any) -> None:  # fmt: skip
+    def __init__(self, optimizer: Optimizer, params: Sequence[Parameter], servers: Sequence[int], num_workers: int,
+                 comm: Communicator, **how: Any) -> None:  # fmt: skip
         _check_equal(params, comm)
         self.params = list(params)
         self._optimizer = optimizer
@@ -50,9 +50,9 @@ class Serving:
         self._shard: Shard | None = None
         if comm.rank in self._layouts:
             twin = Twin(optimizer, params, self._layouts[comm.rank])
-            self._shard = Shard(twin, comm.world_size, check=self._check, **how)
+            self._shard = Shard(twin, num_workers, check=self._check, **how)
         self._questions = {server: torch.empty(0, dtype=torch.uint8) for server in servers}
-        self._answers = {worker: torch.empty(0, dtype=torch.uint8) for worker in range(comm.world_size)}
+        self._answers = {worker: torch.empty(0, dtype=torch.uint8) for worker in range(num_workers)}
         self._requests = comm.open_requests(self._answer)
         self._requests.start()
 
@@ -73,6 +73,11 @@ class Serving:
         """Tell the servers that this worker pushes nothing for a while."""
         self._requests.ask(dict.fromkeys(self._layouts, (torch.empty(0, dtype=torch.uint8),)), "pause").wait()
 
+    def wait_for_workers(self) -> None:
+        """On a server that does not train: return when all workers rest. However long their epoch lasts."""
+        assert self._shard is not None
+        self._shard.wait_for_workers()
+
     def end_rest(self, *, with_weights: bool) -> None:
         """Go on, from the servers' weights, which replace every rank's parameters. Collective, while all workers rest.
 
@@ -81,15 +86,17 @@ class Serving:
         weights: dict[int, Tensor] = {}
         if self._shard is not None:
             self._shard.meet()
-        if not with_weights:
+        if not with_weights or not all(layout.nbytes for layout in self._layouts.values()):
             self._comm.barrier()  # no worker goes on before all servers know of it
+        if not with_weights:
             return
         for server, layout in self._layouts.items():
             weights[server] = torch.empty(layout.nbytes, dtype=torch.uint8)
+            if not layout.nbytes:  # fewer parameters than servers
+                continue
             if self._shard is not None and server == self._comm.rank:
                 torch._foreach_copy_(layout.views(weights[server], self.params), self._shard.weights())
-            if layout.nbytes:
-                self._comm.broadcast_(weights[server], src=server, name=f"weights of server {server}").wait()
+            self._comm.broadcast_(weights[server], src=server, name=f"weights of server {server}").wait()
         self._use(weights)
 
     def allow_to_go_on(self) -> None:

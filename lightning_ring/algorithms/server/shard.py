@@ -99,6 +99,11 @@ class Shard:
             self._idle.add(worker)
             self._changed.notify_all()
 
+    def wait_for_workers(self) -> None:
+        """Return when all workers rest."""
+        with self._changed:
+            self._wait_until(lambda: len(self._idle) == self._num_workers)
+
     def meet(self) -> None:
         """All workers rest, and go on from the weights as they are now."""
         with self._changed:

@@ -18,6 +18,10 @@ _STATE = (
     "checkpoint (trainer.save_checkpoint, fabric.save), or call training.optimizer_state_dict(optimizer) on all ranks: "
     "rank 0 gets it."
 )
+_HOW_TO_LOAD = (
+    "Load a checkpoint before the first batch by trainer.fit(ckpt_path=...), fabric.load, or, behind the parameters, "
+    "training.load_optimizer_state_dict."
+)
 
 
 class StandIn:
@@ -30,6 +34,7 @@ class StandIn:
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
         self._params: Sequence[Parameter] = ()
+        self._frozen: dict[Parameter, dict[str, Any]] = {}  # state of parameters that no server holds
         self._versions: list[int] = []
         self._hidden: dict[Parameter, Tensor] = {}  # gradients, in a step
         self._hooks: list[Any] = []
@@ -37,6 +42,9 @@ class StandIn:
     def begin(self, params: Sequence[Parameter]) -> None:
         """``params`` are those that the servers hold from now on."""
         self._params = params
+        held = set(map(id, params))
+        state = self.optimizer.state
+        self._frozen = {param: state[param] for param in state if id(param) not in held}  # type: ignore[misc]
         self.note_parameters()
         self._hooks = [
             self.optimizer.register_step_pre_hook(self._before_step),
@@ -50,13 +58,13 @@ class StandIn:
             hook.remove()
         self._show()
         self.optimizer.state = defaultdict(dict)
-        if state:
+        if state or self._frozen:
             self.optimizer.load_state_dict(self.state_dict(state))  # which puts tensors where their parameters are
 
     def state_dict(self, state: dict[Parameter, dict[str, Any]]) -> dict[str, Any]:
         """The ordinary state dict with the ``state`` of the servers."""
         held = self.optimizer.state
-        self.optimizer.state = defaultdict(dict, state)  # type: ignore[arg-type]
+        self.optimizer.state = defaultdict(dict, self._frozen | state)  # type: ignore[arg-type]
         try:
             return self.optimizer.state_dict()
         finally:
@@ -69,6 +77,11 @@ class StandIn:
     # -- in a step
 
     def _before_step(self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not isinstance(self.optimizer.state, ShardedState) and self.optimizer.state:
+            raise RingError(
+                "the optimizer's state was replaced, by load_state_dict or other code of the script, while it is with "
+                f"the parameter servers, which would not learn of it. {_HOW_TO_LOAD}"
+            )
         self._show()  # after a step that raised
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
@@ -89,9 +102,8 @@ class StandIn:
         if [param._version for param in self._params] != self._versions:
             raise RingError(
                 "parameters were changed since the last step, by load_state_dict or other code of the script: the "
-                "parameter servers hold the weights, and would not learn of it. Load a checkpoint before the first "
-                "batch (trainer.fit(ckpt_path=...), fabric.load), and change parameters by the optimizer alone; or use "
-                "algorithm='ring'."
+                f"parameter servers hold the weights, and would not learn of it. {_HOW_TO_LOAD} Change parameters by "
+                "the optimizer alone; or use algorithm='ring'."
             )
         params = [param for group in self.optimizer.param_groups for param in group["params"]]
         self._hidden = {param: param.grad for param in params if param.grad is not None}

@@ -20,6 +20,7 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import DistributedSampler
 
 from lightning_ring.algorithms.algorithm import Algorithm
 from lightning_ring.algorithms.sharded import Sharded
@@ -37,7 +38,7 @@ from lightning_ring.integrations.ranks.loss_scaling import refuse_scaler
 from lightning_ring.integrations.ranks.messages import ignore_deprecations_between_libraries
 from lightning_ring.integrations.ranks.reduce import reduce_, reduce_op_of
 from lightning_ring.job.job import Job
-from lightning_ring.loops.ranks import connect_ranks
+from lightning_ring.loops.ranks import connect_ranks, leave_out
 from lightning_ring.loops.replicas import Replicas
 from lightning_ring.loops.timeline import LoopTimeline
 from lightning_ring.options import Backend, BucketCap, RingOptions, StartMethod, Topology
@@ -136,7 +137,12 @@ class RingFabricStrategy(DDPStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.world_size, "rank": self.global_rank}
+        return {"num_replicas": self.num_workers, "rank": min(self.global_rank, self.num_workers - 1)}
+
+    @property
+    def num_workers(self) -> int:
+        """How many ranks train, the first ones: all, except with ``ParameterServer(dedicated=True)``."""
+        return self.options.new_algorithm().num_workers(self.world_size) if self.communicator else self.world_size
 
     @property
     def communicator(self) -> Communicator | None:
@@ -184,6 +190,11 @@ class RingFabricStrategy(DDPStrategy):
 
     def _progress(self) -> str:
         return ", ".join(filter(None, (replicas.algorithm.progress() for replicas in self._all_replicas())))
+
+    @property
+    def steps_together(self) -> bool:
+        """Whether ranks may wait for each other between two steps. Else each may take another number of them."""
+        return all(replicas.algorithm.steps_together for replicas in self._all_replicas())
 
     def _all_replicas(self) -> list[Replicas]:
         return [_replicas(module) for module in self._modules.values()]
@@ -258,7 +269,10 @@ class RingFabricStrategy(DDPStrategy):
         return found[0].algorithm if found else Algorithm()
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        warn_of_padding(dataloader, self.world_size)
+        number, sampler = self.num_workers, getattr(dataloader, "sampler", None)
+        warn_of_padding(dataloader, number)
+        if self.global_rank >= number and isinstance(sampler, DistributedSampler) and sampler.num_replicas == number:
+            leave_out(sampler)  # one of the user's, over all ranks, stays: it may be for an evaluation
         return super().process_dataloader(dataloader)
 
     # -- gradients
@@ -289,6 +303,8 @@ class RingFabricStrategy(DDPStrategy):
     def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float | int) -> None:
         for replicas in self._stepped_by(optimizer):
             replicas.algorithm.finish_backward()
+            if why := replicas.algorithm.refusal_of_clipping():
+                raise ConfigurationError(f"gradients were about to be clipped by value, but {why}")
         super().clip_gradients_value(module, optimizer, clip_val)
 
     def _see_all_shards(self) -> None:

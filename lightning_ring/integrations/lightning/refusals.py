@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import lightning.pytorch as pl
+from lightning.pytorch.plugins import Precision
 
 from lightning_ring.algorithms.algorithm import Algorithm
 from lightning_ring.errors import ConfigurationError
@@ -13,8 +16,15 @@ def check_algorithm(algorithm: Algorithm, trainer: pl.Trainer, timeline_switch: 
     """``timeline_switch``: the signal or the file that switches the timeline, if any.
 
     Raises:
-        ConfigurationError: ``algorithm`` cannot train with this loss scaler, this clipping or this timeline.
+        ConfigurationError: ``algorithm`` cannot train with this loss scaler, this clipping or this timeline, or by
+            a Trainer.
     """
+    if algorithm.num_workers(trainer.world_size) < trainer.world_size:
+        raise ConfigurationError(
+            f"{type(algorithm).__name__} got dedicated=True under a Trainer, whose epochs, callbacks and checkpoints "
+            "need training batches, and what training_step logs, on every rank. Use lightning_ring.distribute or "
+            "Fabric, where ranks may have none, or leave dedicated out: every server then also trains."
+        )
     if algorithm.steps_alone:
         refuse_scaler(trainer.precision_plugin, type(algorithm).__name__)
     if trainer.gradient_clip_val and (why := algorithm.refusal_of_clipping()):
@@ -24,3 +34,21 @@ def check_algorithm(algorithm: Algorithm, trainer: pl.Trainer, timeline_switch: 
             f"the timeline is to be switched by {timeline_switch}, at a step that all ranks take together, and under "
             f"{type(algorithm).__name__} each rank has steps of its own. Give timeline a path."
         )
+
+
+def refuse_clipping(plugin: Precision, algorithm: Algorithm) -> None:
+    """Until `allow_clipping`: `self.clip_gradients` of a module raises, if ``algorithm`` cannot have that."""
+    clip, why = plugin.clip_gradients, algorithm.refusal_of_clipping()
+    if not why:
+        return
+
+    def refuse(optimizer: Any, clip_val: float = 0.0, *args: Any, **kwargs: Any) -> None:
+        if clip_val > 0:
+            raise ConfigurationError(f"gradients were about to be clipped at {clip_val}, but {why}")
+        clip(optimizer, clip_val, *args, **kwargs)
+
+    plugin.clip_gradients = refuse  # type: ignore[method-assign]
+
+
+def allow_clipping(plugin: Precision) -> None:
+    vars(plugin).pop("clip_gradients", None)

@@ -43,7 +43,7 @@ from lightning_ring.integrations.lightning.combined_loader import TrainingLoader
 from lightning_ring.integrations.lightning.join import ActiveRanks
 from lightning_ring.integrations.lightning.manual_optimization import add_no_sync, calls_manual_backward, remove_no_sync
 from lightning_ring.integrations.lightning.rank_strategy import RankedStrategy
-from lightning_ring.integrations.lightning.refusals import check_algorithm
+from lightning_ring.integrations.lightning.refusals import allow_clipping, check_algorithm, refuse_clipping
 from lightning_ring.integrations.lightning.sharded_hooks import ShardedHooks
 from lightning_ring.integrations.lightning.slurm_requeue import in_slurm_job
 from lightning_ring.integrations.lightning.stop_requests import (
@@ -258,6 +258,7 @@ class RingStrategy(RankedStrategy):
         self._calls_manual_backward = calls_manual_backward(trainer.lightning_module)
         self._recorded = RecordedCommunicator(comm, self.listeners)
         check_algorithm(self.algorithm, trainer, self.timeline.settings.switch)
+        refuse_clipping(self.precision_plugin, self.algorithm)
         if self.algorithm.steps_alone:
             self._averages.follow(trainer)
         self._step_hooks = StepHooks(self.algorithm)
@@ -286,6 +287,7 @@ class RingStrategy(RankedStrategy):
             self._step_hooks.remove()
             self._step_hooks = None
         self.timeline.abandon()
+        allow_clipping(self.precision_plugin)
         if self.model is not None:
             remove_no_sync(self.model)
         if self._trainer is not None:
