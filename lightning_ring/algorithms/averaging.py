@@ -71,8 +71,8 @@ class Averaging(Algorithm):
         # a new one, without the residual of an earlier training
         chosen = self._compression
         self._compressor = COMPRESSORS[chosen].build() if isinstance(chosen, str) else copy.deepcopy(chosen)
-        if self._compressor is not None:
-            self._compressor.check_optimizers(optimizers)
+        self._warn, self._told = warn, ""
+        self._check_optimizers(optimizers)
         default = default_cap_mb(next((p.device.type for p in module.parameters()), "cpu"), comm.world_size)
         cap, auto = self._bucket_cap_mb or default, None
         if cap == "auto":
@@ -96,9 +96,14 @@ class Averaging(Algorithm):
         return sorted(module.named_parameters(), key=lambda named: position.get(named[0], 1))
 
     def set_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        if self._compressor is not None:
-            self._compressor.check_optimizers(optimizers)
+        self._check_optimizers(optimizers)
         self._optimizers = optimizers
+
+    def _check_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        told = self._compressor.check_optimizers(optimizers) if self._compressor is not None else None
+        if told and told != self._told:
+            self._told = told
+            self._warn(told)
 
     def detach(self, *, wait: bool = True) -> None:
         if self.reducer is not None:

@@ -10,6 +10,7 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
 from mpi4py import MPI
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
@@ -112,6 +113,26 @@ def check_evaluations_and_checkpoints_see_averages_and_resume_within_a_round(tmp
         assert len(resumed.trained) == 4
         assert torch.equal(torch.stack(resumed.trained), torch.stack(whole.trained[4:])), number
         assert torch.equal(parameters(resumed), parameters(whole))
+
+
+def check_averages_over_steps_and_over_epochs_are_those_of_the_ranks_average(tmp_path: Path) -> None:
+    folder = Path(MPI.COMM_WORLD.bcast(str(tmp_path)))
+    module = NotedToTheEnd()
+    callbacks = [NoteOwn(), EMAWeightAveraging(decay=0.5, use_buffers=False)]
+    fit_and_save(RingStrategy(algorithm=LocalSGD(every=3)), module, folder / "steps", callbacks=callbacks)
+    means = [torch.stack(every).mean(0) for every in zip(*MPI.COMM_WORLD.allgather(module.trained), strict=True)]
+    expected = means[0]
+    for mean in means[1:]:
+        expected = (expected + mean) / 2
+    torch.testing.assert_close(parameters(module), expected, rtol=1e-5, atol=1e-6)
+    assert_all_ranks_equal(parameters(module))
+
+    module = NotedToTheEnd()
+    over_epochs = StochasticWeightAveraging(0.01, swa_epoch_start=1)
+    algorithm = LocalSGD(every=3)
+    fit_and_save(RingStrategy(algorithm=algorithm), module, folder / "epochs", callbacks=[over_epochs], max_epochs=3)
+    assert torch.equal(parameters(module), parameters(over_epochs._average_model))
+    assert_all_ranks_equal(parameters(module))
 
 
 def check_fabric_saves_averages_and_resumes_within_a_round(tmp_path: Path) -> None:

@@ -187,6 +187,42 @@ def test_momentum_twice_is_refused(optimizer: Callable[..., Any]) -> None:
     run_ranks(1, rank)
 
 
+@pytest.mark.parametrize("momentum", [0.9, 0])
+def test_weight_decay_behind_the_momentum_is_said_once(momentum: float) -> None:
+    net = torch.nn.Linear(3, 3)
+
+    def rank(comm: Any) -> None:
+        said: list[str] = []
+        algorithm = Averaging(compression=DGC(momentum=momentum))
+        algorithm.attach(net, [SGD(net.parameters(), 0.1, weight_decay=1e-4)], comm, said.append)
+        algorithm.set_optimizers([SGD(net.parameters(), 0.1, weight_decay=1e-4)])
+        algorithm.set_optimizers([SGD(net.parameters(), 0.1)])
+        assert len(said) == (momentum > 0)
+        assert all("acts 0.1 times as strongly" in text and "weight_decay=0.001 acts alike" in text for text in said)
+
+    run_ranks(1, rank)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [Int8, OneBit, lambda numel: TernGrad(min_numel=numel), lambda numel: TopK(0.1, numel)],
+    ids=["int8", "onebit", "terngrad", "topk"],
+)
+@pytest.mark.parametrize("numel", [1, 2, 5])
+def test_fewer_gradients_than_ranks_of_a_node_travel(make: Callable[[int], Compressor], numel: int) -> None:
+    """As a user may allow by ``min_numel``: some parts are empty."""
+
+    def rank(comm: Any) -> Tensor:
+        flat, compressor = torch.ones(numel), make(0)
+        compressor.prepare(flat, OneTensor(flat, (numel,)))
+        lost = torch.zeros(numel)
+        compressor.all_reduce(flat, comm, lost=lost, name="bucket").wait()
+        return flat + lost
+
+    for found in run_nested([[0, 1, 2], [3, 4, 5]], rank):
+        assert found.isfinite().all()
+
+
 @pytest.mark.parametrize("kind", ["normal", "heavy tail", "all equal", "periodic", "nan", "inf"])
 def test_guessed_thresholds_find_exactly_the_largest(kind: str) -> None:
     numel, count = 1_000_003, 1000

@@ -18,7 +18,6 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_ring.algorithms.exchanges import Exchange, asynchronous_gossip, num_gossip_parts
-from lightning_ring.algorithms.local.averages import average_
 from lightning_ring.algorithms.local.gossip import Gossip
 from lightning_ring.algorithms.meeting import meet_for_pause, meet_to_stop
 from lightning_ring.algorithms.server.layout import Layout, Piece, layouts, write_
@@ -145,6 +144,7 @@ class AsynchronousGossip(Gossip):
         if not self._steps_the_module(optimizer):
             return
         self.num_steps += 1
+        self._note_stepped()
         if self._requests is None:
             return
         if self.overlap is not None and self._steps_meanwhile >= self.overlap:
@@ -163,8 +163,7 @@ class AsynchronousGossip(Gossip):
             return
         self._hide_averages()  # where this rank alone has taken no step
         self._add_step()  # of length 0: the parameters become x
-        self._own = {param: param.detach().clone() for param in self._params}
-        average_(self._params, unrecorded(self._communicator), "parameters")
+        self._show(self._params, "parameters")
         self._note_consensus_distance()
 
     def _begin_exchange(self) -> None:

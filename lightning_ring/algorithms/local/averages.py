@@ -14,6 +14,7 @@ from lightning_ring.comm.communicator import ChainedWork, Communicator, ReduceOp
 from lightning_ring.gradients.compression import Compressor
 
 _MESSAGE_BYTES = 25 * 2**20
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size
 
 
 def average_(tensors: Iterable[Tensor], comm: Communicator, name: str) -> None:
@@ -42,15 +43,21 @@ def start_averages(
     return works
 
 
+def optimizer_states(optimizers: Iterable[Optimizer]) -> list[tuple[Tensor, list[Tensor]]]:
+    """Each parameter, and its state of one value for each element: none before its first gradient."""
+    params = [(optimizer, param) for optimizer in optimizers for g in optimizer.param_groups for param in g["params"]]
+    states = [(param, optimizer.state.get(param, {})) for optimizer, param in params]
+    return [(param, [state[key] for key in sorted(state) if _is_like(state[key], param)]) for param, state in states]
+
+
 def optimizer_tensors(optimizers: Iterable[Optimizer]) -> list[Tensor]:
-    """State of one value for each element, in the order of the parameters."""
-    tensors: list[Tensor] = []
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                state = optimizer.state.get(param, {})
-                tensors += [state[key] for key in sorted(state) if _is_like(state[key], param)]
-    return tensors
+    """`optimizer_states` of all parameters."""
+    return [tensor for _, state in optimizer_states(optimizers) for tensor in state]
+
+
+def as_integers(tensor: Tensor) -> Tensor:
+    """The bits of ``tensor``, by which values that are not a number compare too."""
+    return tensor.view(_INTEGERS[tensor.element_size()]) if tensor.element_size() in _INTEGERS else tensor
 
 
 def _is_like(value: Any, param: Tensor) -> bool:

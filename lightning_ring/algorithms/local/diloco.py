@@ -166,7 +166,10 @@ class DiLoCo(LocalSGD):
 
     @torch.no_grad()
     def _send(self, index: int) -> None:
-        params = self._parts[index]
+        trained = set(self._parameters())  # not one that was frozen for the whole round: its momentum would move it
+        params = [param for param in self._parts[index] if param in trained]
+        if not params:
+            return
         change = torch._foreach_sub([self._anchors[param] for param in params], list(params))
         name = f"step {self.num_steps}: outer gradients of fragment {index}"
         works = start_averages(change, self._communicator, name, self._compressor)
@@ -188,6 +191,10 @@ class DiLoCo(LocalSGD):
             torch._foreach_lerp_(params, anchors, 1 - self.own_share)
         else:
             torch._foreach_copy_(params, anchors)
+        for param, anchor in zip(gradient.params, anchors, strict=True):
+            if not param.requires_grad:  # frozen by now: the ranks agree on it
+                param.copy_(anchor)
+                self._apart.pop(param, None)
 
     def _begin_first_round(self) -> None:
         self._anchors, self._velocity, self._parts = {}, {}, Fragments(self.fragments)
@@ -210,6 +217,7 @@ class DiLoCo(LocalSGD):
             for key, tensors in (("anchors", self._anchors), ("velocity", self._velocity))
         }
         outer["fragments"] = self._parts.by_name(names)
+        outer["schedule"] = self._schedule
         outer["under_way"] = {}
         for index, gradient in self._under_way.items():
             gradient.wait()
@@ -225,6 +233,11 @@ class DiLoCo(LocalSGD):
                 tensors[params[name]] = torch.empty_like(params[name]).copy_(saved)
         problem = super().load_state_dict(state)
         self._under_way = {}
+        if state.get("schedule", self._schedule) != self._schedule:  # what θ and w differ by travels with the next Δ
+            return problem or (
+                "the checkpoint is of a DiLoCo with other every, fragments, overlap or warmup_steps: its outer "
+                "gradients that were on the way are dropped, and rounds go on as they are set now."
+            )
         if "under_way" in state and self.num_steps == state["num_steps"]:  # else another round begins
             self._parts.load(state["fragments"], params)
             for index, changes in state["under_way"].items():
@@ -232,6 +245,10 @@ class DiLoCo(LocalSGD):
                 change = [torch.empty_like(params[name]).copy_(saved) for name, saved in changes.items()]
                 self._under_way[index] = _OuterGradient(those, change, [])
         return problem
+
+    @property
+    def _schedule(self) -> list[int]:
+        return [self.every, self.fragments, self.overlap, self.warmup_steps]
 
     def exchange(self) -> Exchange:
         return diloco(self.every, self.fragments, self.overlap, self.outer_bits, self.in_nodes)

@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_ring.algorithms.exchanges import Exchange, gossip
@@ -95,7 +96,8 @@ class Gossip(LocalSGD):
     def _send(self) -> _Exchange:
         comm, step = self._communicator, self.num_steps
         targets, sources = _NEIGHBOURS[self.topology](comm.rank, comm.world_size, step, self.seed)
-        own = _flat(self._parameters())
+        params = self._parameters()
+        own = _flat(params)
         empty = own.new_empty(0)
         sent = [own if rank in targets else empty for rank in range(comm.world_size)]
         received = [torch.empty_like(own) if rank in sources else empty for rank in range(comm.world_size)]
@@ -104,14 +106,14 @@ class Gossip(LocalSGD):
             comm.all_to_all(sent, received, name=f"step {step + 1}: parameters of neighbours"),
             unrecorded(comm).all_reduce_(stop, op=ReduceOp.MAX, name=f"step {step + 1}: requests to stop"),
         ]
-        return _Exchange(works, own, [received[rank] for rank in sources], stop)
+        return _Exchange(works, params, own, [received[rank] for rank in sources], stop)
 
     @torch.no_grad()
     def _average(self, under_way: _Exchange) -> None:
         under_way.wait()
         self._agreed_to_stop |= bool(under_way.stop > 0)
         mean = torch.stack([under_way.own, *under_way.received]).mean(0)
-        params = self._parameters()
+        params = under_way.params
         parts = mean.split([param.numel() for param in params])
         torch._foreach_copy_([*params], [part.view(param.shape) for part, param in zip(parts, params, strict=True)])
 
@@ -145,6 +147,7 @@ class _Exchange(NamedTuple):
     """Parameters of this rank and of its neighbours, as one vector each, and whether some rank asks to stop."""
 
     works: list[Work]
+    params: list[Parameter]
     own: Tensor
     received: list[Tensor]
     stop: Tensor

@@ -7,6 +7,7 @@ gradients first).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal
 
@@ -19,14 +20,19 @@ from lightning_ring.algorithms.algorithm import Algorithm, log
 from lightning_ring.algorithms.averaging import Averaging
 from lightning_ring.algorithms.delegating import Delegating
 from lightning_ring.algorithms.exchanges import Exchange, local_sgd
-from lightning_ring.algorithms.local.averages import average_, optimizer_tensors
+from lightning_ring.algorithms.local.averages import as_integers, average_, optimizer_states, optimizer_tensors
 from lightning_ring.algorithms.local.pace import FIRST_EVERY, MEASURED_ROUNDS, Pace
 from lightning_ring.algorithms.local.rank_states import collect, load_rank_state, rank_state
-from lightning_ring.comm.communicator import Communicator
+from lightning_ring.comm.communicator import Communicator, ReduceOp
 from lightning_ring.comm.recording import unrecorded
 from lightning_ring.comm.timing import now, seconds_between
 from lightning_ring.errors import ConfigurationError, check_arguments
 from lightning_ring.gradients.compression import Compressor
+
+_OTHER_ROUNDS = (
+    "the checkpoint was written in the middle of a round, and with the present every or warmup_steps a round begins "
+    "there: every rank goes on from the average of their parameters."
+)
 
 
 class LocalSGD(Delegating):
@@ -88,6 +94,11 @@ class LocalSGD(Delegating):
         self._settings = {"bucket_cap_mb": bucket_cap_mb, "compression": compression}
         self._gradients: Algorithm = Algorithm()
         self._own: dict[Parameter, Tensor] = {}  # this rank's parameters, while the averages are in their place
+        self._shown: list[Tensor] = []  # then, the averages
+        self._told_of_changes = self._told_of_states = False
+        self._apart: dict[
+            Parameter, None
+        ] = {}  # stepped since the ranks last agreed on them; they may be frozen by now
         self._asked_to_stop = self._agreed_to_stop = False
         self._optimizers: Sequence[Optimizer] = ()
         self._comm: Communicator | None = None
@@ -137,7 +148,7 @@ class LocalSGD(Delegating):
     def detach(self, *, wait: bool = True) -> None:
         self._gradients.detach(wait=wait)
         self._gradients = Algorithm()
-        self._own, self._optimizers = {}, ()  # what is in place stays
+        self._own, self._shown, self._apart, self._optimizers = {}, [], {}, ()  # what is in place stays
 
     # -- a batch
 
@@ -155,6 +166,7 @@ class LocalSGD(Delegating):
         super().after_step(optimizer)
         self.num_steps += 1
         if self.num_steps > self.warmup_steps:
+            self._note_stepped()
             if self._pace is not None:
                 self._pace.step_ended(self._device)
             self._after_local_step()
@@ -175,15 +187,32 @@ class LocalSGD(Delegating):
         comm = self._communicator
         if self._own or self.steps_of_round == 0 or comm.world_size == 1:
             return
-        params = self._parameters()
+        self._show(self._parameters(), f"parameters after {self.num_steps} steps")
+
+    def _show(self, params: Sequence[Parameter], name: str) -> None:
         self._own = {param: param.detach().clone() for param in params}
-        average_(params, unrecorded(comm), f"parameters after {self.num_steps} steps")
+        average_(params, unrecorded(self._communicator), name)
+        self._shown = [param.detach().clone() for param in params]
 
     @torch.no_grad()
     def _hide_averages(self) -> None:
-        if self._own:
-            torch._foreach_copy_(list(self._own), list(self._own.values()))
-            self._own = {}
+        """Restore this rank's parameters, but for those that code has changed while the averages were in place."""
+        if not self._own:
+            return
+        pairs = zip(self._own, self._shown, strict=True)
+        kept: list[Tensor] = [
+            param for param, shown in pairs if torch.equal(as_integers(param.detach()), as_integers(shown))
+        ]
+        if len(kept) < len(self._own) and not self._told_of_changes:
+            self._told_of_changes = True
+            self._inform(
+                f"{len(self._own) - len(kept)} parameters were changed while the average of the ranks' was in their "
+                "place: training goes on from the changed values"
+            )
+        if kept:
+            own = {id(param): value for param, value in self._own.items()}
+            torch._foreach_copy_(kept, [own[id(param)] for param in kept])
+        self._own, self._shown = {}, []
 
     def _after_local_step(self) -> None:
         if self.steps_of_round == 0:
@@ -197,9 +226,28 @@ class LocalSGD(Delegating):
         began = now(self._device)
         self._average_parameters()
         if self.average_optimizer:
-            average_(optimizer_tensors(self._optimizers), comm, f"{name}: optimizer state")
+            self._average_optimizers(f"{name}: optimizer state")
         if self._pace is not None:
             self._choose_every(self._pace, seconds_between(began, now(self._device), comm))
+
+    def _average_optimizers(self, name: str) -> None:
+        """Where all ranks have the same kinds of state: an optimizer has none before a parameter's first gradient."""
+        comm, states = self._communicator, optimizer_states(self._optimizers)
+        counts = torch.tensor([len(state) for _, state in states])
+        most = torch.cat([counts, -counts])
+        unrecorded(comm).all_reduce_(most, op=ReduceOp.MAX, name=f"{name}, kinds").wait()
+        on_all = (most[: len(states)] == -most[len(states) :]).tolist()
+        if not all(on_all) and not self._told_of_states:
+            self._told_of_states = True
+            names: dict[Tensor, str] = {param: name for name, param in self._module.named_parameters()}
+            first = states[on_all.index(False)][0]
+            self._warn(
+                f"average_optimizer=True: the optimizer has no state of {names.get(first, 'a parameter')} on some "
+                "ranks, where it has had no gradient so far. Each rank keeps its own state of such a parameter until "
+                "all have one."
+            )
+        shared = itertools.compress((state for _, state in states), on_all)
+        average_([tensor for state in shared for tensor in state], comm, name)
 
     def _choose_every(self, pace: Pace, seconds: float) -> None:
         pace.averages.append(seconds)
@@ -217,9 +265,16 @@ class LocalSGD(Delegating):
     def _average_parameters(self) -> None:
         """Replace the parameters at the end of a round by those of the next round's begin."""
         average_(self._parameters(), self._communicator, f"step {self.num_steps}: parameters")
+        self._apart.clear()
 
     def _parameters(self) -> list[Parameter]:
-        return [param for param in self._module.parameters() if param.requires_grad]
+        """Those on which the ranks may differ, and those that are trained."""
+        return [param for param in self._module.parameters() if param.requires_grad or param in self._apart]
+
+    def _note_stepped(self) -> None:
+        for param in self._module.parameters():
+            if param.requires_grad or param.grad is not None:
+                self._apart[param] = None
 
     def _steps_the_module(self, optimizer: Optimizer) -> bool:
         own = {id(param) for param in self._module.parameters()}
@@ -240,8 +295,8 @@ class LocalSGD(Delegating):
         """The position in the round, and every rank's own parameters and optimizer state."""
         comm, ranks = unrecorded(self._communicator), []
         if self._may_differ:
-            trained = self._module.named_parameters() if self.steps_of_round else ()
-            own = {name: self._own.get(param, param) for name, param in trained if param.requires_grad}
+            names = {param: name for name, param in self._module.named_parameters()}
+            own = {names[param]: self._own.get(param, param) for param in self._parameters() if self.steps_of_round}
             ranks = collect(rank_state(own, self._optimizers), comm)
         rounds = (self.every, self._rounds_from) if self._pace is None else None
         return {"num_steps": self.num_steps, "rounds": rounds, "ranks": ranks, "gradients": super().state_dict()}
@@ -263,7 +318,7 @@ class LocalSGD(Delegating):
         if self.num_steps >= self.warmup_steps:
             self._average_in_nodes()
         problem = super().load_state_dict(state["gradients"]) if state["gradients"] else ""
-        self._own = {}
+        self._own, self._shown = {}, []
         ranks = state["ranks"]
         if not ranks:
             return problem
@@ -275,7 +330,18 @@ class LocalSGD(Delegating):
                 f"{comm.world_size}: every rank goes on from the average of their parameters, with rank 0's optimizer "
                 "state, in a new round."
             )
+        if not self._may_differ:
+            return (
+                f"the checkpoint was written after {self.num_steps} steps, the last ones of ranks that step alone, and "
+                f"warmup_steps={self.warmup_steps} has the ranks average gradients there: every rank goes on from the "
+                "average of their parameters, with rank 0's optimizer state."
+            )
+        if not self.steps_of_round:  # then the ranks agree, and have loaded the average
+            problem = problem or _OTHER_ROUNDS if ranks[comm.rank]["parameters"] else problem
+            ranks[comm.rank]["parameters"] = {}
         load_rank_state(ranks[comm.rank], self._module, self._optimizers)
+        saved = ranks[comm.rank]["parameters"]
+        self._apart = {param: None for name, param in self._module.named_parameters() if name in saved}
         return problem
 
     # -- requests to stop, progress

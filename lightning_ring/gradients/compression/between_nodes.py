@@ -92,7 +92,7 @@ class BetweenNodes(Compressor):
         def start(values: Tensor, group: Communicator) -> Work:
             error = None if lost is None else torch.empty_like(values)
             parts.append(Part(flat, values, group, comm.world_size, error, name))
-            return SteppedWork(self.average(parts[0]))
+            return SteppedWork(self.average(parts[0]) if values.numel() else iter(()))
 
         work = comm.average_by(flat, start, name=name)
         return ChainedWork(work, lambda: _keep(flat, lost, parts[0]))

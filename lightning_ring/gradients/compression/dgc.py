@@ -36,7 +36,9 @@ class DGC(ErrorFeedback):
         there v ← 0 and u ← 0                           factor masking
 
     Momentum is here, not in the optimizer: use plain SGD. A bucket that travels whole keeps its u. Between nodes,
-    where ranks of a node send their average, u is masked where any node sent.
+    where ranks of a node send their average, u is masked where any node sent. The optimizer adds weight decay behind
+    the momentum, so that it acts 1 - m times as strongly as in an SGD with momentum: divide it by 1 - m. The authors'
+    code (``dgc/optim/sgd.py`` of github.com/synxlin/deep-gradient-compression) gives it a momentum of its own.
 
     Args:
         ratio: Share of a bucket's gradients that travels after the warm-up.
@@ -75,7 +77,7 @@ class DGC(ErrorFeedback):
         self.num_backwards = 0
         self._velocity = NamedBuffers()
 
-    def check_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+    def check_optimizers(self, optimizers: Sequence[Optimizer]) -> str | None:
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         found = next((key for group in groups for key in ("momentum", "betas") if any(_numbers(group.get(key)))), None)
         if self.momentum and found:
@@ -84,6 +86,15 @@ class DGC(ErrorFeedback):
                 "momentum twice. Use torch.optim.SGD with momentum=0, or "
                 "lightning_ring.gradients.compression.DGC(momentum=0)."
             )
+        decay = next((group["weight_decay"] for group in groups if group.get("weight_decay")), 0)
+        if not self.momentum or not decay:
+            return None
+        share = 1 - self.momentum
+        return (
+            f"compression 'dgc' has momentum={self.momentum}, and an optimizer adds its weight_decay={decay:g} to "
+            f"gradients behind that momentum: it acts {share:.3g} times as strongly as in an SGD with momentum. "
+            f"weight_decay={decay / share:.3g} acts alike."
+        )
 
     def velocity(self, name: str) -> Tensor:
         """This rank's u of the parameter ``name``, with its shape."""

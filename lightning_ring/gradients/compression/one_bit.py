@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lightning_ring.comm.communicator import Communicator, Work, shard
+from lightning_ring.comm.communicator import ChainedWork, Communicator, Work, shard
 from lightning_ring.gradients.compression.between_nodes import MIN_NUMEL, BetweenNodes, Part, bounds_of
 from lightning_ring.gradients.compression.compressor import GradientLayout
 from lightning_ring.gradients.compression.error_feedback import ErrorFeedback
@@ -59,17 +59,22 @@ class Signs(BetweenNodes):
         self._gaps.clear()
 
     def all_reduce(self, flat: Tensor, comm: Communicator, *, lost: Tensor | None = None, name: str = "") -> Work:
+        absent = self._server.before(flat)
         if flat in self._moved and comm.is_nested:  # which part is this rank's is not known here
             server = self._server[flat]
             flat.add_(server, alpha=comm.world_size)
             server.zero_()
-            self._moved.discard(flat)
-        return super().all_reduce(flat, comm, lost=lost, name=name)
+
+        def arrived() -> None:
+            self._server.keep_unused(flat, absent)
+            if not absent:  # else what is owed elsewhere is still there
+                self._moved.discard(flat)
+
+        return ChainedWork(super().all_reduce(flat, comm, lost=lost, name=name), arrived)
 
     def average(self, part: Part) -> Iterator[Work]:
         server = part.of(self._server[part.whole])
         if part.whole in self._moved:  # buckets were built anew: what is owed elsewhere travels with the gradients
-            self._moved.discard(part.whole)
             own = shard(server, part.group.world_size, part.group.shard_index)
             mine = own.clone()
             own.zero_()

@@ -71,6 +71,10 @@ class TernGrad(BetweenNodes):
         values, group = part.values, part.group
         size, mine = group.world_size, group.shard_index
         layers = part.cut(self._layers[part.whole])
+        if not layers:  # padding between gradients
+            if part.lost is not None:
+                part.lost.zero_()
+            return
         scalers = self._scalers(values, layers)
         yield group.all_reduce_(scalers, op=ReduceOp.MAX, name=f"{part.name}, scalers")
         ternary = self._ternary(values, layers, scalers)

@@ -6,6 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import WeightAveraging
+
+from lightning_ring.algorithms.local.averages import average_
+from lightning_ring.comm.communicator import Communicator
 
 
 class ShowAverages(pl.Callback):
@@ -35,3 +40,17 @@ class ShowAverages(pl.Callback):
 
     def on_train_end(self, *_: Any) -> None:
         self.show()
+
+
+@torch.no_grad()
+def average_weight_averages(trainer: pl.Trainer, comm: Communicator, device: torch.device) -> None:
+    """Each rank's `WeightAveraging` follows that rank's own steps: have it be the average over the ranks. Collective.
+
+    The averages over steps are linear, so that it is that of the ranks' average, and so it remains.
+    """
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, WeightAveraging) and callback._average_model is not None:
+            params = [param.detach() for param in callback._average_model.module.parameters()]
+            moved = [param.to(device) for param in params]  # a GPU's communicator moves nothing on the host
+            average_(moved, comm, "averages over steps")
+            torch._foreach_copy_(params, moved)

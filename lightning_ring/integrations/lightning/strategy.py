@@ -31,7 +31,7 @@ from lightning_ring.comm.recording import RecordedCommunicator
 from lightning_ring.comm.replicate import broadcast_module, check_same_model
 from lightning_ring.gradients.compression import Compressor
 from lightning_ring.host.malloc import keep_freed_memory, return_freed_memory
-from lightning_ring.integrations.lightning.averaged_weights import ShowAverages
+from lightning_ring.integrations.lightning.averaged_weights import ShowAverages, average_weight_averages
 from lightning_ring.integrations.lightning.buffers import BroadcastAfterSwap, BufferBroadcast
 from lightning_ring.integrations.lightning.checkpoints import (
     SavedStates,
@@ -419,6 +419,9 @@ class RingStrategy(RankedStrategy):
         if self._step_hooks is not None:
             with self._reporting_failures():
                 show_averages(self.algorithm, alone=self._alone)
+                if self.algorithm.steps_alone and not self._alone and self._trainer is not None:
+                    assert self._comm is not None
+                    average_weight_averages(self._trainer, self._comm, self.root_device)
 
     def _progress(self) -> str:
         text, more = super()._progress(), self.algorithm.progress()

@@ -1,0 +1,221 @@
+"""What changes in the middle of a round of ranks that step alone: frozen parameters, weights, optimizers, settings."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector
+
+from lightning_ring.algorithms.local import AsynchronousGossip, DiLoCo, Gossip, LocalSGD
+from tests.algorithms.local_training import OPTIMIZERS, loss, network, one_step
+from tests.thread_ranks import run_ranks
+
+
+def flat(net: nn.Module) -> Tensor:
+    return parameters_to_vector(net.parameters()).detach().clone()
+
+
+def begin(algorithm: LocalSGD, comm: Any, optimizer: str = "sgd", **said: Any) -> tuple[nn.Module, Any]:
+    net = network()
+    steps = OPTIMIZERS[optimizer](net)
+    algorithm.attach(net, [steps], comm, **said)
+    return net, steps
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: LocalSGD(4),
+        lambda: DiLoCo(4),
+        lambda: DiLoCo(4, fragments=2, overlap=1),
+        lambda: Gossip("exponential"),
+        AsynchronousGossip,
+    ],
+    ids=["local", "diloco", "streaming", "gossip", "asynchronous"],
+)
+def test_a_parameter_that_is_frozen_within_a_round_is_averaged(make: Callable[[], LocalSGD]) -> None:
+    """At evaluations in that round, and at its end; with `DiLoCo` it is then at rest, whatever its momentum."""
+
+    def rank(comm: Any) -> list[Tensor]:
+        algorithm = make()
+        net, steps = begin(algorithm, comm)
+        found = []
+        for step in range(20):
+            if step == 5:
+                net[0].weight.requires_grad_(False)
+            one_step(net, steps, algorithm, comm.rank)
+            if step == 5:
+                own = net[0].weight.detach().clone()
+                algorithm.show_averages()
+                found += [own, net[0].weight.detach().clone()]
+                algorithm._hide_averages()
+            if step in (12, 19):
+                found.append(net[0].weight.detach().clone())
+        algorithm.show_averages()
+        algorithm.detach()
+        return [*found, net[0].weight.detach().clone()]
+
+    ranks = run_ranks(3 if isinstance(make(), Gossip) else 2, rank)
+    own, shown, later, last, end = (torch.stack(each) for each in zip(*ranks, strict=True))
+    assert not torch.equal(own[0], own[1])
+    assert torch.equal(shown[0], shown[1])
+    if make is not AsynchronousGossip:  # of which an average may be on its way
+        torch.testing.assert_close(shown[0], own.mean(0))
+    assert torch.equal(end[0], end[1])
+    if not isinstance(make(), Gossip):
+        assert torch.equal(later[0], later[1])
+        assert torch.equal(later, last)
+
+
+def test_a_frozen_parameter_within_a_round_is_in_the_checkpoint() -> None:
+    def rank(comm: Any) -> tuple[Tensor, Tensor]:
+        algorithm = LocalSGD(4)
+        net, steps = begin(algorithm, comm)
+        for step in range(3):
+            if step == 2:
+                net[0].weight.requires_grad_(False)
+            one_step(net, steps, algorithm, comm.rank)
+        algorithm.show_averages()
+        other, resumed = copy.deepcopy(net), LocalSGD(4)
+        again = OPTIMIZERS["sgd"](other)
+        resumed.attach(other, [again], comm)
+        assert resumed.load_state_dict(comm.broadcast_object(algorithm.state_dict())) == ""
+        one_step(net, steps, algorithm, comm.rank)
+        one_step(other, again, resumed, comm.rank)
+        return flat(net), flat(other)
+
+    (straight, again), (other, _) = run_ranks(2, rank)
+    assert torch.equal(straight, again)
+    assert torch.equal(straight, other)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: LocalSGD(4), lambda: DiLoCo(4), Gossip, AsynchronousGossip],
+    ids=["local", "diloco", "gossip", "asynchronous"],
+)
+def test_weights_that_code_changes_beside_an_evaluation_are_kept(make: Callable[[], LocalSGD]) -> None:
+    """As by `StochasticWeightAveraging`, which puts in its average at an epoch's end. A swap and back is no change."""
+
+    def rank(comm: Any) -> tuple[Tensor, Tensor, Tensor, list[str]]:
+        algorithm, said = make(), []
+        net, steps = begin(algorithm, comm, inform=said.append)
+        for _ in range(2):
+            one_step(net, steps, algorithm, comm.rank)
+        own = net[0].bias.detach().clone()
+        algorithm.show_averages()
+        with torch.no_grad():
+            net[0].weight.data.fill_(0.5)
+            shown = net[0].bias.clone()
+            net[0].bias.add_(1)
+            net[0].bias.copy_(shown)
+        algorithm.begin_batch()
+        if isinstance(algorithm, AsynchronousGossip):
+            algorithm._hide_averages()
+        found = net[0].weight.detach().clone(), net[0].bias.detach().clone()
+        algorithm.show_averages()
+        algorithm.detach()
+        return *found, own, said
+
+    for weight, bias, own, said in run_ranks(2, rank):
+        assert torch.equal(weight, torch.full_like(weight, 0.5))
+        if make is not AsynchronousGossip:  # of which an average may have been on its way
+            assert torch.equal(bias, own)
+        assert [text for text in said if "1 parameters were changed" in text]
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([nn.Linear(5, 2), nn.Linear(5, 2)])
+        self.used: int | None = None
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return sum(part(inputs) for index, part in enumerate(self.parts) if self.used in (None, index))
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_states_of_different_parameters_are_not_averaged_with_each_other(optimizer: str) -> None:
+    """Each rank uses a branch of its own in the first round, and both in the second."""
+
+    def rank(comm: Any) -> tuple[list[Tensor], list[Tensor], list[str]]:
+        torch.manual_seed(1)
+        net, algorithm, said = Branches(), LocalSGD(2, average_optimizer=True), []
+        with torch.no_grad():
+            for param in net.parameters():
+                param.fill_(0.1)
+        steps = OPTIMIZERS[optimizer](net)
+        algorithm.attach(net, [steps], comm, warn=said.append)
+        key = "momentum_buffer" if optimizer == "sgd" else "exp_avg"
+        net.used = comm.rank
+        for _ in range(2):
+            one_step(net, steps, algorithm, comm.rank)
+        first = [steps.state.get(part.weight, {}).get(key) for part in net.parts]
+        first = [None if state is None else state.clone() for state in first]
+        net.used = None
+        for _ in range(2):
+            one_step(net, steps, algorithm, comm.rank)
+        return first, [steps.state[part.weight][key].clone() for part in net.parts], said
+
+    (first, last, said), (others_first, others_last, _) = run_ranks(2, rank)
+    assert first[1] is None
+    assert others_first[0] is None
+    alone = Branches()
+    with torch.no_grad():
+        for param in alone.parameters():
+            param.fill_(0.1)
+    alone.used = 0
+    steps = OPTIMIZERS[optimizer](alone)
+    for step in range(2):
+        steps.zero_grad()
+        loss(alone, 0, step).backward()
+        steps.step()
+    expected = steps.state[alone.parts[0].weight]["momentum_buffer" if optimizer == "sgd" else "exp_avg"]
+    torch.testing.assert_close(first[0], expected)
+    assert all(torch.equal(*pair) for pair in zip(last, others_last, strict=True))
+    assert len(said) == 1
+    assert "no state of parts." in said[0]
+
+
+def test_a_checkpoint_within_a_round_is_resumed_with_other_settings() -> None:
+    """From the average, where ranks then agree at once; with other fragments all of them still travel."""
+
+    def rank(comm: Any) -> list[Any]:
+        algorithm = DiLoCo(4, fragments=4, overlap=2)
+        net, steps = begin(algorithm, comm)
+        for _ in range(6):
+            one_step(net, steps, algorithm, comm.rank)
+        algorithm.show_averages()
+        state = comm.broadcast_object(algorithm.state_dict())
+        optimizer = comm.broadcast_object(copy.deepcopy(steps.state_dict()))
+        found = []
+        for make in (lambda: LocalSGD(3), lambda: LocalSGD(8, warmup_steps=7), lambda: DiLoCo(2, fragments=2)):
+            other, resumed = copy.deepcopy(net), make()
+            again = OPTIMIZERS["sgd"](other)
+            resumed.attach(other, [again], comm)
+            again.load_state_dict(optimizer)
+            said = resumed.load_state_dict(copy.deepcopy(state))
+            start = flat(other)
+            one_step(other, again, resumed, comm.rank)
+            one = flat(other)
+            for _ in range(5):
+                one_step(other, again, resumed, comm.rank)
+            found.append(
+                (said, start, one, flat(other), dict(resumed._parts._of) if isinstance(resumed, DiLoCo) else {})
+            )
+        return found
+
+    first, second = run_ranks(2, rank)
+    (said, start, *_), (said_in_warmup, begun, one, *_), (said_of_fragments, *_, parts) = first
+    assert "a round begins there" in said
+    assert torch.equal(start, second[0][1])
+    assert "warmup_steps=7" in said_in_warmup
+    assert torch.equal(begun, second[1][1])
+    assert torch.equal(one, second[1][2])  # gradients and momentum are the same
+    assert "other every, fragments" in said_of_fragments
+    assert set(parts.values()) == {0, 1}
