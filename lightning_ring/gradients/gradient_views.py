@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+
+_use_count: Callable[[Tensor], int] = cast(Any, Tensor)._use_count  # which stubs of some versions of torch lack
 
 
 class LentViews:
@@ -35,7 +38,7 @@ class LentViews:
         views = self.views
         return [
             *map(sys.getrefcount, views),
-            *map(Tensor._use_count, views),
+            *map(_use_count, views),
             *map(weakref.getweakrefcount, views),
             sys.getrefcount(self._storage),
             torch._C._storage_Use_Count(self._storage._cdata),
@@ -53,5 +56,5 @@ def are_held(tensors: Sequence[Tensor]) -> list[bool]:
 
 
 def _references(tensors: Sequence[Tensor]) -> list[tuple[int, int, int]]:
-    counts = (map(sys.getrefcount, tensors), map(Tensor._use_count, tensors), map(weakref.getweakrefcount, tensors))
+    counts = (map(sys.getrefcount, tensors), map(_use_count, tensors), map(weakref.getweakrefcount, tensors))
     return list(zip(*counts, strict=True))
