@@ -37,11 +37,11 @@ exec ip netns exec "$host" unshare --uts sh -c "hostname $host; $*"
 
 
 class Hosts:
-    """Names and addresses of hosts that are up; made by `open_hosts`."""
+    """Names and addresses of hosts that are up; made by `open_hosts`. ``ssh`` is a program that takes ssh's place."""
 
-    def __init__(self, names: Sequence[str], agent: Path) -> None:
+    def __init__(self, names: Sequence[str], ssh: Path) -> None:
         self.names = list(names)
-        self._agent = agent
+        self.ssh = ssh
 
     def address(self, host: str) -> str:
         return _address(self.names.index(host))
@@ -61,7 +61,7 @@ class Hosts:
         line = [mpirun_path(), "--allow-run-as-root", "--bind-to", "none", "--map-by", "node", "-n", str(num_ranks)]
         line += ["--host", ",".join(f"{name}:{slots}" for name in self.names)]
         for name, value in {
-            "plm_ssh_agent": str(self._agent),
+            "plm_ssh_agent": str(self.ssh),
             "prte_keep_fqdn_hostnames": "1",
             "oob_tcp_if_include": network,
         }.items():

@@ -1,6 +1,6 @@
-"""The same death under `ring_elastic`, torchelastic and torchft: how long until training goes on, and what is lost.
+"""The same death under `ring_elastic`, torchelastic, torchft and Horovod: when training goes on, and what is lost.
 
-    python -m benchmarks.outlive --ranks 4 --mib 256 --jobs 5 --torchft PYTHON
+    python -m benchmarks.outlive --ranks 4 --mib 256 --jobs 5 --torchft PYTHON --horovod PYTHON
 
 Ranks on this host train the same layers with SGD. One of them kills itself (SIGKILL) between forward and backward of
 step 13. The clock runs from then to the end of the next optimizer step of any other rank; beside it to the end of the
@@ -12,8 +12,14 @@ other, and the libraries take turns.
   death; they load a checkpoint, which rank 0 saves every 5 steps. All time limits are torchrun's defaults. Its store is
   not shared over restarts (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1), with which they fail under torch 2.15.
 - ``torchft``: one replica group a rank, its manager over Gloo, the lighthouse with its README's time limits: a rank is
-  dead 5 s after its last heartbeat, and late ranks are waited for 10 s. With ``:1s`` both are 1 s. PYTHON is an
-  interpreter that has it.
+  dead 5 s after its last heartbeat, and late ranks are waited for 10 s. With ``:1s`` both are 1 s.
+- ``horovod``: `hvd.elastic` over Gloo under ``horovodrun``, ``--min-np`` one rank less, its state committed after each
+  step; with ``:every5`` after every fifth, and after the others only changes of hosts are asked for. All else is
+  horovodrun's default: Gloo waits 30 s for a message (with ``:5s`` 5 s), hosts are listed anew every second, and the
+  whole host of a rank that fails is left out for good. Each rank is therefore on a host of its own. They are names of
+  127.0.0.1 (127.0.0.01, 127.0.0.001), on which Horovod starts ranks without ssh.
+
+PYTHON are interpreters that have these two.
 """
 
 from __future__ import annotations
@@ -138,6 +144,19 @@ def torchft(job: Job, folder: Path, asked: argparse.Namespace, heartbeats: int =
         job.start(*command, TORCHFT_LIGHTHOUSE=f"http://localhost:{port}")
 
 
+def horovod(job: Job, folder: Path, asked: argparse.Namespace, gloo: int = 30, commit_every: int = 1) -> None:
+    """``gloo`` is a time limit in seconds."""
+    hosts = folder / "hosts"
+    listed = "".join(f"echo 127.0.0.{'0' * number}1:1\n" for number in range(asked.ranks))
+    hosts.write_text(f"#!/bin/sh\n{listed}")
+    hosts.chmod(0o755)
+    horovodrun = [str(Path(asked.horovod).with_name("horovodrun")), "-np", str(asked.ranks)]
+    horovodrun += ["--min-np", str(asked.ranks - 1), "--host-discovery-script", str(hosts)]
+    horovodrun += ["--gloo-timeout-seconds", str(gloo)]
+    command = [asked.horovod, *rank("horovod", folder, asked), "--commit-every", str(commit_every)]
+    job.start(*horovodrun, *command)
+
+
 Start = Callable[[Job, Path, argparse.Namespace], None]
 CONTENDERS: dict[str, Start] = {
     "ring_elastic": lambda *job: ring_elastic(*job, "auto"),
@@ -145,7 +164,11 @@ CONTENDERS: dict[str, Start] = {
     "torchelastic": torchelastic,
     "torchft": torchft,
     "torchft:1s": lambda *job: torchft(*job, heartbeats=1000, join=1000),
+    "horovod": horovod,
+    "horovod:5s": lambda *job: horovod(*job, gloo=5),
+    "horovod:every5": lambda *job: horovod(*job, commit_every=5),
 }
+PEERS = ("torchft", "horovod")  # each runs under an interpreter of its own
 
 
 def finished_steps(folder: Path) -> dict[int, list[tuple[int, float]]]:
@@ -164,8 +187,9 @@ def outcome(died: float, processes: Sequence[Sequence[tuple[int, float]]]) -> Ou
     afterwards = [
         (step, when)
         for steps in processes
-        for step, when in steps
-        if when > died and (step >= DEADLY or steps[0][1] > died)  # a step of another rank may end a moment later
+        for number, (step, when) in enumerate(steps)
+        # a step that another rank was finishing at the death may end a moment later
+        if when > died and (step >= DEADLY or steps[0][1] > died or step in dict(steps[:number]))
     ]
     return Outcome(
         step=statistics.median(before),
@@ -212,13 +236,16 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=5, help="of each")
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, help="by default all that are there")
     parser.add_argument("--torchft", metavar="PYTHON", help="interpreter with torchft; its lighthouse lies beside it")
+    parser.add_argument("--horovod", metavar="PYTHON", help="interpreter with horovod; its horovodrun lies beside it")
     asked = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that no job is left behind
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    if not asked.torchft and any(name.startswith("torchft") for name in asked.contenders or ()):
-        parser.error("torchft runs under the interpreter that --torchft names")
-    names = asked.contenders or [name for name in CONTENDERS if asked.torchft or not name.startswith("torchft")]
+    missing = tuple(peer for peer in PEERS if not getattr(asked, peer))
+    for name in asked.contenders or ():
+        if name.startswith(missing):
+            parser.error(f"{name} runs under the interpreter that --{name.partition(':')[0]} names")
+    names = asked.contenders or [name for name in CONTENDERS if not name.startswith(missing)]
     found: dict[str, list[Outcome]] = {name: [] for name in names}
     loads = [os.getloadavg()[0]]
     for _ in range(asked.jobs):

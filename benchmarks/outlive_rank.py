@@ -1,7 +1,7 @@
 """A rank of `benchmarks/outlive.py`: ``python -m benchmarks.outlive_rank LOOP FOLDER --mib 256``.
 
 Each loop trains the same layers as its library's documentation tells a user to. The imports stand in the loops: the
-Python that has torchft need not have the others.
+Pythons that have torchft and Horovod need not have the others.
 """
 
 from __future__ import annotations
@@ -157,10 +157,37 @@ def torchft(watch: Watch, asked: argparse.Namespace) -> None:
     os._exit(0)  # its threads would wait for the last one's time limit
 
 
+def horovod(watch: Watch, asked: argparse.Namespace) -> None:
+    import horovod.torch as hvd  # type: ignore[import-not-found]
+
+    hvd.init()
+    net = layers(asked.mib)
+    inner = torch.optim.SGD(net.parameters(), lr=1e-6)
+    optimizer = hvd.DistributedOptimizer(inner, named_parameters=net.named_parameters())
+
+    @hvd.elastic.run  # type: ignore[untyped-decorator]
+    def train(state: Any) -> None:
+        while state.step < STEPS:
+            optimizer.zero_grad()
+            loss = loss_of(net, torch.randn(BATCH, WIDTH))
+            watch.backward_of(state.step + 1, victim=hvd.rank() == 1)
+            loss.backward()
+            optimizer.step()
+            state.step += 1
+            watch.finished(state.step)
+            if state.step % asked.commit_every == 0:
+                state.commit()
+            else:
+                state.check_host_updates()
+
+    train(hvd.elastic.TorchState(net, optimizer, step=0))
+
+
 LOOPS: dict[str, Callable[[Watch, argparse.Namespace], None]] = {
     "ring_elastic": ring_elastic,
     "torchelastic": torchelastic,
     "torchft": torchft,
+    "horovod": horovod,
 }
 
 
@@ -172,6 +199,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, required=True)
     parser.add_argument("--backend", default="auto", help="of ring_elastic")
     parser.add_argument("--number", type=int, help="of torchft's replica group")
+    parser.add_argument("--commit-every", type=int, default=1, help="steps, of horovod")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     LOOPS[asked.loop](Watch(asked.folder), asked)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
+import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -12,7 +15,7 @@ import pytest
 import torch
 
 from benchmarks import hosts, step
-from benchmarks.outlive import Outcome, outcome
+from benchmarks.outlive import Job, Outcome, horovod, outcome
 from benchmarks.outlive_rank import DEADLY
 from benchmarks.turns import Conductor
 from tests.processes import run
@@ -121,6 +124,44 @@ def test_a_death_is_timed_to_the_next_step_and_lost_steps_are_counted() -> None:
     assert goes_on == Outcome(step=1.0, next_step=1.0, new_step=1.0, lost=0)
     starts_again = [(step, 100.0 + step) for step in range(DEADLY - 2, DEADLY + 2)]
     assert outcome(100.0, [before, late, starts_again]) == Outcome(1.0, DEADLY - 2.0, float(DEADLY), lost=2)
+    goes_back = [*late, (DEADLY - 2, 101.0), (DEADLY - 1, 102.0), (DEADLY, 103.0)]
+    assert outcome(100.0, [before, goes_back]) == Outcome(1.0, 1.0, 3.0, lost=2)
+
+
+def test_horovod_s_ranks_are_on_hosts_of_their_own_which_are_all_this_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the whole job would be left out when one of them fails, and the others be started by ssh."""
+    started: list[str] = []
+    monkeypatch.setattr(Job, "start", lambda self, *command: started.extend(command))
+    horovod(Job(tmp_path), tmp_path, argparse.Namespace(ranks=4, mib=4.0, horovod="/there/bin/python"), commit_every=5)
+    assert started[:5] == ["/there/bin/horovodrun", "-np", "4", "--min-np", "3"]
+    assert started[-2:] == ["--commit-every", "5"]
+    script = started[started.index("--host-discovery-script") + 1]
+    listed = subprocess.run([script], stdout=subprocess.PIPE, text=True, check=True, timeout=60).stdout.split()
+    names, slots = zip(*(line.split(":") for line in listed), strict=True)
+    assert (len(set(names)), slots) == (4, ("1",) * 4)
+    assert {socket.gethostbyname(name) for name in names} == {"127.0.0.1"}
+
+
+@pytest.mark.ranks
+def test_a_contender_without_its_interpreter_is_an_error() -> None:
+    result = run([sys.executable, "-m", "benchmarks.outlive", "--contenders", "ring_elastic", "horovod:5s"])
+    assert result.returncode == 2
+    assert "horovod:5s runs under the interpreter that --horovod names" in result.stdout
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("options", "second"), [(["--gigabytes", "0.1"], "connections ended"), (["--cut"], "dead behind the cut")]
+)
+def test_a_death_and_a_cut_link_are_noticed(options: list[str], second: str) -> None:
+    if "--cut" in options and (reason := hosts.why_not()) is not None:
+        pytest.skip(reason)
+    result = run([sys.executable, str(step.ROOT / "benchmarks" / "death_notice.py"), "--repeat", "1", *options])
+    assert result.returncode == 0, result.stdout
+    for name in ("noticed", second):
+        assert re.search(rf"^{name} after \d+ ms \(median of \d+\), ", result.stdout, flags=re.MULTILINE), result.stdout
 
 
 @pytest.mark.ranks
