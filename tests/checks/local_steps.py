@@ -131,7 +131,8 @@ def check_averages_over_steps_and_over_epochs_are_those_of_the_ranks_average(tmp
     over_epochs = StochasticWeightAveraging(0.01, swa_epoch_start=1)
     algorithm = LocalSGD(every=3)
     fit_and_save(RingStrategy(algorithm=algorithm), module, folder / "epochs", callbacks=[over_epochs], max_epochs=3)
-    assert torch.equal(parameters(module), parameters(over_epochs._average_model))
+    # three ranks' mean of equal values may be another value's neighbour
+    torch.testing.assert_close(parameters(module), parameters(over_epochs._average_model), rtol=1e-6, atol=0)
     assert_all_ranks_equal(parameters(module))
 
 

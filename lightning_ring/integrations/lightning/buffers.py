@@ -34,7 +34,7 @@ class BufferBroadcast:
     @property
     def state(self) -> tuple[int, set[str]]:
         """What the ranks have to agree on, and hand to a rank that joins them."""
-        return self._num_batches, self._every_step
+        return self._num_batches, set(self._every_step)
 
     @state.setter
     def state(self, state: tuple[int, set[str]]) -> None:

@@ -256,7 +256,14 @@ class ElasticStrategy(RingStrategy):
             super(ElasticStrategy, self).on_train_batch_start(batch, batch_idx)
 
         if self._buffers.sends_before(batch_idx, self.fit_trainer.accumulate_grad_batches):
-            self._call(lambda: self.and_barrier(start))
+            before = self.buffers_state
+
+            def take_back() -> (
+                None
+            ):  # else this rank counts the batch twice, and sends before other batches than the rest
+                self.buffers_state = before
+
+            self._call(lambda: self.and_barrier(start), take_back)
         else:
             self._call(start, counted=False)  # most batches: ranks do not wait for each other
 
@@ -325,8 +332,10 @@ class ElasticStrategy(RingStrategy):
         """Whether a death here is survived: a fit trains."""
         return self._fit is not None and self._fit.step.position is not None and not self._alone
 
-    def _call(self, run: Callable[[], T], *, counted: bool = True) -> T:
-        return self._fit.calls.call(run, counted=counted) if self._fit is not None and self.is_survivable else run()
+    def _call(self, run: Callable[[], T], again: Callable[[], None] = lambda: None, *, counted: bool = True) -> T:
+        if self._fit is None or not self.is_survivable:
+            return run()
+        return self._fit.calls.call(run, again, counted=counted)
 
     def and_barrier(self, run: Callable[[], T]) -> T:
         """Nobody leaves before all have run it to the end."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from lightning_ring import RingStrategy
 from lightning_ring.errors import PeerFailedError
 from lightning_ring.integrations.lightning.elastic.host_calls import HostCalls
+from lightning_ring.integrations.lightning.elastic.strategy import ElasticStrategy
 
 DIED = PeerFailedError("rank 1 died")
 
@@ -89,3 +92,19 @@ def test_what_no_death_explains_is_raised() -> None:
 
     with pytest.raises(PeerFailedError):
         HostCalls(recover).call(dying(1, None))
+
+
+def test_a_batch_that_begins_again_counts_once_for_the_broadcasts_of_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    strategy, module = RingStrategy(elastic=True), torch.nn.Module()
+    module.register_buffer("count", torch.zeros(1))
+    strategy.model = module
+    strategy.buffers_state = 1, set()  # after a batch: now buffers are compared
+    strategy._fit = SimpleNamespace(calls=calls_beside(0, None), step=SimpleNamespace(position=object()))
+    die_once = dying(1, None)
+    monkeypatch.setattr(ElasticStrategy, "_trainer", SimpleNamespace(accumulate_grad_batches=1))
+    monkeypatch.setattr(ElasticStrategy, "is_survivable", True)
+    comm = SimpleNamespace(world_size=2, all_gather_object=lambda mine: [mine, mine])
+    monkeypatch.setattr(ElasticStrategy, "_buffers_comm", comm)
+    monkeypatch.setattr(ElasticStrategy, "and_barrier", lambda _, run: (run(), die_once()))
+    strategy.on_train_batch_start(None, 1)
+    assert strategy.buffers_state == (2, set())
