@@ -37,7 +37,7 @@ def change_loops(strategy: ElasticStrategy, fit: ElasticFit, in_fit: ExitStack) 
             fit.step.averages_are_complete()
         fit.step.before_update()
 
-    if strategy.algorithm.sharded:  # ranks gather optimizer state before the strategy saves
+    if fit.recovery.parted:  # ranks gather optimizer state before the strategy saves; a newcomer has no shards yet
         save = trainer.save_checkpoint
         in_fit.callback(vars(trainer).pop, "save_checkpoint", None)
         trainer.save_checkpoint = (  # type: ignore[method-assign]

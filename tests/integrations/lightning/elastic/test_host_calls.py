@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from lightning_ring import RingStrategy
 from lightning_ring.errors import PeerFailedError
 from lightning_ring.integrations.lightning.elastic.host_calls import HostCalls
+from lightning_ring.integrations.lightning.elastic.loops import change_loops
 from lightning_ring.integrations.lightning.elastic.strategy import ElasticStrategy
 
 DIED = PeerFailedError("rank 1 died")
@@ -108,3 +110,26 @@ def test_a_batch_that_begins_again_counts_once_for_the_broadcasts_of_buffers(mon
     monkeypatch.setattr(ElasticStrategy, "and_barrier", lambda _, run: (run(), die_once()))
     strategy.on_train_batch_start(None, 1)
     assert strategy.buffers_state == (2, set())
+
+
+def test_a_newcomer_of_shards_counts_a_checkpoint_as_the_others_do() -> None:
+    """It has no shards when its loops are changed, and ranks with another count take another call's result."""
+    calls = calls_beside(0, None)
+
+    def save(path: str) -> None:
+        calls.call(dying(0, path))  # the strategy's
+        calls.call(dying(0, None))  # the Trainer's barrier
+
+    loop = SimpleNamespace(advance=None, val_loop=SimpleNamespace(run=None))
+    trainer = SimpleNamespace(fit_loop=SimpleNamespace(epoch_loop=loop), save_checkpoint=save)
+    strategy = SimpleNamespace(
+        fit_trainer=trainer,
+        precision_plugin=SimpleNamespace(_after_closure=None),
+        algorithm=SimpleNamespace(sharded=False),
+        is_automatic=True,
+        call_together=calls.call,
+    )
+    fit = SimpleNamespace(recovery=SimpleNamespace(parted=True))
+    change_loops(strategy, fit, ExitStack())  # type: ignore[arg-type]
+    trainer.save_checkpoint("path")
+    assert calls._count == 1
