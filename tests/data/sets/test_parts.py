@@ -142,7 +142,9 @@ def test_ranks_of_mpirun_pack_one_set(source, tmp_path):
     words = ["pack", str(source), str(tmp_path / "dst"), "--size", "40", "--shard-mb", "0.015625", "--part", "ranks"]
     done = run(mpirun_command(3, sys.executable, "-m", "lightning_ring.cli.main", *words))
     assert done.returncode == 0, done.stdout
-    assert done.stdout.count("the last part to end makes the set") == 2
-    assert "20 images of 2 classes" in done.stdout
+    left_to_others = done.stdout.count("the last part to end makes the set")
+    made = done.stdout.count("20 images of 2 classes")
+    assert made >= 1
+    assert left_to_others + made == 3  # parts that end at the same time all find the whole set
     assert images_of(tmp_path / "dst").keys() == set(NAMES)
     assert main(["pack", "--verify", str(tmp_path / "dst")]) == 0
