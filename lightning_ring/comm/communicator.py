@@ -20,6 +20,8 @@ from lightning_ring.errors import CollectiveError, ConfigurationError
 if TYPE_CHECKING:
     from lightning_ring.comm.requests import Requests
 
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size
+
 T = TypeVar("T")
 
 
@@ -287,6 +289,11 @@ def advance(work: Work) -> None:
 def as_bytes(tensor: Tensor) -> Tensor:
     """The same memory as a 1-D uint8 tensor (``tensor`` is contiguous), for transports that know no dtype."""
     return tensor.detach().view(-1).view(torch.uint8) if tensor.numel() else tensor.new_empty(0, dtype=torch.uint8)
+
+
+def as_integers(tensor: Tensor) -> Tensor:
+    """The same memory as integers of that size, which compare and add by their bits: NaN equals NaN."""
+    return tensor.view(_INTEGERS[tensor.element_size()]) if tensor.element_size() in _INTEGERS else tensor
 
 
 def _pickled(obj: Any) -> Tensor:

@@ -14,7 +14,6 @@ from lightning_ring.comm.communicator import ChainedWork, Communicator, ReduceOp
 from lightning_ring.gradients.compression import Compressor
 
 _MESSAGE_BYTES = 25 * 2**20
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size
 
 
 def average_(tensors: Iterable[Tensor], comm: Communicator, name: str) -> None:
@@ -53,11 +52,6 @@ def optimizer_states(optimizers: Iterable[Optimizer]) -> list[tuple[Tensor, list
 def optimizer_tensors(optimizers: Iterable[Optimizer]) -> list[Tensor]:
     """`optimizer_states` of all parameters."""
     return [tensor for _, state in optimizer_states(optimizers) for tensor in state]
-
-
-def as_integers(tensor: Tensor) -> Tensor:
-    """The bits of ``tensor``, by which values that are not a number compare too."""
-    return tensor.view(_INTEGERS[tensor.element_size()]) if tensor.element_size() in _INTEGERS else tensor
 
 
 def _is_like(value: Any, param: Tensor) -> bool:

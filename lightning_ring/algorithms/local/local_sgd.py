@@ -20,10 +20,10 @@ from lightning_ring.algorithms.algorithm import Algorithm, log
 from lightning_ring.algorithms.averaging import Averaging
 from lightning_ring.algorithms.delegating import Delegating
 from lightning_ring.algorithms.exchanges import Exchange, local_sgd
-from lightning_ring.algorithms.local.averages import as_integers, average_, optimizer_states, optimizer_tensors
+from lightning_ring.algorithms.local.averages import average_, optimizer_states, optimizer_tensors
 from lightning_ring.algorithms.local.pace import FIRST_EVERY, MEASURED_ROUNDS, Pace
 from lightning_ring.algorithms.local.rank_states import collect, load_rank_state, rank_state
-from lightning_ring.comm.communicator import Communicator, ReduceOp
+from lightning_ring.comm.communicator import Communicator, ReduceOp, as_integers
 from lightning_ring.comm.recording import unrecorded
 from lightning_ring.comm.timing import now, seconds_between
 from lightning_ring.errors import ConfigurationError, check_arguments

@@ -12,10 +12,8 @@ from lightning_ring.algorithms.sharded.inventory import is_part
 from lightning_ring.algorithms.sharded.mirrors import Mirrors
 from lightning_ring.algorithms.sharded.parameters import ParameterBucket, ParameterShard, ShardedParameters
 from lightning_ring.algorithms.sharded.state import State
-from lightning_ring.comm.communicator import Communicator, ReduceOp
+from lightning_ring.comm.communicator import Communicator, ReduceOp, as_integers
 from lightning_ring.errors import StateLostError
-
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +117,7 @@ class Rebuilding:
         for part, value in parts:
             part.part(flat).copy_(value)
         # sums of integers of which all but one are zero: the same bits, also of -0.0 and NaN
-        summed = flat.view(_INTEGERS[flat.itemsize])
+        summed = as_integers(flat)
         self._comm.broadcast_object((summed.numel(), summed.dtype), src=self._first)
         self._comm.all_reduce_(summed, op=ReduceOp.SUM, name="shards of ranks before").wait()
         return flat

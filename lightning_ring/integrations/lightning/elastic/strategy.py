@@ -258,9 +258,8 @@ class ElasticStrategy(RingStrategy):
         if self._buffers.sends_before(batch_idx, self.fit_trainer.accumulate_grad_batches):
             before = self.buffers_state
 
-            def take_back() -> (
-                None
-            ):  # else this rank counts the batch twice, and sends before other batches than the rest
+            def take_back() -> None:
+                # else this rank counts the batch twice, and sends before other batches than the rest
                 self.buffers_state = before
 
             self._call(lambda: self.and_barrier(start), take_back)

@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from lightning_ring.comm.communicator import as_integers
 from lightning_ring.elastic.undo import remember_values
 
 _STARTS = ("on_validation_start", "on_validation_epoch_start")
@@ -21,7 +22,6 @@ _EXCHANGING = tuple(
     getattr(of_lightning, name) for name in ("LambdaCallback", "WeightAveraging") if hasattr(of_lightning, name)
 )
 _OF_LIBRARIES = ("lightning.", "pytorch_lightning.", "lightning_ring.")
-_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def remember_exchanged_weights(trainer: pl.Trainer, module: pl.LightningModule) -> Callable[[], None]:
@@ -64,7 +64,7 @@ class ChangedInSteps:
         self._num_steps += 1
         self._before = None
         if self._num_steps & (self._num_steps - 1) == 0:
-            others = [param for param in module.parameters() if id(param) not in self._found and _has_words(param)]
+            others = [param for param in module.parameters() if id(param) not in self._found and _is_dense(param)]
             self._before = others, _sums(others)
         return remember_values(self._found.values())
 
@@ -91,11 +91,11 @@ def _copied(value: Any) -> Any:
     return copy.copy(value) if isinstance(value, dict | list | set) else value
 
 
-def _has_words(param: Tensor) -> bool:
+def _is_dense(param: Tensor) -> bool:
     return param.is_floating_point() and param.layout == torch.strided and not nn.parameter.is_lazy(param)
 
 
 @torch.no_grad()
 def _sums(params: Iterable[Tensor]) -> list[int]:
     """Of the bits of each, as integers."""
-    return [int(param.detach().view(_WORDS[param.element_size()]).sum(dtype=torch.int64)) for param in params]
+    return [int(as_integers(param.detach()).sum(dtype=torch.int64)) for param in params]
