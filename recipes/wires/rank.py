@@ -132,8 +132,9 @@ def train(order: dict[str, Any]) -> dict[str, Any]:
     parts = pairs_of_digits(settings.images)
     torch.manual_seed(order["seed"])
     module = network(settings.hidden)
+    weight_decay = settings.weight_decay * order["method"]["weight_decay_factor"]
     optimizer = torch.optim.SGD(
-        module.parameters(), settings.lr, order["method"]["momentum"], weight_decay=settings.weight_decay
+        module.parameters(), settings.lr, order["method"]["momentum"], weight_decay=weight_decay
     )
     factor = warmup_cosine(settings.steps, settings.warmup_steps)
     peak = settings.lr * order["method"]["lr_factor"]

@@ -18,7 +18,7 @@ from benchmarks.hosts import open_hosts
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """A way to keep the ranks' models together, the momentum of its SGD, and the share of the learning rate it takes.
+    """A way to keep the ranks' models together, and what its SGD takes: momentum, and factors of the study's settings.
 
     ``distribute`` holds arguments of `lightning_ring.distribute`, nodes of Hydra among them. `None` is torch's own
     DistributedDataParallel over Gloo. With ``own_pace`` a slow rank takes fewer of the ranks' steps than the others.
@@ -29,6 +29,7 @@ class Method:
     distribute: dict[str, Any] | None
     momentum: float = 0.9
     lr_factor: float = 1.0
+    weight_decay_factor: float = 1.0
     own_pace: bool = False
     whole_steps: int = 0
 
@@ -74,7 +75,10 @@ class Run:
     def key(self, settings: Settings) -> str:
         """Equal for runs that would do the same, whatever they are called."""
         method = self.method
-        how = None if method is None else [method.distribute, method.momentum, method.lr_factor, method.own_pace]
+        how = None
+        if method is not None:
+            trained = [method.momentum, method.lr_factor, method.weight_decay_factor]
+            how = [method.distribute, *trained, method.own_pace]
         text = json.dumps(
             [asdict(settings), how, self.rate, self.straggler, self.seed],
             sort_keys=True,
