@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-from types import ModuleType
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+
+from lightning_ring.gradients.compression.kernels import triton_kernels
 
 BLOCK = 256  # values that share a scale
 CHUNK = 1 << 16  # values of a piece: 256 KiB, beside which its copy fits into 1 MiB of cache
@@ -23,7 +22,7 @@ def encode(values: Tensor, numbers: Tensor, scales: Tensor) -> None:
         numbers: int8, with room for whole blocks.
         scales: float32, one a block.
     """
-    if kernels := _kernels(values):
+    if kernels := triton_kernels("blocks", values):
         kernels.encode(values, numbers, scales)
         return
     whole = values.numel() // BLOCK * BLOCK
@@ -35,7 +34,7 @@ def encode(values: Tensor, numbers: Tensor, scales: Tensor) -> None:
 
 def decode(numbers: Tensor, scales: Tensor, values: Tensor) -> None:
     """Replace ``values`` by ``numbers`` times the scale of their block."""
-    if kernels := _kernels(values):
+    if kernels := triton_kernels("blocks", values):
         kernels.decode(numbers, scales, values)
         return
     whole = values.numel() // BLOCK * BLOCK
@@ -63,16 +62,3 @@ def _encode_blocks(values: Tensor, numbers: Tensor, scales: Tensor) -> None:
 
 def _piece(values: Tensor) -> int:
     return CHUNK if values.device.type == "cpu" else max(values.numel(), BLOCK)
-
-
-def _kernels(values: Tensor) -> ModuleType | None:
-    return _triton_kernels() if values.is_cuda else None
-
-
-@functools.cache
-def _triton_kernels() -> ModuleType | None:
-    try:
-        from lightning_ring.gradients.compression import blocks_triton
-    except ImportError:  # torch for GPUs without Triton
-        return None
-    return blocks_triton

@@ -13,19 +13,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from lightning_ring.comm.communicator import ChainedWork, Communicator, Work, shard
+from lightning_ring.gradients.compression import signs
 from lightning_ring.gradients.compression.between_nodes import MIN_NUMEL, BetweenNodes, Part, bounds_of
 from lightning_ring.gradients.compression.compressor import GradientLayout
 from lightning_ring.gradients.compression.error_feedback import ErrorFeedback
 from lightning_ring.gradients.compression.named_buffers import NamedBuffers
 from lightning_ring.gradients.compression.registry import one_bit_bytes
 from lightning_ring.gradients.compression.two_legs import average_in_two_legs
-
-BLOCK = 256  # values that share a scale
-_CHUNK = 1 << 16  # values of a piece that stays in a cache
-_GATHER = 0x0102040810204080  # times 8 bytes that are 0 or 1: their bits in the highest byte, the first one lowest
 
 
 class Signs(BetweenNodes):
@@ -109,63 +105,24 @@ class OneBit(ErrorFeedback):
 
 
 class SignCode:
-    """Messages of bits, the first value in the lowest bit of the first byte, then a scale for each block."""
+    """Messages of `signs`: the bits of whole blocks, then a scale for each."""
 
     def num_bytes(self, numel: int) -> int:
-        return -(-numel // BLOCK) * (BLOCK // 8 + 4)
+        return -(-numel // signs.BLOCK) * (signs.BLOCK // 8 + 4)
 
     def encode(self, values: Tensor, message: Tensor) -> None:
         bits, scales = _cut(message)
-        whole = values.numel() // BLOCK * BLOCK
-        _encode_blocks(values[:whole], bits, scales)
-        if rest := values.numel() - whole:  # the mean of the values that are there
-            row = whole // BLOCK
-            _encode_blocks(pad(values[whole:], (0, BLOCK - rest)), bits[whole // 8 :], scales[row:])
-            scales[row].mul_(BLOCK / rest)
+        signs.encode(values, bits, scales)
 
     def decode(self, message: Tensor, values: Tensor) -> None:
         bits, scales = _cut(message)
-        whole = values.numel() // BLOCK * BLOCK
-        _decode_blocks(bits, scales, values[:whole])
-        if rest := values.numel() - whole:
-            last = values.new_empty(BLOCK)
-            _decode_blocks(bits[whole // 8 :], scales[whole // BLOCK :], last)
-            values[whole:].copy_(last[:rest])
+        signs.decode(bits, scales, values)
 
 
 SIGNS = SignCode()
 
 
-def _encode_blocks(values: Tensor, bits: Tensor, scales: Tensor) -> None:
-    size = _piece(values)
-    scratch = torch.empty(min(size, values.numel()), device=values.device)
-    flags = torch.empty(scratch.numel(), dtype=torch.bool, device=values.device)
-    for start in range(0, values.numel(), size):
-        piece = values[start : start + size]
-        absolute = torch.abs(piece, out=scratch[: piece.numel()]).view(-1, BLOCK)
-        torch.mean(absolute, dim=1, out=scales[start // BLOCK :][: len(absolute)])
-        words = torch.ge(piece, 0, out=flags[: piece.numel()]).view(torch.int64)
-        words.mul_(_GATHER).bitwise_right_shift_(56)
-        bits[start // 8 :][: words.numel()].copy_(words)
-
-
-def _decode_blocks(bits: Tensor, scales: Tensor, values: Tensor) -> None:
-    size = _piece(values)
-    bytes_ = torch.arange(256, device=values.device).unsqueeze(1)
-    signs = ((bytes_ >> torch.arange(8, device=values.device)) & 1).float().mul_(2).sub_(1)  # of each byte
-    for start in range(0, values.numel(), size):
-        piece = values[start : start + size]
-        packed = bits[start // 8 :][: piece.numel() // 8].view(torch.uint8).int()
-        torch.index_select(signs, 0, packed, out=piece.view(-1, 8))
-        rows = piece.view(-1, BLOCK)
-        rows.mul_(scales[start // BLOCK :][: len(rows)].unsqueeze(1))
-
-
-def _piece(values: Tensor) -> int:
-    return _CHUNK if values.device.type == "cpu" else max(values.numel(), BLOCK)
-
-
 def _cut(message: Tensor) -> tuple[Tensor, Tensor]:
-    num_blocks = message.numel() // (BLOCK // 8 + 4)
-    bits, scales = message.split([num_blocks * BLOCK // 8, num_blocks * 4])
+    num_blocks = message.numel() // (signs.BLOCK // 8 + 4)
+    bits, scales = message.split([num_blocks * signs.BLOCK // 8, num_blocks * 4])
     return bits.view(torch.int8), scales.view(torch.float32)

@@ -1,5 +1,6 @@
-"""The Triton kernels of 8-bit blocks: under Triton's interpreter, compiled, and on a GPU where there is one."""
+"""The Triton kernels of 8-bit blocks and of signs: interpreted, compiled, and on a GPU where there is one."""
 
+import importlib
 import re
 import sys
 from importlib.metadata import version
@@ -11,7 +12,7 @@ from tests.processes import run
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-COMPARE = """
+COMPARE_BLOCKS = """
 import sys, torch
 from lightning_ring.gradients.compression import blocks, blocks_triton
 
@@ -46,37 +47,65 @@ print("equal")
 """
 
 
+COMPARE_SIGNS = """
+import sys, torch
+from lightning_ring.gradients.compression import signs, signs_triton
+
+device = sys.argv[1]
+for numel in (0, 1, 255, 256, 5003, 40_000):
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(numel)) * 1e-3
+    values[300:520] = 0
+    values[600:900] = torch.nan
+    values[1030:1031] = -torch.inf
+    count = -(-numel // signs.BLOCK)
+    found = []
+    for way, place in ((signs, "cpu"), (signs_triton, device)):
+        x = values.to(place)
+        bits = torch.zeros(count * signs.BLOCK // 8, dtype=torch.int8, device=place)
+        scales = torch.zeros(count, device=place)
+        way.encode(x, bits, scales)
+        out = torch.full_like(x, torch.nan)
+        way.decode(bits, scales, out)
+        found.append([each.cpu() for each in (bits, scales, out)])
+    (bits, *others), (found_bits, *found_others) = found
+    assert torch.equal(bits, found_bits)
+    for one, other in zip(others, found_others):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=0, equal_nan=True)
+print("equal")
+"""
+every_code = pytest.mark.parametrize("compare", [COMPARE_BLOCKS, COMPARE_SIGNS], ids=["blocks", "signs"])
+
+
 @pytest.mark.ranks
-def test_interpreted_kernels_equal_those_of_the_cpu():
-    done = run([sys.executable, "-c", COMPARE, "cpu"], TRITON_INTERPRET="1")
+@every_code
+def test_interpreted_kernels_equal_those_of_the_cpu(compare):
+    done = run([sys.executable, "-c", compare, "cpu"], TRITON_INTERPRET="1")
     assert done.stdout.strip().endswith("equal"), done.stdout[-3000:]
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU on this machine")
-def test_kernels_on_a_gpu_equal_those_of_the_cpu():
-    done = run([sys.executable, "-c", COMPARE, "cuda"])
+@every_code
+def test_kernels_on_a_gpu_equal_those_of_the_cpu(compare):
+    done = run([sys.executable, "-c", compare, "cuda"])
     assert done.stdout.strip().endswith("equal"), done.stdout[-3000:]
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", ["encode_kernel", "decode_kernel"])
-def test_they_compile_for_real_gpus(name, tmp_path, monkeypatch):
+@pytest.mark.parametrize("module", ["blocks", "signs"])
+def test_they_compile_for_real_gpus(module, name, tmp_path, monkeypatch):
     """To machine code, which needs no GPU: the interpreter takes what the compiler refuses."""
     compiler = pytest.importorskip("triton.compiler")
     target = pytest.importorskip("triton.backends.compiler").GPUTarget("cuda", 90, 32)
     if tuple(map(int, version("triton").split(".")[:2])) < (3, 3):
         pytest.skip("this Triton takes other arguments")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    from lightning_ring.gradients.compression import blocks_triton
-
-    constants = {"BLOCK": blocks_triton.BLOCK, "ROWS": blocks_triton.ROWS}
-    types = {"values": "*fp32", "numbers": "*i8", "scales": "*fp32", "numel": "i64"}
-    signature = {
-        "encode_kernel": types | {"tiny": "fp32", "step": "fp32"},
-        "decode_kernel": types,
-    }[name] | dict.fromkeys(constants, "constexpr")
-    kernel = getattr(blocks_triton, name)
+    kernels = importlib.import_module(f"lightning_ring.gradients.compression.{module}_triton")
+    constants = {"BLOCK": kernels.BLOCK, "ROWS": kernels.ROWS}
+    types = {"values": "*fp32", "numbers": "*i8", "bits": "*i8", "scales": "*fp32", "numel": "i64"}
+    signature = types | {"tiny": "fp32", "step": "fp32"} | dict.fromkeys(constants, "constexpr")
+    kernel = getattr(kernels, name)
     source = compiler.ASTSource(kernel, {key: signature[key] for key in kernel.arg_names}, constants)
     compiled = compiler.compile(source, target=target, options={"num_warps": 4}).asm
     assert compiled["cubin"]
