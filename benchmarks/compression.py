@@ -13,15 +13,18 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
 
 import torch
+from torch.utils.benchmark import Timer
 
 from benchmarks.wire_bytes import passed_by_all, run_on_hosts
 from lightning_ring.comm.communicator import ReduceOp
 from lightning_ring.gradients.compression import DGC, Compressor, Int8, OneBit, TernGrad, TopK
+from lightning_ring.gradients.compression.int8 import BLOCKS
+from lightning_ring.gradients.compression.one_bit import SIGNS
 from lightning_ring.host.malloc import keep_freed_memory
 from lightning_ring.tools.plan.probing import Layout, times_to_encode
 
@@ -41,6 +44,18 @@ def speeds(num_bytes: int, rounds: int) -> None:
     for name, make in WAYS.items():
         encoding, whole = map(min, zip(*times_to_encode(make(), num_bytes // 4, rounds), strict=True))
         print(f"{name:24}{num_bytes / encoding / 1e9:9.2f}{num_bytes / whole / 1e9:9.2f}", flush=True)
+
+
+def codes(device: str, num_bytes: int) -> Iterator[str]:
+    """GB/s of gradients that the codes with Triton kernels take, whole and from memory."""
+    values = torch.randn(num_bytes // 4, device=device)
+    for name, code in {"int8": BLOCKS, "onebit": SIGNS}.items():
+        message = torch.empty(code.num_bytes(values.numel()), dtype=torch.uint8, device=device)
+        given = {"code": code, "values": values, "message": message}
+        calls = {"encode": "code.encode(values, message)", "decode": "code.decode(message, values)"}
+        times = {call: Timer(line, globals=given).blocked_autorange().median for call, line in calls.items()}
+        found = ", ".join(f"{call} {num_bytes / seconds / 1e9:.1f} GB/s" for call, seconds in times.items())
+        yield f"- compression={name!r}: {found}"
 
 
 def bytes_that_leave(num_bytes: int) -> None:

@@ -2,8 +2,8 @@
 
 Prints the step time of ResNet-50 (bf16-mixed, channels-last, batch 256) on a plain single device, under Lightning's DDP
 (NCCL, one rank) and under the ring, with its collectives left out, as one process alone does, and forced; the share of
-the memory bandwidth that LARS and LAMB reach; and runs the tests that need a GPU. It needs no network and no data, and
-the extras ``recipes``, ``bench`` and ``test``. Without a GPU it says so and ends with exit code 77.
+the memory bandwidth that LARS and LAMB reach; how fast gradients are encoded as 8-bit integers and as signs; and runs the
+tests that need a GPU. It needs no network and no data, and the extras ``recipes``, ``bench`` and ``test``. Without a GPU it says so and ends with exit code 77.
 
 ``--device cpu --tiny`` walks the same way with a model of a few parameters, to see that the way is open.
 """
@@ -18,7 +18,7 @@ from collections.abc import Iterator
 
 import torch
 
-from benchmarks import optim, step
+from benchmarks import compression, optim, step
 
 NO_GPU = 77  # what test harnesses take for "skipped"
 FORCED = "ring:force_communication=True,monitor=False"  # with it alone would come the monitor, which is no collective
@@ -72,6 +72,8 @@ def main() -> int:
     for line in steps(asked.device, asked.tiny, asked.batch):
         print(line, flush=True)
     for line in optimizers(asked.device, asked.tiny):
+        print(line, flush=True)
+    for line in compression.codes(asked.device, 2**16 if asked.tiny else 2**28):
         print(line, flush=True)
     return tests(asked.tiny)
 

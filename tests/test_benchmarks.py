@@ -186,7 +186,13 @@ def test_the_gpu_benchmark_walks_its_whole_way_on_the_cpu() -> None:
     result = run([sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--tiny"])
     assert result.returncode == 0, result.stdout
     tests = "passed" if torch.cuda.is_available() else "skipped"
-    for said in ("| ring:force_communication=True,monitor=False |", "at world size 1:", "LAMB", tests):
+    for said in (
+        "| ring:force_communication=True,monitor=False |",
+        "at world size 1:",
+        "LAMB",
+        "'onebit': encode",
+        tests,
+    ):
         assert said in result.stdout, result.stdout
 
 
