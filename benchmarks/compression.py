@@ -18,7 +18,6 @@ from datetime import timedelta
 from functools import partial
 
 import torch
-from torch.utils.benchmark import Timer
 
 from benchmarks.wire_bytes import passed_by_all, run_on_hosts
 from lightning_ring.comm.communicator import ReduceOp
@@ -48,6 +47,8 @@ def speeds(num_bytes: int, rounds: int) -> None:
 
 def codes(device: str, num_bytes: int) -> Iterator[str]:
     """GB/s of gradients that the codes with Triton kernels take, whole and from memory."""
+    from torch.utils.benchmark import Timer  # deferred: it says so where there is no CUDA
+
     values = torch.randn(num_bytes // 4, device=device)
     for name, code in {"int8": BLOCKS, "onebit": SIGNS}.items():
         message = torch.empty(code.num_bytes(values.numel()), dtype=torch.uint8, device=device)
