@@ -3,8 +3,8 @@
 Prints the step time of ResNet-50 (bf16-mixed, channels-last, batch 256) on a plain single device, under Lightning's DDP
 (NCCL, one rank) and under the ring, with its collectives left out, as one process alone does, and forced; the share of
 the memory bandwidth that LARS and LAMB reach; how fast gradients are encoded as 8-bit integers and as signs; and runs
-the tests that need a GPU. It needs no network and no data, and the extras ``recipes``, ``bench`` and ``test``. Without a
-GPU it says so and ends with exit code 77.
+the tests that need a GPU. It needs no network and no data, and the extras ``recipes``, ``bench`` and ``test``. Without
+a GPU it says so and ends with exit code 77.
 
 ``--device cpu --tiny`` walks the same way with a model of a few parameters, to see that the way is open.
 """
