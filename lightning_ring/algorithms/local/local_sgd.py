@@ -96,9 +96,8 @@ class LocalSGD(Delegating):
         self._own: dict[Parameter, Tensor] = {}  # this rank's parameters, while the averages are in their place
         self._shown: list[Tensor] = []  # then, the averages
         self._told_of_changes = self._told_of_states = False
-        self._apart: dict[
-            Parameter, None
-        ] = {}  # stepped since the ranks last agreed on them; they may be frozen by now
+        # stepped since the ranks last agreed on them; they may be frozen by now
+        self._apart: dict[Parameter, None] = {}
         self._asked_to_stop = self._agreed_to_stop = False
         self._optimizers: Sequence[Optimizer] = ()
         self._comm: Communicator | None = None
