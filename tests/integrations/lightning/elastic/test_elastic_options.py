@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pickle
 import warnings
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import lightning.pytorch as pl
 import pytest
@@ -20,7 +22,8 @@ from lightning_ring import RingStrategy
 from lightning_ring.data import ShuffledSampler
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.integrations.lightning.elastic.checks import check_fit
-from lightning_ring.integrations.lightning.elastic.handover import check_batches
+from lightning_ring.integrations.lightning.elastic.handover import _restore, check_batches
+from lightning_ring.integrations.lightning.elastic.loops import change_loops
 from lightning_ring.integrations.lightning.elastic.resize import Resize, scale_learning_rates
 from lightning_ring.integrations.lightning.elastic.samplers import warn_of_fixed_samplers, with_ordered_sampler
 from lightning_ring.integrations.lightning.elastic.strategy import ElasticStrategy
@@ -121,6 +124,32 @@ def test_validation_loaders_that_are_cut_for_other_ranks_are_named() -> None:
             warn_of_fixed_samplers([DataLoader(data), fixed], rank, world_size)
 
 
+@pytest.mark.parametrize("generation", [0, 1])
+def test_a_validation_names_such_loaders_once_ranks_have_changed(generation: int) -> None:
+    data = TensorDataset(torch.arange(12))
+    fixed = DataLoader(data, sampler=DistributedSampler(data, num_replicas=3, rank=2, shuffle=False))
+    validation = SimpleNamespace(run=lambda: "metrics", _combined_loader=SimpleNamespace(flattened=[fixed]))
+    batches = SimpleNamespace(advance=None, val_loop=validation)
+    trainer = SimpleNamespace(fit_loop=SimpleNamespace(epoch_loop=batches), callbacks=[], should_stop=False)
+    strategy: Any = SimpleNamespace(
+        fit_trainer=trainer,
+        lightning_module=pl.LightningModule(),
+        precision_plugin=SimpleNamespace(_after_closure=None),
+        and_barrier=lambda run: run(),
+        is_survivable=True,
+        is_automatic=True,
+        global_rank=1,
+        world_size=2,
+    )
+    recovery = SimpleNamespace(parted=False, view=SimpleNamespace(generation=generation))
+    fit: Any = SimpleNamespace(recovery=recovery, calls=SimpleNamespace(call=lambda run, take_back: run()))
+    with ExitStack() as in_fit, warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        change_loops(strategy, fit, in_fit)
+        assert validation.run() == "metrics"
+    assert ["loader 0 of rank 1 of 2" in str(one.message) for one in found] == [True] * generation
+
+
 def schedules(optimizer: torch.optim.Optimizer) -> list[Any]:
     return [
         lr_scheduler.StepLR(optimizer, 2, 0.5),
@@ -175,6 +204,20 @@ def test_one_cycle_stays_at_its_end_where_fewer_ranks_take_more_steps(within: bo
         pickle.dumps(scheduler.state_dict())
     assert rates[0] == rates[1]
     assert rates[0][0] == pytest.approx(0.4 / 25 / 1e4)
+
+
+def test_one_cycle_of_a_process_that_has_joined_stays_at_its_end_too() -> None:
+    """It has not seen the deaths before, which took the others behind total_steps."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.2, momentum=0.9)
+    scheduler = lr_scheduler.OneCycleLR(optimizer, 0.4, total_steps=20)
+    configs = [SimpleNamespace(scheduler=scheduler)]
+    strategy: Any = MagicMock(fit_model=nn.Linear(1, 1), lr_scheduler_configs=configs)
+    trainer: Any = MagicMock(callbacks=[], loggers=[])
+    _restore(trainer, strategy, MagicMock(), MagicMock())
+    for _ in range(30):
+        optimizer.step()
+        scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.4 / 25 / 1e4)
 
 
 def test_a_rate_that_groups_share_as_a_tensor_is_scaled_once() -> None:
