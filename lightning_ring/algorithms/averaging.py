@@ -218,6 +218,12 @@ class Averaging(Algorithm):
         if compressor is None:
             return ""
         of_compressor = state["state"] if state.get("compressor") == compressor.name else {}
+        if "errors" in of_compressor and not isinstance(compressor, ErrorFeedback):
+            problem = compressor.load_state_dict(of_compressor["compressor"], self._comm.rank, self._comm.world_size)
+            return (
+                f"the checkpoint is of {compressor.name} with error feedback, which this job has not: what the steps "
+                f"before left out of the gradients is lost. {problem or ''}"
+            ).rstrip()
         return compressor.load_state_dict(of_compressor, self._comm.rank, self._comm.world_size) or ""
 
     def ask_to_stop(self, asked: bool = True) -> None:

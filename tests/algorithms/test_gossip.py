@@ -78,6 +78,44 @@ def test_each_step_is_that_of_the_formula(topology: Any, world_size: int, optimi
             torch.testing.assert_close(found[number][step], expected, rtol=1e-4, atol=1e-5)
 
 
+def test_a_step_with_a_closure_computes_the_batch_for_the_ranks_own_parameters() -> None:
+    """As the Trainer's: the average, which travels meanwhile, is added behind the step."""
+
+    def rank(comm: Any) -> tuple[list[Tensor], list[Tensor]]:
+        net, algorithm = network(), Gossip()
+        steps = torch.optim.SGD(net.parameters(), 0.1)
+        algorithm.attach(net, [steps], comm)
+        begun, computed_for = [], []
+        for step in range(4):
+            algorithm.begin_batch()
+            begun.append(parameters_to_vector(net.parameters()).detach().clone())
+
+            def closure(step: int = step) -> Tensor:
+                computed_for.append(parameters_to_vector(net.parameters()).detach().clone())
+                value = loss(net, comm.rank, step)
+                value.backward()
+                return value
+
+            steps.zero_grad()
+            algorithm.before_step(steps, has_closure=True)
+            steps.step(closure)
+            algorithm.after_step(steps)
+        algorithm.detach()
+        return [*begun, parameters_to_vector(net.parameters()).detach().clone()], computed_for
+
+    ranks = run_ranks(2, rank)
+    net = network()
+    for step in range(4):
+        before = [begun[step] for begun, _ in ranks]
+        for number, (begun, computed_for) in enumerate(ranks):
+            assert torch.equal(computed_for[step], before[number])
+            torch.nn.utils.vector_to_parameters(before[number], net.parameters())
+            gradient = torch.cat(
+                [g.reshape(-1) for g in torch.autograd.grad(loss(net, number, step), net.parameters())]
+            )
+            torch.testing.assert_close(begun[step + 1], (before[0] + before[1]) / 2 - 0.1 * gradient)
+
+
 def test_the_exponential_graph_spreads_a_value_to_all_of_a_power_of_two() -> None:
     product = torch.eye(8, dtype=torch.float64)
     for w in weights("exponential", 8, 3):

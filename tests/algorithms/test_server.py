@@ -70,6 +70,27 @@ def sequential(optimizer: str, world_size: int, lr: Callable[[int], float] | Non
     return vector(net), steps.state_dict()
 
 
+@pytest.mark.parametrize("mode", ["async", "stale"])
+def test_ranks_at_their_own_pace_agree_on_a_parameter_that_is_frozen_within_an_epoch(mode: Any) -> None:
+    """New servers begin with the old ones' weights, and not with what each rank had pulled last."""
+
+    def rank(comm: Any) -> Tensor:
+        net, algorithm = network(), ParameterServer(mode=mode)
+        steps = OPTIMIZERS["sgd"](net)
+        algorithm.attach(net, [steps], comm)
+        for step in range(4):
+            if step == 3:
+                next(net.parameters()).requires_grad_(False)
+                comm.barrier()  # the rank that came last has pulled what the other has not
+            one_step(net, steps, algorithm, comm.rank, step)
+        algorithm.show_averages()
+        algorithm.detach()
+        return vector(net)
+
+    first, second = run_ranks(2, rank)
+    assert torch.equal(first, second)
+
+
 @pytest.mark.parametrize(("world_size", "servers"), [(2, None), (3, None), (3, 1), (4, 2), (5, None)])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_bulk_is_the_step_with_the_mean_in_one_process(world_size: int, optimizer: str, servers: int | None) -> None:

@@ -15,7 +15,17 @@ from torch.optim import SGD, Adam
 from lightning_ring.algorithms.averaging import Averaging
 from lightning_ring.comm.communicator import ChainedWork, Work, shard
 from lightning_ring.errors import ConfigurationError
-from lightning_ring.gradients.compression import COMPRESSORS, DGC, Compressor, Int8, OneBit, TernGrad, TopK, digits
+from lightning_ring.gradients.compression import (
+    COMPRESSORS,
+    DGC,
+    Compressor,
+    ErrorFeedback,
+    Int8,
+    OneBit,
+    TernGrad,
+    TopK,
+    digits,
+)
 from lightning_ring.gradients.compression.top_k import largest
 from lightning_ring.gradients.reducer import Reducer
 from tests.checks.compression import references
@@ -104,6 +114,54 @@ def test_nested_ranks_hold_the_same_bits(make: Callable[[], Compressor]) -> None
     assert found[0].isfinite().all()
     assert found[0].count_nonzero() > 100
     assert all(torch.equal(other, found[0]) for other in found)
+
+
+@pytest.mark.parametrize("with_feedback", [True, False])
+def test_a_checkpoint_may_be_resumed_with_error_feedback_or_without(with_feedback: bool) -> None:
+    """Random numbers go on, and a message says what becomes of the residuals."""
+
+    def averaging(comm: Any, *, feedback: bool) -> tuple[torch.nn.Module, Averaging]:
+        net, compressor = torch.nn.Linear(8, 8), TernGrad(min_numel=0)
+        algorithm = Averaging(compression=ErrorFeedback(compressor) if feedback else compressor)
+        algorithm.attach(net, [], comm)
+        return net, algorithm
+
+    def rank(comm: Any) -> tuple[str, Tensor, Tensor]:
+        net, algorithm = averaging(comm, feedback=not with_feedback)
+        algorithm.begin_batch()
+        with algorithm.backward():
+            net(torch.ones(1, 8)).square().sum().backward()
+        state = comm.broadcast_object(algorithm.state_dict())
+        own = state["state"].get("compressor", state["state"])["generators"][comm.rank]
+        algorithm.detach()
+        _, resumed = averaging(comm, feedback=with_feedback)
+        told = resumed.load_state_dict(state)
+        compressor: Any = resumed._compressor
+        resumed.detach()
+        return told, own, (compressor.compressor if with_feedback else compressor)._loaded
+
+    for told, own, loaded in run_ranks(2, rank):
+        assert ("without error feedback" if with_feedback else "with error feedback, which this job has not") in told
+        assert torch.equal(own, loaded)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-18, 1e-24, 1e-37, 1e-42])
+def test_ternary_gradients_may_be_tiny(scale: float) -> None:
+    """Their squares are below float32's range, and 1e-42 has no reciprocal there."""
+
+    values = torch.randn(sum(SIZES), generator=torch.Generator().manual_seed(0))
+
+    def rank(comm: Any) -> Tensor:
+        send = Sender(TernGrad(min_numel=0), comm)
+        return torch.stack([send(scale * values) for _ in range(200)]).double().mean(0)
+
+    mean, _ = run_ranks(2, rank)
+    values = values.double()
+    if scale < 1e-38:
+        assert mean.isfinite().all()
+    else:
+        kept = values.abs() < 2 * values.square().mean().sqrt()  # the others may be clipped
+        assert torch.corrcoef(torch.stack([mean[kept] / scale, values[kept]]))[0, 1] > 0.9
 
 
 @pytest.mark.parametrize("numel", [20_000, 4097, 100])  # the last one travels whole

@@ -34,6 +34,9 @@ class Gossip(LocalSGD):
         x_r ← Σ_s W_rs · x_s      over the neighbours of r in step k, and r itself
         x_r ← the optimizer's step from there with g_r
 
+    A step with a closure, as the Trainer's, computes the batch within itself: it is taken from x_r, and what the
+    average changes is added behind it. Only what depends on x_r besides g_r, such as weight decay, tells the two apart.
+
     W has equal weights in each row, and rows and columns that add up to 1: the mean of all x moves as if gradients were
     averaged, and ranks differ by what the last steps have not spread yet. Each rank sends its parameters to one or two
     neighbours, whatever the number of ranks. Short messages still go to all of them, so that a slow rank slows all.
@@ -82,6 +85,14 @@ class Gossip(LocalSGD):
 
     def before_step(self, optimizer: Optimizer, *, has_closure: bool) -> None:
         super().before_step(optimizer, has_closure=has_closure)
+        if not has_closure:  # which is still to compute the batch while parameters travel
+            self._mix(optimizer)
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        self._mix(optimizer)
+        super().after_step(optimizer)
+
+    def _mix(self, optimizer: Optimizer) -> None:
         if self._under_way is not None and self._steps_the_module(optimizer):
             under_way, self._under_way = self._under_way, None
             self._average(under_way)
@@ -112,10 +123,10 @@ class Gossip(LocalSGD):
     def _average(self, under_way: _Exchange) -> None:
         under_way.wait()
         self._agreed_to_stop |= bool(under_way.stop > 0)
-        mean = torch.stack([under_way.own, *under_way.received]).mean(0)
-        params = under_way.params
-        parts = mean.split([param.numel() for param in params])
-        torch._foreach_copy_([*params], [part.view(param.shape) for part, param in zip(parts, params, strict=True)])
+        params, own = under_way.params, under_way.own
+        way = torch.stack([own, *under_way.received]).mean(0).sub_(own)
+        parts = way.split([param.numel() for param in params])
+        torch._foreach_add_([*params], [part.view(param.shape) for part, param in zip(parts, params, strict=True)])
 
     def _end_round(self) -> None:
         """Nothing: `before_step` has averaged with the neighbours."""

@@ -152,6 +152,8 @@ class ParameterServer(Algorithm):
                     "parameters were frozen or added within an epoch, where dedicated servers do not learn of it. Do "
                     "so on all ranks behind show_averages(), or leave dedicated out."
                 )
+            if self._serving is not None and not self.steps_together and not self.dedicated:
+                self._take_weights(self._serving)  # the new servers begin with their ranks' parameters
             self._end_serving()
             self._serving = self._begin_serving(stand_in, params)
         return self._serving
@@ -222,8 +224,12 @@ class ParameterServer(Algorithm):
         if self._optimizer is None:
             return
         serving = self._serving if self.steps_together else self._serve(self._optimizer)
-        if serving is None:
-            return
+        if serving is not None:
+            self._take_weights(serving)
+
+    def _take_weights(self, serving: Serving) -> None:
+        """Have all ranks go on from the servers' weights. Collective."""
+        assert self._optimizer is not None
         if self._trains:
             serving.rest()
         else:  # not in the meeting, which has a timeout

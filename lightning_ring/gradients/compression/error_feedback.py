@@ -72,6 +72,11 @@ class ErrorFeedback(Compressor):
     def load_state_dict(self, state: dict[str, Any], rank: int, world_size: int) -> str | None:
         if not state:
             return f"the checkpoint holds no state of {self.name}, which starts anew, with residuals of zero."
+        if "errors" not in state:
+            problem = self.compressor.load_state_dict(state, rank, world_size)
+            return (
+                f"the checkpoint is of {self.name} without error feedback: residuals begin at zero. {problem or ''}"
+            ).rstrip()
         problem = self.compressor.load_state_dict(state["compressor"], rank, world_size)
         if len(state["errors"]) != world_size:
             return (

@@ -20,6 +20,8 @@ from lightning_ring.gradients.compression.between_nodes import MIN_NUMEL, Betwee
 from lightning_ring.gradients.compression.compressor import GradientLayout
 from lightning_ring.gradients.compression.registry import ternary_bytes
 
+_SMALLEST = 1e-15  # a layer whose largest gradient is smaller is not clipped
+
 
 class TernGrad(BetweenNodes):
     """``compression="terngrad"``: five gradients in a byte on the way to the sum, on the way back two or three.
@@ -28,7 +30,7 @@ class TernGrad(BetweenNodes):
     the largest |g| of a layer on any rank, after g was clipped at ``clip`` times σ, its standard deviation. Each rank
     adds up its shard and sends the sums, exact whole numbers of s. A layer is the gradient of a parameter, or the part
     of it in this bucket that this rank sends between nodes. σ is taken about 0, so that a layer of equal gradients is
-    not clipped. A clipped value is biased.
+    not clipped. A clipped value is biased. A layer below 1e-15 is not clipped.
 
     Args:
         clip: In units of σ; ``math.inf`` clips nothing.
@@ -124,13 +126,14 @@ class TernGrad(BetweenNodes):
         if self.clip < math.inf:
             roots = [math.sqrt(end - start) for start, end in layers]
             sigma = torch.stack(list(torch._foreach_div(torch._foreach_norm(pieces, 2), roots)))
-            most = torch.where(most.isfinite(), torch.minimum(most, self.clip * sigma), most)
+            # smaller gradients have squares below float32's range, and σ would be 0
+            most = torch.where(most.isfinite() & (most > _SMALLEST), torch.minimum(most, self.clip * sigma), most)
         return torch.where(most.isfinite(), most, torch.inf)
 
     def _ternary(self, values: Tensor, layers: list[tuple[int, int]], scalers: Tensor) -> Tensor:
         """0, 1 or 2 for -1, 0 or 1, as uint8: floor(u + g/s) of a uniform u is 1 more often by g/s."""
         numbers = torch.rand(values.numel(), generator=self._generator, device=values.device)
-        steps = torch.where(scalers > 0, 1 / scalers, 0.0)
+        steps = torch.where(scalers >= torch.finfo(scalers.dtype).tiny, 1 / scalers, 0.0)  # else inf, and 0 · inf
         pieces = [numbers[start:end] for start, end in layers]
         shares = torch._foreach_mul([values[start:end] for start, end in layers], list(steps))
         torch._foreach_add_(pieces, shares)
