@@ -146,6 +146,8 @@ class ElasticFit:
         elif strategy.in_fit:
             strategy.attach_anew(comm)
         self.calls.compare(comm, joins=joins)
+        some_have_begun = any(comm.all_gather_object(self.step.in_step))
+        self.step.others_have_begun = some_have_begun and not self.step.in_step
         if not strategy.in_fit:
             strategy.rank_changes.of_view(view.members, 0, 0.0)
             return

@@ -27,7 +27,8 @@ class ElasticStep:
     Attributes:
         position: In the training data; `None` outside of the training.
         substitute: The batch that a step reads which is done again; `None` for the batch that Lightning has fetched.
-        changed: Whether ranks have changed since the loader was told.
+        changed: Whether ranks have changed since the loader was told, or this rank does its batches again with others.
+        others_have_begun: Whether ranks had begun a step when ranks changed before its first batch on this rank.
         committing: Whether a step is being finished whose averages were complete when its ranks changed.
         own_gradients: Of manual optimization.
     """
@@ -40,6 +41,7 @@ class ElasticStep:
         self.position: TrainingPosition | None = None
         self.substitute: Any = None
         self.changed = False
+        self.others_have_begun = False
         self.own_gradients = OwnGradients()
         self.committing = False
         self._stepping = False
@@ -86,6 +88,7 @@ class ElasticStep:
         self.substitute = None
         if not self._begun:
             self._begin()
+            self.changed = False  # no batch was trained on before
         self.position.end_step()
         again = self.changed
         self._stepping = True
@@ -109,6 +112,7 @@ class ElasticStep:
                         return self._output
                 else:
                     recovery.committed()
+                    self._begun = False
                     self._under_way.finish()
                     self._complete_parameters()
                     return output
@@ -133,7 +137,9 @@ class ElasticStep:
     def _begin(self) -> None:
         assert self.position is not None
         if self.changed:
-            self.changed, self.substitute = False, self.position.read_again()
+            self.substitute = self.position.read_again()
+        # they do its batches again in its last one: this rank has to call the collectives that they call
+        self.changed, self.others_have_begun = self.others_have_begun, False
         self.position.begin_step()
         self._under_way.begin(self._remember())
         self._begun = True
@@ -201,7 +207,7 @@ class ElasticStep:
             with self._calls.inside(), already_unscaled(self._strategy.precision_plugin):
                 self._output = self._step(lambda: self._loss)
         finally:
-            self.committing = False
+            self.committing = self._begun = False
         self._under_way.finish()
 
     def take_back(self) -> None:

@@ -2,8 +2,8 @@
 
 A DEATH is NUMBER:STEP:PLACE, with STEP the number of finished optimizer steps. PLACE is ``forward``, ``backward``,
 ``step``, ``batch_end``, ``validation``, ``save``, ``epoch_end``; ``forward2`` and ``backward2`` are those of the second
-batch of a step; ``start`` is before the process connects, and the others then wait for its replacement. ``between`` is
-between the steps of the two optimizers of FIT_MANUAL.
+batch of a step; ``late`` is half a second after ``batch_end``; ``start`` is before the process connects, and the others
+then wait for its replacement. ``between`` is between the steps of the two optimizers of FIT_MANUAL.
 
 Each process appends epoch, step, samples and the number of earlier attempts at this step, of each batch that it reads,
 to ``FOLDER/NUMBER.log``; step and digest of weights and optimizer state after each batch to
@@ -12,8 +12,9 @@ to ``FOLDER/NUMBER.log``; step and digest of weights and optimizer state after e
 Environment: FIT_NODES: so many nodes, which processes take by turns. FIT_TRAINER and FIT_STRATEGY are JSON of
 arguments. FIT_CALLBACKS: further callbacks of Lightning, as expressions. FIT_DROPOUT. FIT_MANUAL: manual optimization,
 two optimizers. FIT_MOMENTUM: each training_step lets an encoder follow the first layer. FIT_SCALER: the first scale of
-a loss scaler. FIT_RESUME: a checkpoint. FIT_WAIT: in the step of that number all wait until a newcomer is ready to
-join, which is process FIT_NEWCOMER. FIT_NO_CATCH_UP: it gets nothing before it joins.
+a loss scaler. FIT_RESUME: a checkpoint. FIT_LATE: NUMBER:STEP of a process that has yet to learn that all agree to this
+step when a ``late`` death comes. FIT_WAIT: in the step of that number all wait until a newcomer is ready to join, which
+is process FIT_NEWCOMER. FIT_NO_CATCH_UP: it gets nothing before it joins.
 """
 
 from __future__ import annotations
@@ -74,6 +75,19 @@ def announce_newcomer() -> None:
         start(recovery)
 
     Recovery.start = announced  # type: ignore[method-assign]
+
+
+def agree_late() -> None:
+    """As where the last message of the commit is still under way."""
+    agree = Recovery.agree
+
+    def late(recovery: Recovery) -> None:
+        agree(recovery)
+        if os.environ.get("FIT_LATE") == f"{NUMBER}:{(recovery.step or 0) + 1}":
+            time.sleep(1.0)
+            recovery._generations.communicator.barrier()
+
+    Recovery.agree = late  # type: ignore[method-assign]
 
 
 def wait_for_everything() -> None:
@@ -154,6 +168,9 @@ class Module(pl.LightningModule):
             self.digest = digest(self)
             log.write(json.dumps([self.global_step, self.digest]) + "\n")
         self.die("batch_end")
+        if f"{NUMBER}:{self.global_step}:late" in DEATHS:
+            time.sleep(0.5)
+            self.die("late")
 
     def validation_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> None:
         if batch_idx == 1:
@@ -226,6 +243,7 @@ def main() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=scale, enabled=scale > 0)
     count_attempts(module)
     announce_newcomer()
+    agree_late()
     if "FIT_NO_CATCH_UP" in os.environ:
         wait_for_everything()
     trainer = pl.Trainer(

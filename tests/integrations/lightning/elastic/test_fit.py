@@ -113,6 +113,18 @@ def test_a_fit_outlives_ranks(backend: str, deaths: list[str], tmp_path: Path) -
     check(tmp_path, ends, 4 - len(deaths))
 
 
+def test_a_rank_that_others_wait_for_in_the_next_step_does_that_again_with_them(tmp_path: Path) -> None:
+    # a step of several batches. The others are in the first one, in the average of the loss that they log
+    trainer, strategy = json.dumps({"accumulate_grad_batches": 2}), json.dumps({"monitor": False})
+    ends = fit(tmp_path, "gloo", "3:3:late", FIT_TRAINER=trainer, FIT_STRATEGY=strategy, FIT_LATE="0:3")
+    assert len(ends) == 3
+    for name in ("digest", "step", "batches"):
+        assert len({end[name] for end in ends}) == 1, name
+    for samples in trained_samples(tmp_path).values():
+        assert len(set(samples)) == len(samples)
+        assert SAMPLES - len(samples) < 6 * BATCH
+
+
 def test_a_step_of_several_batches_is_done_again_from_its_first_one(tmp_path: Path) -> None:
     # in the second batch, noticed in a later collective; and in the middle of the averages, by rank 0
     trainer = json.dumps({"accumulate_grad_batches": 3})
