@@ -99,7 +99,10 @@ class AsynchronousGossip(Gossip):
             self._begin_requests(params)
 
     def _begin_requests(self, params: Sequence[Parameter]) -> None:
-        self._end_requests()
+        if self._requests is not None:
+            self._end_requests()
+            if not self._own:
+                self._add_step()  # of length 0: parameters become x, with the averages that have come meanwhile
         self._params = list(params)
         num_parts = num_gossip_parts(sum(param.nbytes for param in self._params))
         self._parts = layouts(self._params, num_parts, cut=True)
