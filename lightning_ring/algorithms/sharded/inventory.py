@@ -34,8 +34,11 @@ class Inventory:
         self._parts: dict[int, dict[Span, PartState]] = {}  # by parameter
 
     def add(self, span: Span, state: PartState) -> None:
-        """Replaces the state of an equal part."""
-        self._parts.setdefault(span.index, {})[span] = state
+        """Replaces the parts that share elements with this one: they were cut for other ranks, and are older."""
+        parts = self._parts.setdefault(span.index, {})
+        for other in [span, *self._overlapping(span)]:  # a part of no elements shares none
+            parts.pop(other, None)
+        parts[span] = state
 
     def get(self, span: Span) -> PartState | None:
         """The state of exactly this part."""

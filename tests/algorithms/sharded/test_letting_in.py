@@ -350,6 +350,30 @@ def test_newcomers_alone_are_let_in_without_the_whole_state() -> None:
     assert not only_newcomers([new, new])
 
 
+@pytest.mark.parametrize("caught_up", [False, True])
+def test_parts_that_were_cut_for_other_ranks_are_of_no_use_to_a_newcomer(caught_up: bool) -> None:
+    """They came before a death, behind which it may have caught up once more."""
+    values = torch.arange(5.0, 15.0)
+
+    def exchange(comm: ThreadCommunicator) -> Inventory:
+        held, whole, memory = Inventory(), Span(0, 5, 10), torch.ones(20)
+        state = {"sum": values.clone(), "step": torch.tensor(3.0)}
+        if comm.rank == 1:
+            for first, numel in ((5, 4), (9, 4), (13, 2)):
+                held.add(Span(0, first, numel), [{"sum": torch.zeros(numel), "step": torch.tensor(2.0)}])
+        if comm.rank == 0 or caught_up:
+            held.add(whole, [state])
+        one = LettingIn(comm, held, lambda span: memory[span.first : span.end], memory.device, receives=comm.rank == 1)
+        one.run([whole] if comm.rank == 0 else [], [whole], compares=True)
+        assert (one.sent == 0) == caught_up
+        return held
+
+    (state,) = run_ranks(2, exchange)[1].cut(Span(0, 9, 3))
+    assert state is not None
+    assert torch.equal(state["sum"], values[4:7])
+    assert state["step"] == 3
+
+
 def test_a_rank_gets_the_middle_of_a_part_of_another_one() -> None:
     def exchange(comm: ThreadCommunicator) -> Inventory:
         held, whole = Inventory(), Span(0, 5, 10)
