@@ -175,7 +175,9 @@ def live(folder: Path, number: int, train: Callable[[int], None]) -> NoReturn:
     out = os.open(folder / f"{number}.out", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(out, 1)
     os.dup2(out, 2)
-    faulthandler.register(signal.SIGUSR1, (folder / f"{number}.stacks").open("w"))  # where it hangs
+    stacks = (folder / f"{number}.stacks").open("w")
+    faulthandler.enable(stacks)  # where it crashes, it or a loader process
+    faulthandler.register(signal.SIGUSR1, stacks)  # where it hangs
     (folder / f"{number}.pid").write_text(str(os.getpid()))
     code = 1
     try:

@@ -160,6 +160,23 @@ def leave_garbage_to_parent() -> None:
     """Let no garbage collection in a process that is forked from this one destroy what this one has dropped.
 
     Groups of an earlier generation may be among it. Their threads are not in a loader's worker process, where their
-    destructors therefore crash or wait for ever.
+    destructors therefore crash or wait for ever. Nor may what others do after a fork begin a collection before that.
     """
-    os.register_at_fork(after_in_child=gc.freeze)
+    forking, was_enabled = threading.Lock(), True  # threads may fork at the same time
+
+    def before() -> None:
+        nonlocal was_enabled
+        forking.acquire()
+        was_enabled = gc.isenabled()
+        gc.disable()
+
+    def after() -> None:
+        if was_enabled:
+            gc.enable()
+        forking.release()
+
+    def after_in_child() -> None:
+        gc.freeze()
+        after()
+
+    os.register_at_fork(before=before, after_in_parent=after, after_in_child=after_in_child)

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
+
+import pytest
 
 from lightning_ring.elastic.generations import leave_garbage_to_parent
+from tests.processes import run
 
 
 class Group:
@@ -31,3 +35,26 @@ def test_a_garbage_collection_in_a_forked_process_leaves_groups_of_earlier_gener
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     finally:
         gc.enable()
+
+
+FORKED = """
+import gc, os
+from lightning_ring.elastic.generations import leave_garbage_to_parent
+from tests.elastic.test_forks import Group
+
+kept = []
+os.register_at_fork(after_in_child=lambda: kept.extend([] for _ in range(100_000)))
+leave_garbage_to_parent()
+gc.collect()
+Group()
+if (pid := os.fork()) == 0:
+    os._exit(0 if gc.isenabled() else 4)
+assert gc.isenabled()
+print("exit code", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
+
+@pytest.mark.ranks
+def test_so_does_one_that_begins_before_the_process_is_told() -> None:
+    done = run([sys.executable, "-c", FORKED])
+    assert done.stdout.strip().endswith("exit code 0"), done.stdout
