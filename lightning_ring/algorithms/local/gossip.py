@@ -129,7 +129,7 @@ class Gossip(LocalSGD):
         torch._foreach_add_([*params], [part.view(param.shape) for part, param in zip(parts, params, strict=True)])
 
     def _end_round(self) -> None:
-        """Nothing: `before_step` has averaged with the neighbours."""
+        """Nothing: the step has averaged with the neighbours."""
 
     def show_averages(self) -> None:
         if self._own:

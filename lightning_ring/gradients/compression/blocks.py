@@ -38,7 +38,7 @@ def decode(numbers: Tensor, scales: Tensor, values: Tensor) -> None:
         kernels.decode(numbers, scales, values)
         return
     whole = values.numel() // BLOCK * BLOCK
-    size = _piece(values)
+    size = piece_size(values)
     for start in range(0, whole, size):
         out = values[start : min(start + size, whole)].view(-1, BLOCK)
         out.copy_(numbers[start : start + out.numel()].view_as(out))
@@ -48,7 +48,7 @@ def decode(numbers: Tensor, scales: Tensor, values: Tensor) -> None:
 
 
 def _encode_blocks(values: Tensor, numbers: Tensor, scales: Tensor) -> None:
-    size = _piece(values)
+    size = piece_size(values)
     memory = torch.empty(min(size, values.numel()), device=values.device)
     for start in range(0, values.numel(), size):
         piece = values[start : start + size].view(-1, BLOCK)
@@ -60,5 +60,6 @@ def _encode_blocks(values: Tensor, numbers: Tensor, scales: Tensor) -> None:
         numbers[start : start + size].view_as(piece).copy_(scratch)
 
 
-def _piece(values: Tensor) -> int:
+def piece_size(values: Tensor) -> int:
+    """How many values are worked on at once: on CPUs as many as stay in a cache."""
     return CHUNK if values.device.type == "cpu" else max(values.numel(), BLOCK)

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from lightning_ring.gradients.compression.blocks import BLOCK as BLOCK
+from lightning_ring.gradients.compression.blocks import piece_size
 from lightning_ring.gradients.compression.kernels import triton_kernels
 
-BLOCK = 256  # values that share a scale
-CHUNK = 1 << 16  # values of a piece that stays in a cache
 _GATHER = 0x0102040810204080  # times 8 bytes that are 0 or 1: their bits in the highest byte, the first one lowest
 
 
@@ -46,7 +46,7 @@ def decode(bits: Tensor, scales: Tensor, values: Tensor) -> None:
 
 
 def _encode_blocks(values: Tensor, bits: Tensor, scales: Tensor) -> None:
-    size = _piece(values)
+    size = piece_size(values)
     scratch = torch.empty(min(size, values.numel()), device=values.device)
     flags = torch.empty(scratch.numel(), dtype=torch.bool, device=values.device)
     for start in range(0, values.numel(), size):
@@ -59,7 +59,7 @@ def _encode_blocks(values: Tensor, bits: Tensor, scales: Tensor) -> None:
 
 
 def _decode_blocks(bits: Tensor, scales: Tensor, values: Tensor) -> None:
-    size = _piece(values)
+    size = piece_size(values)
     bytes_ = torch.arange(256, device=values.device).unsqueeze(1)
     signs = ((bytes_ >> torch.arange(8, device=values.device)) & 1).float().mul_(2).sub_(1)  # of each byte
     for start in range(0, values.numel(), size):
@@ -68,7 +68,3 @@ def _decode_blocks(bits: Tensor, scales: Tensor, values: Tensor) -> None:
         torch.index_select(signs, 0, packed, out=piece.view(-1, 8))
         rows = piece.view(-1, BLOCK)
         rows.mul_(scales[start // BLOCK :][: len(rows)].unsqueeze(1))
-
-
-def _piece(values: Tensor) -> int:
-    return CHUNK if values.device.type == "cpu" else max(values.numel(), BLOCK)
