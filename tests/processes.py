@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import signal
@@ -97,6 +98,32 @@ def wait_for(condition: Callable[[], object], seconds: float = 60.0) -> None:
     while not condition():
         assert time.monotonic() < until
         time.sleep(0.01)
+
+
+def has_ended(pid: int) -> bool:
+    """Whether ``pid`` is gone or a zombie, which orphans stay for as long as the system's first process is busy."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
+
+
+def assert_gone(pids: list[int], seconds: float = 60.0) -> None:
+    """Wait until all of ``pids`` have ended; past ``seconds`` the test fails and says where their threads wait."""
+    until = time.monotonic() + seconds
+    while alive := [pid for pid in pids if not has_ended(pid)]:
+        assert time.monotonic() < until, "still running:\n" + "\n".join(map(_threads, alive))
+        time.sleep(0.01)
+
+
+def _threads(pid: int) -> str:
+    """``pid``, and of each of its threads the name, the state and the kernel function in which it waits."""
+    lines = [str(pid)]
+    for thread in Path(f"/proc/{pid}/task").glob("*"):
+        with contextlib.suppress(OSError):
+            name, state, waits = ((thread / file).read_text().strip() for file in ("comm", "stat", "wchan"))
+            lines.append(f"  {thread.name} {name}: {state.rpartition(')')[2].split()[0]} {waits}")
+    return "\n".join(lines)
 
 
 def mpirun(world_size: int, *command: str, timeout: float = HANGS, **env: str) -> subprocess.CompletedProcess[str]:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from tests import forked
-from tests.processes import clean_env, end_session, run
+from tests.processes import assert_gone, clean_env, end_session, run
 
 pytestmark = pytest.mark.ranks
 SLEEPS = "import os, sys, time; print(os.getpid(), flush=True); time.sleep(60)"
@@ -103,10 +102,7 @@ def test_no_rank_outlives_its_small_process(ended: str) -> None:
     else:
         process.kill()
     process.wait(60)
-    deadline = time.monotonic() + 60
-    while Path(f"/proc/{pid}").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    assert_gone([pid])
 
 
 def test_every_second_rank_has_other_hashes() -> None:

@@ -13,7 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import ROOT, clean_env, default_signals, end_session, mpi_family, mpirun_command, mpirun_path
+from tests.processes import (
+    ROOT,
+    assert_gone,
+    clean_env,
+    default_signals,
+    end_session,
+    mpi_family,
+    mpirun_command,
+    mpirun_path,
+)
 
 SCRIPT = str(ROOT / "tests" / "job" / "rank_script.py")
 RINGRUN = [sys.executable, "-m", "lightning_ring.cli.ringrun"]
@@ -39,7 +48,7 @@ class Job:
     def rank_pids(self) -> list[int]:
         """Pids of both ranks, once they are up."""
         files = [self._folder / f"pid.{rank}" for rank in range(2)]
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 150
         while not all(file.exists() and file.read_text() for file in files):
             assert time.monotonic() < deadline, "the ranks did not come up"
             assert self.process.poll() is None, self.process.communicate()[0]
@@ -74,23 +83,6 @@ def job(launcher: str, action: str, folder: Path, **env: str) -> Iterator[Job]:
         process.communicate(timeout=60)
 
 
-def all_gone(pids: list[int]) -> bool:
-    deadline = time.monotonic() + AT_ONCE
-    while alive := [pid for pid in pids if is_alive(pid)]:
-        if time.monotonic() > deadline:
-            print(f"still alive: {alive}")
-            return False
-        time.sleep(0.05)
-    return True
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
 LAUNCHERS = [pytest.param("mpirun", marks=needs_mpirun), "plain"]
 
 
@@ -110,7 +102,7 @@ def test_a_rank_that_raises_outside_fit(launcher, tmp_path):
     with job(launcher, "raise", tmp_path) as ranks:
         pids = ranks.rank_pids()
         code, output = ranks.finish()
-        assert all_gone(pids)
+        assert_gone(pids)
     assert code == 1, output
     assert "ValueError: no such photo" in output
     assert f"rank 1 (host {os.uname().nodename}, pid {pids[1]}) failed and ends the job" in output
@@ -136,7 +128,7 @@ def test_a_rank_killed_with_kill_9_is_named(launcher, tmp_path):
     with job(launcher, "kill", tmp_path) as ranks:
         pids = ranks.rank_pids()
         code, output = ranks.finish()
-        assert all_gone(pids)
+        assert_gone(pids)
     family = mpi_family() if launcher == "mpirun" else ""
     assert code == (9 if family in ("mpich", "intelmpi") else 137), output
     assert "rank 1" in output.lower() or family == "mpich", "MPICH names the process only"
@@ -149,7 +141,7 @@ def test_sys_exit_on_one_rank_ends_the_job_with_its_code(launcher, tmp_path):
     with job(launcher, "exit-3", tmp_path) as ranks:
         pids = ranks.rank_pids()
         code, output = ranks.finish()
-        assert all_gone(pids)
+        assert_gone(pids)
     assert code == 3, output
     assert "exits with code 3 and ends the job" in output
 
@@ -176,7 +168,7 @@ def test_mpirun_killed_takes_the_ranks_along(tmp_path):
         pids = ranks.rank_pids()
         segments = {path for pid in pids for path in mapped_segments(pid)}
         ranks.process.kill()
-        assert all_gone(pids)
+        assert_gone(pids)
     if mpi_family() != "mpich":  # it kills the ranks before they can remove its file of 2 MiB
         assert not [path for path in segments - before if path.exists()]
 
@@ -195,7 +187,7 @@ def test_the_launcher_killed_takes_the_ranks_along(launcher, tmp_path):
     with job(launcher, "sleep", tmp_path) as ranks:
         pids = ranks.rank_pids()
         ranks.process.kill()
-        assert all_gone(pids)
+        assert_gone(pids)
 
 
 @needs_mpirun
@@ -207,7 +199,7 @@ def test_mpirun_killed_under_ringrun(tmp_path):
             mpirun = parent_of(mpirun)
         os.kill(mpirun, signal.SIGKILL)
         code, output = ranks.finish()
-        assert all_gone(pids)
+        assert_gone(pids)
     assert code == 137, output
     assert f"mpirun (pid {mpirun}) was killed by signal 9 (SIGKILL)" in output
 
@@ -224,7 +216,7 @@ def test_told_to_stop_the_ranks_save_and_end(launcher, signum, expected, tmp_pat
         pids = ranks.rank_pids()
         ranks.process.send_signal(signum)
         code, output = ranks.finish()
-        assert all_gone(pids)
+        assert_gone(pids)
     assert code == expected, output
     assert (tmp_path / "saved.0").exists()
     assert (tmp_path / "saved.1").exists()
@@ -237,7 +229,7 @@ def test_ranks_that_do_not_stop_are_ended_after_the_grace(launcher, tmp_path):
         pids = ranks.rank_pids()
         ranks.process.terminate()
         code, output = ranks.finish()
-        assert all_gone(pids)
+        assert_gone(pids)
     assert code == 143, output
 
 
@@ -248,5 +240,5 @@ def test_a_second_ctrl_c_ends_the_grace(tmp_path):
         assert any("asking the ranks to stop" in line for line in ranks.process.stdout)  # two at once would be one
         ranks.process.send_signal(signal.SIGINT)
         code, output = ranks.finish()
-        assert all_gone(pids)
+        assert_gone(pids)
     assert code == 130, output

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests import forked
-from tests.processes import ROOT, clean_env, default_signals, end_session, mpirun_command, run
+from tests.processes import ROOT, assert_gone, clean_env, default_signals, end_session, mpirun_command, run
 
 SCRIPT = str(ROOT / "tests" / "integrations" / "lightning" / "trainer_script.py")
 WAYS = {
@@ -49,19 +49,12 @@ def job(way: str, action: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
 def ranks_in_step_3(process: subprocess.Popen[str], folder: Path) -> list[int]:
     """The ranks' pids, once both are training."""
     files = [folder / f"step3.{rank}" for rank in range(2)]
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + 150
     while not all(file.exists() and file.read_text() for file in files):
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < deadline, "the ranks did not come as far as step 3"
         time.sleep(0.05)
     return [int(file.read_text()) for file in files]
-
-
-def assert_gone(pids: list[int]) -> None:
-    deadline = time.monotonic() + 60
-    while alive := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
-        assert time.monotonic() < deadline, f"still running: {alive}"
-        time.sleep(0.05)
 
 
 @pytest.mark.parametrize(
