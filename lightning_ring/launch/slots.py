@@ -11,7 +11,6 @@ from lightning_ring.launch.hosts import Host
 from lightning_ring.launch.mpirun import rank_environment
 from lightning_ring.launch.remote import HostLine, RemoteChild, RemoteHosts
 from lightning_ring.launch.supervisor import STOP_SIGNAL
-from lightning_ring.membership.member import FIRST_WORLD_SIZE
 
 _LOOPBACK = "127.0.0.1"
 
@@ -93,7 +92,6 @@ class Slots:
             "RING_LOCAL_SIZE": used.count(place.node),
             "RING_NODE_RANK": place.node,
             "RING_NUM_NODES": max(used) + 1,
-            FIRST_WORLD_SIZE: self._ranks,
         }
         own = {name: str(value) for name, value in numbers.items()} | dict(variables)
         host, name = place.host, f"process {number}"

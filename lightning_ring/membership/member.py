@@ -20,7 +20,6 @@ from lightning_ring.membership.view import View
 CONNECT_SECONDS = 30.0
 FINISH_SECONDS = 10.0
 RESUME_FROM = "RING_RESUME_FROM"  # a checkpoint: an earlier start of the job has lost its state
-FIRST_WORLD_SIZE = "RING_FIRST_WORLD_SIZE"  # ranks with which the job began
 _LOST_SECONDS = 2.0
 
 
@@ -42,7 +41,7 @@ class Member:
         self.view: View | None = None
         self.newcomers_wait = False
         self.training_is_over = False
-        self.begun: bool | None = None
+        self.first_ranks: int | None = None  # with which the training had begun when this process connected, or 0
         self.on_stop: Callable[[PeerFailedError], None] = lambda error: None
         self.on_lost: Callable[[], None] = self._end_process
         self.on_wanted: Callable[[Message], None] = lambda message: None
@@ -101,7 +100,7 @@ class Member:
         self._await_welcome()
         threading.Thread(target=self._listen, name="ring-member", daemon=True).start()
         with self._news:
-            if not self._news.wait_for(lambda: self.begun is not None or self._lost, CONNECT_SECONDS):
+            if not self._news.wait_for(lambda: self.first_ranks is not None or self._lost, CONNECT_SECONDS):
                 raise RankDiscoveryError(f"The steward did not say within {CONNECT_SECONDS:g} s where its job stands.")
 
     # -- views
@@ -265,7 +264,7 @@ class Member:
         stop: PeerFailedError | None = None
         with self._news:
             if kind == "standing":
-                self.begun = message["begun"]
+                self.first_ranks = message["first_ranks"]
             elif kind == "view":
                 self._next = View.from_message(message)
             elif kind == "needed":

@@ -119,7 +119,7 @@ class Steward:
         self._silence.heard(member)
         kind = message["kind"]
         if kind == "hello":
-            self._tell(member, {"kind": "standing", "begun": self.membership.view is not None})
+            self._tell(member, {"kind": "standing", "first_ranks": self.membership.first_ranks})
         elif kind == "report":
             report = Report(message["step"], message["complete"], message["parted"])
             self.membership.report(member, message["generation"], report)

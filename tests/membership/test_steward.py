@@ -202,4 +202,4 @@ def test_a_process_learns_whether_the_job_has_begun() -> None:
         early.report(Report())
         replacement.report(Report())
         assert early.next_view(WAIT).members == (0, 5)
-        assert [early.begun, replacement.begun, server.join(6).begun] == [False, False, True]
+        assert [early.first_ranks, replacement.first_ranks, server.join(6).first_ranks] == [0, 0, 2]

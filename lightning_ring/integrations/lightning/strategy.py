@@ -241,7 +241,7 @@ class RingStrategy(RankedStrategy):
                 self._training_loaders.follow(trainer)
                 if self.options.monitor:
                     add_monitor(trainer)
-                if self.world_size > 1:
+                if self._may_have_others:
                     # a signal may have come during an evaluation before the fit
                     self.algorithm.ask_to_stop(self._requests.pending != Request.NONE)
                     leave_sigterm_to_the_buckets(trainer)
@@ -505,8 +505,13 @@ class RingStrategy(RankedStrategy):
 
     # -- requests to stop
 
+    @property
+    def _may_have_others(self) -> bool:
+        """Whether there are other ranks, or may be later."""
+        return self.world_size > 1 or self.options.elastic
+
     def _catch_stop_signals(self) -> None:
-        self._requests.catch_signals(several_ranks=self._comm is not None and self.world_size > 1)
+        self._requests.catch_signals(several_ranks=self._may_have_others)
 
     def _ask_all_ranks(self, asked: bool) -> None:
         self.algorithm.ask_to_stop(asked)

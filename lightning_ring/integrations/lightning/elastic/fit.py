@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from typing import TYPE_CHECKING
 
@@ -24,7 +23,6 @@ from lightning_ring.integrations.lightning.elastic.watchers import tell_monitors
 from lightning_ring.job.job import Job, adopt
 from lightning_ring.job.members import own_member
 from lightning_ring.job.ranks import RankInfo
-from lightning_ring.membership.member import FIRST_WORLD_SIZE
 from lightning_ring.membership.view import View
 
 if TYPE_CHECKING:
@@ -97,9 +95,10 @@ class ElasticFit:
 
     def _stand_alone(self) -> None:
         number = self.process.member.number
-        # as many ranks as the others had in their set-up, from which scripts compute the batch of a rank
-        size = max(2, int(os.environ.get(FIRST_WORLD_SIZE, "1")))
-        info = RankInfo(size - 1, size, size - 1, size, 0, 1, "ringrun")  # not rank 0: it writes no files
+        # as many ranks as the others had in their set-up: scripts compute batches from it, and schedules their length
+        size = self.process.member.first_ranks or 1
+        rank = max(1, size - 1)  # not 0, which writes files; it is one too many where the training began with one rank
+        info = RankInfo(rank, size, rank, size, 0, 1, "ringrun")
         store = dist.HashStore()
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
         device = self.process.connecting.device
@@ -146,8 +145,7 @@ class ElasticFit:
         elif strategy.in_fit:
             strategy.attach_anew(comm)
         self.calls.compare(comm, joins=joins)
-        some_have_begun = any(comm.all_gather_object(self.step.in_step))
-        self.step.others_have_begun = some_have_begun and not self.step.in_step
+        self.step.compare(comm)
         if not strategy.in_fit:
             strategy.rank_changes.of_view(view.members, 0, 0.0)
             return
@@ -177,5 +175,5 @@ class ElasticFit:
         adopt(job)
         strategy = self._strategy
         strategy._job = job
-        strategy.parallel_devices = [self.process.connecting.device] * job.info.local_size
+        strategy.parallel_devices = [self.process.connecting.device] * max(job.info.local_size, job.info.local_rank + 1)
         strategy.set_world_ranks()

@@ -53,20 +53,11 @@ def change_loops(strategy: ElasticStrategy, fit: ElasticFit, in_fit: ExitStack) 
 
 def _meet(strategy: ElasticStrategy, fit: ElasticFit) -> None:
     """Before a batch is fetched: newcomers come in, and the loader learns that the number of ranks has changed."""
-    position = fit.step.position
-    assert position is not None
     if fit.waits_to_join:
         fit.join()
     elif fit.recovery.newcomers_wait:
         fit.let_in_newcomers()
-    if fit.step.in_step:
-        return
-    first = strategy.fit_trainer.fit_loop.epoch_loop.batch_progress.current.ready == 0
-    if first and fit.recovery.view is not None and fit.recovery.view.generation > 0:
-        position.begin_epoch()
-    elif fit.step.changed:
-        position.go_on()
-    fit.step.changed = False
+    fit.step.plan()
 
 
 def _validate(strategy: ElasticStrategy, fit: ElasticFit, run: Callable[[], Any]) -> Any:

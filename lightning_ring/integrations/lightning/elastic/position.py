@@ -44,12 +44,18 @@ class TrainingPosition:
 
     # -- a step
 
-    def begin_step(self) -> None:
-        """Keep the position before the current batch, which is the first of a step."""
-        if self._epoch != self._trainer.current_epoch:
+    def begin_step(self, *, ranks_changed: bool = False) -> None:
+        """Keep the position before the current batch, which is the first of a step.
+
+        Where ``ranks_changed`` since the loader was told, this is where the last step ended: the loader would count its
+        batches for the ranks that there are now.
+        """
+        new_epoch = self._epoch != self._trainer.current_epoch
+        if new_epoch:
             self._epoch, self._origin = self._trainer.current_epoch, (0, 0, 0)
         self._first = self._batch_idx
-        self._before = self._state(self._first - self._origin[2])
+        in_place = ranks_changed and not new_epoch
+        self._before = self._after if in_place else self._state(self._first - self._origin[2])
 
     def end_step(self) -> None:
         """Keep the position after the current batch, which is the last of the step."""

@@ -40,7 +40,7 @@ class ElasticProcess:
         self.member = Member()
         self.member.open()
         end_job_on_error(self.member)
-        self.is_newcomer = bool(self.member.begun)
+        self.is_newcomer = bool(self.member.first_ranks)
         self.fitting = False
         self.was_stopped = False
         self.num_fits = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from lightning_ring.comm.communicator import Communicator
 from lightning_ring.elastic.catch_up.source import Source
 from lightning_ring.elastic.recovery import Recovery
 from lightning_ring.elastic.step_under_way import StepUnderWay
@@ -28,7 +29,6 @@ class ElasticStep:
         position: In the training data; `None` outside of the training.
         substitute: The batch that a step reads which is done again; `None` for the batch that Lightning has fetched.
         changed: Whether ranks have changed since the loader was told, or this rank does its batches again with others.
-        others_have_begun: Whether ranks had begun a step when ranks changed before its first batch on this rank.
         committing: Whether a step is being finished whose averages were complete when its ranks changed.
         own_gradients: Of manual optimization.
     """
@@ -41,11 +41,14 @@ class ElasticStep:
         self.position: TrainingPosition | None = None
         self.substitute: Any = None
         self.changed = False
-        self.others_have_begun = False
         self.own_gradients = OwnGradients()
         self.committing = False
         self._stepping = False
+        self._planned = False  # how many batches the next step has: the first one is fetched, or about to be
         self._begun = False  # the batches whose gradients the next step accumulates
+        self._ends: int | None = None  # the number of steps after the one that is taken
+        # Where others were further than this rank when ranks changed: behind the step that it takes, or in the next one
+        self._others_went_on = self._others_planned = self._others_begun = False
         self._under_way = StepUnderWay()
         self._changed_in_steps = ChangedInSteps()
         self._restore_progress: Callable[[], None] = lambda: None
@@ -53,10 +56,29 @@ class ElasticStep:
         self._loss: Any = None
         self._output: Any = None
 
-    @property
-    def in_step(self) -> bool:
-        """Whether batches whose gradients the next step accumulates were trained on."""
-        return self._begun
+    def compare(self, comm: Communicator) -> None:
+        """Learn where the others were when ranks changed. Up to where the first one was, all go on with the batches
+        that they had planned before; the loader would plan others for the ranks that there are now. Collective."""
+        takes_it = self._ends is not None and self._ends == self._recovery.step
+        where: list[tuple[bool, bool, bool]] = comm.all_gather_object((takes_it, self._planned, self._begun))
+        taking, planned, begun = zip(*where, strict=True)
+        self._others_went_on = takes_it and not all(taking)
+        self._others_planned = not self._planned and any(planned)
+        self._others_begun = not self._begun and any(begun)
+
+    def plan(self) -> None:
+        """Before a batch is fetched: the loader learns that the number of ranks has changed, if a step begins."""
+        assert self.position is not None
+        if self._begun:
+            return
+        view, loop = self._recovery.view, self._strategy.fit_trainer.fit_loop.epoch_loop
+        if loop.batch_progress.current.ready == 0 and view is not None and view.generation > 0:
+            self.position.begin_epoch()
+            self.changed = False
+        elif self.changed and not self._others_planned:
+            self.position.go_on()
+            self.changed = False
+        self._planned = True
 
     def batch(self) -> Any:
         """Before a training step: the batch that it reads in place of its own, if any."""
@@ -82,13 +104,12 @@ class ElasticStep:
         recovery, trainer = self._recovery, self._strategy.fit_trainer
         assert self.position is not None
         assert recovery.step is not None
-        after = recovery.step + 1
+        self._ends = after = recovery.step + 1
         self._step = step
         self._restore_progress = remember_progress(trainer)
         self.substitute = None
         if not self._begun:
             self._begin()
-            self.changed = False  # no batch was trained on before
         self.position.end_step()
         again = self.changed
         self._stepping = True
@@ -107,17 +128,17 @@ class ElasticStep:
                     recovery.after(error)
                     again = True
                     if recovery.step == after:
-                        self.changed = False
-                        self.position.go_on()
+                        self._leave()
                         return self._output
                 else:
                     recovery.committed()
-                    self._begun = False
+                    self._planned = self._begun = False
                     self._under_way.finish()
                     self._complete_parameters()
                     return output
         finally:
-            self._stepping = self._begun = False
+            self._stepping = self._planned = self._begun = False
+            self._ends = None
             if again and trainer.accumulate_grad_batches > 1:
                 self._strategy.drop_gradients()  # Lightning does so at multiples of that number of batches
 
@@ -136,11 +157,11 @@ class ElasticStep:
 
     def _begin(self) -> None:
         assert self.position is not None
-        if self.changed:
+        if self.changed and not self._others_begun:
             self.substitute = self.position.read_again()
         # they do its batches again in its last one: this rank has to call the collectives that they call
-        self.changed, self.others_have_begun = self.others_have_begun, False
-        self.position.begin_step()
+        self.changed, self._others_begun = self._others_begun, False
+        self.position.begin_step(ranks_changed=self.changed)
         self._under_way.begin(self._remember())
         self._begun = True
         assert self._recovery.step is not None
@@ -190,7 +211,12 @@ class ElasticStep:
         except Exception as error:
             self._stepping = False  # the step is finished
             self._recovery.after(error)  # which completes them in another way
-            assert self.position is not None
+            self._leave()
+
+    def _leave(self) -> None:
+        """Go on behind a step in whose end ranks changed."""
+        assert self.position is not None
+        if not self._others_went_on:
             self.changed = False
             self.position.go_on()
 
@@ -207,7 +233,7 @@ class ElasticStep:
             with self._calls.inside(), already_unscaled(self._strategy.precision_plugin):
                 self._output = self._step(lambda: self._loss)
         finally:
-            self.committing = self._begun = False
+            self.committing = self._planned = self._begun = False
         self._under_way.finish()
 
     def take_back(self) -> None:

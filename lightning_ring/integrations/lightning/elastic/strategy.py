@@ -106,7 +106,8 @@ class ElasticStrategy(RingStrategy):
             dataloader = with_ordered_sampler(dataloader)
             sampler = getattr(dataloader, "sampler", None)
             if isinstance(sampler, OrderedSampler) and self._fit is not None and self._fit.waits_to_join:
-                sampler.presumed = self.global_rank, self.world_size  # an epoch has as many steps as for the others
+                # an epoch has as many steps as for the others
+                sampler.presumed = min(self.global_rank, self.world_size - 1), self.world_size
         return super().process_dataloader(dataloader)
 
     @property

@@ -4,17 +4,18 @@ A DEATH is NUMBER:STEP:PLACE, with STEP the number of finished optimizer steps. 
 ``step``, ``batch_end``, ``validation``, ``save``, ``epoch_end``; ``forward2`` and ``backward2`` are those of the second
 batch of a step; ``late`` is half a second after ``batch_end``; ``start`` is before the process connects, and the others
 then wait for its replacement. ``between`` is between the steps of the two optimizers of FIT_MANUAL.
+``sigterm`` is no death: at the end of a batch the process is asked to stop.
 
 Each process appends epoch, step, samples and the number of earlier attempts at this step, of each batch that it reads,
 to ``FOLDER/NUMBER.log``; step and digest of weights and optimizer state after each batch to
 ``FOLDER/NUMBER.steps``; and writes its end to ``FOLDER/NUMBER.json``.
 
-Environment: FIT_NODES: so many nodes, which processes take by turns. FIT_TRAINER and FIT_STRATEGY are JSON of
-arguments. FIT_CALLBACKS: further callbacks of Lightning, as expressions. FIT_DROPOUT. FIT_MANUAL: manual optimization,
-two optimizers. FIT_MOMENTUM: each training_step lets an encoder follow the first layer. FIT_SCALER: the first scale of
-a loss scaler. FIT_RESUME: a checkpoint. FIT_LATE: NUMBER:STEP of a process that has yet to learn that all agree to this
-step when a ``late`` death comes. FIT_WAIT: in the step of that number all wait until a newcomer is ready to join, which
-is process FIT_NEWCOMER. FIT_NO_CATCH_UP: it gets nothing before it joins.
+Environment: FIT_SAMPLES: 144 if it is not set. FIT_NODES: so many nodes, which processes take by turns. FIT_TRAINER and
+FIT_STRATEGY are JSON of arguments. FIT_CALLBACKS: further callbacks of Lightning, as expressions. FIT_DROPOUT.
+FIT_MANUAL: manual optimization, two optimizers. FIT_MOMENTUM: each training_step lets an encoder follow the first
+layer. FIT_SCALER: the first scale of a loss scaler. FIT_RESUME: a checkpoint. FIT_LATE: NUMBER:STEP of a process that
+has yet to learn that all agree to this step when a ``late`` death comes. FIT_WAIT: in the step of that number all wait
+until a newcomer is ready to join, which is process FIT_NEWCOMER. FIT_NO_CATCH_UP: it gets nothing before it joins.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from lightning_ring.integrations.lightning.strategy import RingStrategy
 
 FOLDER, BACKEND, DEATHS = Path(sys.argv[1]), sys.argv[2], sys.argv[3:]
 NUMBER = int(os.environ["RING_MEMBER"])
-SAMPLES, BATCH, EPOCHS = 144, 4, 2
+SAMPLES, BATCH, EPOCHS = int(os.environ.get("FIT_SAMPLES", "144")), 4, 2
 WAIT, READY = int(os.environ.get("FIT_WAIT", "-1")), FOLDER / "newcomer"
 
 
@@ -168,6 +169,8 @@ class Module(pl.LightningModule):
             self.digest = digest(self)
             log.write(json.dumps([self.global_step, self.digest]) + "\n")
         self.die("batch_end")
+        if f"{NUMBER}:{self.global_step}:sigterm" in DEATHS:
+            os.kill(os.getpid(), signal.SIGTERM)
         if f"{NUMBER}:{self.global_step}:late" in DEATHS:
             time.sleep(0.5)
             self.die("late")

@@ -16,6 +16,7 @@ import torch
 from lightning.pytorch import callbacks
 
 from lightning_ring.job.rendezvous.interfaces import reachable_candidates
+from tests import forked
 from tests.checks.trace_format import read_trace, slices
 from tests.processes import ROOT, elastic_command, run
 
@@ -86,7 +87,7 @@ def check(folder: Path, ends: list[dict[str, Any]], world_size: int) -> None:
     sizes = [float(row["ring/world_size"]) for row in rows if row["ring/world_size"]]
     died, joined = (max(float(row.get(f"ring/{name}") or 0) for row in rows) for name in ("deaths", "joins"))
     assert sizes[-1] == world_size == sizes[0] - died + joined
-    assert died > 0 or len(set(sizes)) == 1
+    assert died + joined > 0 or len(set(sizes)) == 1
     norms = [name for name in rows[0] if name.startswith("ring/gradient_norm")]  # one for each optimizer
     assert norms
     assert all(row["ring/step_ms"] for row in rows if any(row[name] for name in norms))  # RingMonitor goes on
@@ -115,14 +116,35 @@ def test_a_fit_outlives_ranks(backend: str, deaths: list[str], tmp_path: Path) -
 
 def test_a_rank_that_others_wait_for_in_the_next_step_does_that_again_with_them(tmp_path: Path) -> None:
     # a step of several batches. The others are in the first one, in the average of the loss that they log
-    trainer, strategy = json.dumps({"accumulate_grad_batches": 2}), json.dumps({"monitor": False})
-    ends = fit(tmp_path, "gloo", "3:3:late", FIT_TRAINER=trainer, FIT_STRATEGY=strategy, FIT_LATE="0:3")
+    check_late(tmp_path, 3, accumulate=2)
+
+
+def test_a_rank_that_others_wait_for_in_an_epochs_last_step_plans_it_as_they_do(tmp_path: Path) -> None:
+    # of one batch. With three ranks there are two batches left
+    check_late(tmp_path, 4, accumulate=2, samples=SAMPLES + 3 * BATCH)
+
+
+def test_a_rank_that_others_wait_for_at_an_epochs_end_ends_it_with_them(tmp_path: Path) -> None:
+    # in validation. With three ranks there is one more batch left
+    check_late(tmp_path, 9, accumulate=1, samples=SAMPLES + 3 * BATCH)
+
+
+def check_late(folder: Path, step: int, accumulate: int, samples: int = SAMPLES) -> None:
+    """Process 3 dies behind ``step``; process 0 has yet to learn that all agreed to it. The others go on until they
+    wait for these two."""
+    options = {
+        "FIT_TRAINER": json.dumps({"accumulate_grad_batches": accumulate}),
+        "FIT_STRATEGY": json.dumps({"monitor": False}),
+        "FIT_LATE": f"0:{step}",
+        "FIT_SAMPLES": str(samples),
+    }
+    ends = fit(folder, "gloo", f"3:{step}:late", **options)
     assert len(ends) == 3
     for name in ("digest", "step", "batches"):
         assert len({end[name] for end in ends}) == 1, name
-    for samples in trained_samples(tmp_path).values():
-        assert len(set(samples)) == len(samples)
-        assert SAMPLES - len(samples) < 6 * BATCH
+    for trained in trained_samples(folder).values():
+        assert len(set(trained)) == len(trained)
+        assert samples - len(trained) < 6 * BATCH
 
 
 def test_a_step_of_several_batches_is_done_again_from_its_first_one(tmp_path: Path) -> None:
@@ -172,6 +194,21 @@ def test_a_newcomer_steps_several_optimizers_as_the_others_do(tmp_path: Path) ->
     assert [(end["number"], end["caught_up"]) for end in ends] == [(0, False), (2, False)]
     assert len(trained_batches(tmp_path, 2)) > 5
     assert "while the ranks waited, 0.0 of 0.0 MiB" in (tmp_path / "output").read_text()
+
+
+@pytest.mark.parametrize("asked", [(), ("0:8:sigterm",)], ids=["to the end", "until it is asked to stop"])
+def test_a_rank_that_began_alone_trains_on_with_a_newcomer(asked: tuple[str, ...], tmp_path: Path) -> None:
+    slots = f"sh -c 'echo localhost:$((1 + $(ls {tmp_path} | grep -c ^0.log)))'"  # a second one once process 0 trains
+    ringrun = [sys.executable, "-m", "lightning_ring.cli.ringrun", "-n", "1", "--discover", slots, "--max-ranks", "2"]
+    done = run([*ringrun, *forked.python(), RANK, str(tmp_path), "gloo", *asked], FIT_WAIT="3", FIT_NEWCOMER="1")
+    assert "generation 0: 1 ranks, after 0 steps" in done.stdout
+    assert "2 ranks, 1 of them new" in done.stdout
+    if asked:
+        assert done.returncode != 0
+        assert "asked to stop (SIGTERM), and did so at the same step" in done.stdout
+    else:
+        assert done.returncode == 0, done.stdout[-6000:]
+        check(tmp_path, [json.loads(path.read_text()) for path in sorted(tmp_path.glob("*.json"))], 2)
 
 
 @pytest.mark.skipif(not hasattr(callbacks, "EMAWeightAveraging"), reason="this Lightning has no EMAWeightAveraging")
