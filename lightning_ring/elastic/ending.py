@@ -9,7 +9,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from lightning_ring.job.exit import end_process, leave_cause, say
+from lightning_ring.job.exit import end_process, in_one_line, leave_cause, say
 from lightning_ring.membership.endings import JobEnded
 from lightning_ring.membership.member import Member
 
@@ -32,8 +32,7 @@ def end_job_on_error(member: Member) -> Callable[[], None]:
                 say(f"process {member.number} ends: {error}")
             end_process(0 if error.finished else 1)
         previous(kind, error, trace)
-        first_line = (str(error).strip().splitlines() or [""])[0]
-        summary = f"process {member.number} (pid {pid}) failed: {kind.__name__}: {first_line}"
+        summary = f"process {member.number} (pid {pid}) failed: {in_one_line(error)}"
         leave_cause(summary)
         member.fail(summary)
         end_process(130 if isinstance(error, KeyboardInterrupt) else 1)

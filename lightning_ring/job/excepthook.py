@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from lightning_ring.errors import PeerFailedError
-from lightning_ring.job.exit import end_process, leave_cause, say
+from lightning_ring.job.exit import end_process, in_one_line, leave_cause, say
 from lightning_ring.job.ranks import RankInfo
 from lightning_ring.job.watch.peers import comes_from_a_peer
 from lightning_ring.job.watch.watch import JobWatch
@@ -108,16 +108,11 @@ def _end_after(error: BaseException) -> NoReturn:
             watch.wait_until_gone(failure.rank, _FIRST_ERROR_SECONDS)
             time.sleep(0.2)  # the launcher takes the first that ends for the culprit
         end_process(1)
-    say(f"{info.name} (host {os.uname().nodename}, pid {os.getpid()}) failed and ends the job: {_summary(error)}")
-    leave_cause(f"{info.name} failed: {_summary(error)}")
+    say(f"{info.name} (host {os.uname().nodename}, pid {os.getpid()}) failed and ends the job: {in_one_line(error)}")
+    leave_cause(f"{info.name} failed: {in_one_line(error)}")
     if watch is not None:
         watch.report(error)
     end_process(130 if isinstance(error, KeyboardInterrupt) else 1)
-
-
-def _summary(error: BaseException) -> str:
-    text = str(error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
 
 
 class _Exit(SystemExit):

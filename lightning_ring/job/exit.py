@@ -33,6 +33,14 @@ def leave_cause(line: str) -> None:
             file.write(line)
 
 
+def in_one_line(error: BaseException) -> str:
+    """``error`` for one line of a message; with the one whose handling raised it, as where cleaning up fails as well."""
+    text = (str(error).strip().splitlines() or [""])[0]
+    line = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    first = None if error.__suppress_context__ else error.__context__
+    return f"{line} (after {in_one_line(first)})" if first is not None else line
+
+
 def end_process(code: int) -> NoReturn:
     """End this process now, and with it the MPI job, without exit handlers: MPI_Finalize would wait for the others.
 
