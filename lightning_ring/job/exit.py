@@ -34,7 +34,7 @@ def leave_cause(line: str) -> None:
 
 
 def in_one_line(error: BaseException) -> str:
-    """``error`` for one line of a message; with the one whose handling raised it, as where cleaning up fails as well."""
+    """``error`` in a message; with the one whose handling raised it, as where cleaning up fails as well."""
     text = (str(error).strip().splitlines() or [""])[0]
     line = f"{type(error).__name__}: {text}" if text else type(error).__name__
     first = None if error.__suppress_context__ else error.__context__

@@ -7,20 +7,28 @@ import pytest
 from lightning_ring.job.exit import in_one_line
 
 
+def clean_up() -> None:
+    try:
+        raise OSError(28, "No space left on device")
+    finally:
+        raise RuntimeError("Call iter() first.\nThis loader has none.")
+
+
+def translate() -> None:
+    try:
+        raise KeyError("photo")
+    except KeyError:
+        raise ValueError("no such photo") from None
+
+
 def test_an_error_in_cleaning_up_does_not_hide_the_first_one() -> None:
     with pytest.raises(RuntimeError) as caught:
-        try:
-            raise OSError(28, "No space left on device")
-        finally:
-            raise RuntimeError("Call iter() first.\nThis loader has none.")
+        clean_up()
     line = "RuntimeError: Call iter() first. (after OSError: [Errno 28] No space left on device)"
     assert in_one_line(caught.value) == line
 
 
 def test_an_error_that_replaces_another_on_purpose_stands_alone() -> None:
-    with pytest.raises(ValueError, match="^$") as caught:
-        try:
-            {}["photo"]
-        except KeyError:
-            raise ValueError from None
-    assert in_one_line(caught.value) == "ValueError"
+    with pytest.raises(ValueError, match="no such photo") as caught:
+        translate()
+    assert in_one_line(caught.value) == "ValueError: no such photo"
