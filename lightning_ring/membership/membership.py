@@ -17,7 +17,7 @@ class Membership:
 
     def __init__(self, min_ranks: int = 1, max_ranks: int | None = None) -> None:
         self.view: View | None = None
-        self.first_ranks = 0  # members of the first view
+        self.first_ranks = 0  # members of the view in which the training began, or begins
         self.stopping = True  # no view is in force
         self._min_ranks = min_ranks
         self._max_ranks = max_ranks
@@ -151,7 +151,7 @@ class Membership:
         step = agreed_step(reports)
         newcomers = () if step is None else tuple(member for member in members if reports[member].step is None)
         order = sorted(members, key=lambda member: member in newcomers)  # stable: rank 0 has state
-        if self.view is None:
+        if step is None:
             self.first_ranks = len(members)
         generation = 0 if self.view is None else self.view.generation + 1
         self.view = View(generation, tuple(order), step, newcomers, self._last)

@@ -92,7 +92,7 @@ class RankedStrategy(DDPStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.world_size, "rank": min(self.global_rank, self.world_size - 1)}
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     def set_world_ranks(self) -> None:
         if not self.ring_environment.creates_processes_externally:

@@ -97,13 +97,13 @@ class ElasticFit:
         number = self.process.member.number
         # as many ranks as the others had in their set-up: scripts compute batches from it, and schedules their length
         size = self.process.member.first_ranks or 1
-        rank = max(1, size - 1)  # not 0, which writes files; it is one too many where the training began with one rank
-        info = RankInfo(rank, size, rank, size, 0, 1, "ringrun")
+        rank = size - 1
+        info = RankInfo(rank, size, max(1, rank), size, 0, 1, "ringrun")  # local rank 0 prepares data, as it has done
         store = dist.HashStore()
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
         device = self.process.connecting.device
-        self._adopt(Job(info, [own_member(info, number, device)], store, None, device))
         self.waits_to_join = True
+        self._adopt(Job(info, [own_member(info, number, device)], store, None, device))
 
     # -- called by the recovery
 
@@ -145,7 +145,7 @@ class ElasticFit:
         elif strategy.in_fit:
             strategy.attach_anew(comm)
         self.calls.compare(comm, joins=joins)
-        self.step.compare(comm)
+        self.step.compare(comm, some_have_finished=self.process.member.training_is_over)
         if not strategy.in_fit:
             strategy.rank_changes.of_view(view.members, 0, 0.0)
             return

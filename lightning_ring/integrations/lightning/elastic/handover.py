@@ -92,8 +92,7 @@ def check_batches(sizes: Mapping[int, int]) -> None:
         raise ConfigurationError(
             f"A process joins whose training batches have another size than those of the others ({shown}). Each rank "
             "keeps its batch size, however many there are. Give DataLoader a number, or compute it from "
-            "trainer.world_size, which in the set-up of every process is the number with which the job began "
-            "(2 where that is 1)."
+            "trainer.world_size, which in the set-up of every process is the number with which the job began."
         )
 
 

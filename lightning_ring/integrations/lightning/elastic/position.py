@@ -36,8 +36,14 @@ class TrainingPosition:
             )
         self._sampler = sampler
         self.batch_size = batch_size
-        self._epoch = -1
-        self._origin = (0, 0, 0)  # of the loader's iteration: global position, samples of each rank, batches before it
+        self._epoch = trainer.current_epoch
+        state = sampler.state_dict()  # also of a fit that goes on within an epoch
+        begins = (state["position"], state["taken"]) if state["epoch"] == self._epoch else (0, 0)
+        self._origin = (
+            *begins,
+            0,
+        )  # of the loader's iteration: global position, samples of each rank, batches before it
+        self._before_first = True  # where the batches before it are not known yet
         self._first = 0  # batch of the current step
         self.num_batches = 1
         self._before = self._after = self._state(0)
@@ -53,6 +59,9 @@ class TrainingPosition:
         new_epoch = self._epoch != self._trainer.current_epoch
         if new_epoch:
             self._epoch, self._origin = self._trainer.current_epoch, (0, 0, 0)
+        elif self._before_first:
+            self._origin = (*self._origin[:2], self._batch_idx)
+        self._before_first = False
         self._first = self._batch_idx
         in_place = ranks_changed and not new_epoch
         self._before = self._after if in_place else self._state(self._first - self._origin[2])
@@ -148,7 +157,7 @@ class TrainingPosition:
     def _restart(self, state: dict[str, Any], done: int) -> None:
         """Begin an iteration at ``state``, as if ``done`` batches of the epoch had been read."""
         trainer, fit = self._trainer, self._trainer.fit_loop
-        self._origin = (state["position"], state["taken"], done)
+        self._origin, self._before_first = (state["position"], state["taken"], done), False
         self._after = state
         loader = self._combined.flattened[0]
         if hasattr(loader, "trained_state"):  # the package's loader counts batches itself

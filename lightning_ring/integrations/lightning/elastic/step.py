@@ -56,13 +56,16 @@ class ElasticStep:
         self._loss: Any = None
         self._output: Any = None
 
-    def compare(self, comm: Communicator) -> None:
+    def compare(self, comm: Communicator, *, some_have_finished: bool) -> None:
         """Learn where the others were when ranks changed. Up to where the first one was, all go on with the batches
-        that they had planned before; the loader would plan others for the ranks that there are now. Collective."""
+        that they had planned before; the loader would plan others for the ranks that there are now. Collective.
+
+        ``some_have_finished``: the training, and are not among the ranks any more.
+        """
         takes_it = self._ends is not None and self._ends == self._recovery.step
         where: list[tuple[bool, bool, bool]] = comm.all_gather_object((takes_it, self._planned, self._begun))
         taking, planned, begun = zip(*where, strict=True)
-        self._others_went_on = takes_it and not all(taking)
+        self._others_went_on = takes_it and (some_have_finished or not all(taking))
         self._others_planned = not self._planned and any(planned)
         self._others_begun = not self._begun and any(begun)
 
@@ -235,6 +238,7 @@ class ElasticStep:
         finally:
             self.committing = self._planned = self._begun = False
         self._under_way.finish()
+        self._restore_progress = lambda: None  # should another rank die before this one is connected again
 
     def take_back(self) -> None:
         """Undo what the step under way has changed: it is done again."""

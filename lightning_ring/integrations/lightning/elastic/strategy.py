@@ -10,8 +10,10 @@ from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch.distributed as dist
+from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -28,7 +30,7 @@ from lightning_ring.integrations.lightning.elastic.metric_sync import gathering_
 from lightning_ring.integrations.lightning.elastic.position import TrainingPosition
 from lightning_ring.integrations.lightning.elastic.rank_zero_files import names_of, take_names
 from lightning_ring.integrations.lightning.elastic.samplers import with_ordered_sampler
-from lightning_ring.integrations.lightning.stop_requests import leave_sigterm_to_the_buckets
+from lightning_ring.integrations.lightning.stop_requests import Request, leave_sigterm_to_the_buckets
 from lightning_ring.integrations.lightning.strategy import RingStrategy, _inform, _warn
 from lightning_ring.job.launchers.elastic import started_by_steward
 from lightning_ring.job.members import nodes_of
@@ -106,9 +108,21 @@ class ElasticStrategy(RingStrategy):
             dataloader = with_ordered_sampler(dataloader)
             sampler = getattr(dataloader, "sampler", None)
             if isinstance(sampler, OrderedSampler) and self._fit is not None and self._fit.waits_to_join:
-                # an epoch has as many steps as for the others
-                sampler.presumed = min(self.global_rank, self.world_size - 1), self.world_size
+                sampler.presumed = self.global_rank, self.world_size  # an epoch has as many steps as for the others
         return super().process_dataloader(dataloader)
+
+    def set_world_ranks(self) -> None:
+        super().set_world_ranks()
+        if self._waits_to_join:  # else it would write files where the training began with one rank
+            rank_zero_only.rank = fabric_rank_zero_only.rank = max(1, self.global_rank)  # type: ignore[attr-defined]
+
+    @property
+    def is_global_zero(self) -> bool:
+        return super().is_global_zero and not self._waits_to_join
+
+    @property
+    def _waits_to_join(self) -> bool:
+        return self._fit is not None and self._fit.waits_to_join
 
     @property
     def _comm(self) -> Communicator | None:
@@ -143,6 +157,7 @@ class ElasticStrategy(RingStrategy):
             return
         trainer = self.fit_trainer
         self.algorithm = self.options.new_algorithm()
+        self.algorithm.ask_to_stop(self._requests.pending != Request.NONE)  # while it was alone
         self._move(comm)
         self._after_swap.follow(trainer)
         leave_sigterm_to_the_buckets(trainer)
