@@ -187,3 +187,16 @@ def live_through(seed: int) -> None:
                 assert new.step in (steps[member], steps[member] + complete[member])
             steps[member] = new.step
         most = new.step
+
+
+def test_the_training_begins_with_the_ranks_that_are_left_of_the_first_view() -> None:
+    membership = opened(3)
+    membership.fenced(2)  # while the first view connects
+    for member in (0, 1):
+        membership.report(member, 0, Report())
+    assert membership.next_view() == View(1, (0, 1))
+    assert membership.first_ranks == 2
+    membership.fenced(1)
+    membership.report(0, 1, Report(5))
+    assert membership.next_view() == View(2, (0,), 5)
+    assert membership.first_ranks == 2
