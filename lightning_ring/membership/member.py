@@ -41,7 +41,7 @@ class Member:
         self.view: View | None = None
         self.newcomers_wait = False
         self.training_is_over = False
-        self.first_ranks: int | None = None  # with which the training had begun when this process connected, or 0
+        self.first_ranks: int | None = None  # with which the training had begun when this process came; 0: it had not
         self.on_stop: Callable[[PeerFailedError], None] = lambda error: None
         self.on_lost: Callable[[], None] = self._end_process
         self.on_wanted: Callable[[Message], None] = lambda message: None

@@ -17,7 +17,7 @@ class Membership:
 
     def __init__(self, min_ranks: int = 1, max_ranks: int | None = None) -> None:
         self.view: View | None = None
-        self.first_ranks = 0  # members of the view in which the training began, or begins
+        self.first_ranks = 0  # members of the last view in which nobody had state: with them the training begins
         self.stopping = True  # no view is in force
         self._min_ranks = min_ranks
         self._max_ranks = max_ranks

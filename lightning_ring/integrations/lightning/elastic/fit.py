@@ -98,7 +98,8 @@ class ElasticFit:
         # as many ranks as the others had in their set-up: scripts compute batches from it, and schedules their length
         size = self.process.member.first_ranks or 1
         rank = size - 1
-        info = RankInfo(rank, size, max(1, rank), size, 0, 1, "ringrun")  # local rank 0 prepares data, as it has done
+        # not local rank 0, which prepares data: that of the others has done so
+        info = RankInfo(rank, size, max(1, rank), size, 0, 1, "ringrun")
         store = dist.HashStore()
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
         device = self.process.connecting.device
@@ -175,5 +176,6 @@ class ElasticFit:
         adopt(job)
         strategy = self._strategy
         strategy._job = job
+        # Lightning takes the one at the local rank, which is 1 of 1 in a newcomer of a job that began with one rank
         strategy.parallel_devices = [self.process.connecting.device] * max(job.info.local_size, job.info.local_rank + 1)
         strategy.set_world_ranks()

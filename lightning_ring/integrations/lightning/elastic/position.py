@@ -39,11 +39,9 @@ class TrainingPosition:
         self._epoch = trainer.current_epoch
         state = sampler.state_dict()  # also of a fit that goes on within an epoch
         begins = (state["position"], state["taken"]) if state["epoch"] == self._epoch else (0, 0)
-        self._origin = (
-            *begins,
-            0,
-        )  # of the loader's iteration: global position, samples of each rank, batches before it
-        self._before_first = True  # where the batches before it are not known yet
+        # of the loader's iteration: global position, samples of each rank, batches before it
+        self._origin = (*begins, 0)
+        self._before_first = True  # step: how many batches came before it is not known yet
         self._first = 0  # batch of the current step
         self.num_batches = 1
         self._before = self._after = self._state(0)

@@ -57,10 +57,11 @@ class ElasticStep:
         self._output: Any = None
 
     def compare(self, comm: Communicator, *, some_have_finished: bool) -> None:
-        """Learn where the others were when ranks changed. Up to where the first one was, all go on with the batches
-        that they had planned before; the loader would plan others for the ranks that there are now. Collective.
+        """Learn where the others were when ranks changed. Collective.
 
-        ``some_have_finished``: the training, and are not among the ranks any more.
+        A rank that is behind keeps the batches that were planned before, until it is where the one furthest ahead was: its
+        loader, told of the change, would plan another number of them. ``some_have_finished``: ranks have finished the
+        training, and are not in ``comm``.
         """
         takes_it = self._ends is not None and self._ends == self._recovery.step
         where: list[tuple[bool, bool, bool]] = comm.all_gather_object((takes_it, self._planned, self._begun))
