@@ -59,9 +59,9 @@ class ElasticStep:
     def compare(self, comm: Communicator, *, some_have_finished: bool) -> None:
         """Learn where the others were when ranks changed. Collective.
 
-        A rank that is behind keeps the batches that were planned before, until it is where the one furthest ahead was: its
-        loader, told of the change, would plan another number of them. ``some_have_finished``: ranks have finished the
-        training, and are not in ``comm``.
+        A rank that is behind keeps the batches that were planned before, until it is where the one furthest ahead was:
+        its loader, told of the change, would plan another number of them. ``some_have_finished``: ranks have finished
+        the training, and are not in ``comm``.
         """
         takes_it = self._ends is not None and self._ends == self._recovery.step
         where: list[tuple[bool, bool, bool]] = comm.all_gather_object((takes_it, self._planned, self._begun))
