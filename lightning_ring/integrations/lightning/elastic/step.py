@@ -47,7 +47,7 @@ class ElasticStep:
         self._planned = False  # how many batches the next step has: the first one is fetched, or about to be
         self._begun = False  # the batches whose gradients the next step accumulates
         self._ends: int | None = None  # the number of steps after the one that is taken
-        # Where others were further than this rank when ranks changed: behind the step that it takes, or in the next one
+        # Where others were further than this rank when ranks changed: past the step that it takes, or in the next one
         self._others_went_on = self._others_planned = self._others_begun = False
         self._under_way = StepUnderWay()
         self._changed_in_steps = ChangedInSteps()
@@ -218,7 +218,7 @@ class ElasticStep:
             self._leave()
 
     def _leave(self) -> None:
-        """Go on behind a step in whose end ranks changed."""
+        """Go on after a step at whose end ranks changed."""
         assert self.position is not None
         if not self._others_went_on:
             self.changed = False
