@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
@@ -70,6 +72,16 @@ class TrainingPosition:
         self._after = self._state(self._batch_idx + 1 - self._origin[2])
 
     # -- other ranks
+
+    @contextmanager
+    def for_ranks(self, num: int) -> Iterator[None]:
+        """What begins inside has as many batches as with ``num`` ranks."""
+        before = self._sampler.presumed
+        self._sampler.presumed = min(self._sampler.rank, num - 1), num
+        try:
+            yield
+        finally:
+            self._sampler.presumed = before
 
     def go_back(self) -> Any:
         """Let the loader go back to the first batch of the current step, with the ranks that there are now; returns it.

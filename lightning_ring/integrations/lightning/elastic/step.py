@@ -15,6 +15,7 @@ from lightning_ring.integrations.lightning.elastic.manual import OwnGradients, r
 from lightning_ring.integrations.lightning.elastic.position import TrainingPosition
 from lightning_ring.integrations.lightning.elastic.step_undo import remember_progress, remember_step
 from lightning_ring.integrations.lightning.elastic.weights import ChangedInSteps
+from lightning_ring.membership.view import View
 
 if TYPE_CHECKING:
     from lightning_ring.integrations.lightning.elastic.strategy import ElasticStrategy
@@ -44,11 +45,14 @@ class ElasticStep:
         self.own_gradients = OwnGradients()
         self.committing = False
         self._stepping = False
-        self._planned = False  # how many batches the next step has: the first one is fetched, or about to be
-        self._begun = False  # the batches whose gradients the next step accumulates
+        # For how many ranks the next step is planned: its first batch is fetched, or about to be. 0: not yet
+        self._planned_for = 0
+        # And for how many the loader counts since the first batch of those whose gradients it accumulates
+        self._begun_for = 0
         self._ends: int | None = None  # the number of steps after the one that is taken
         # Where others were further than this rank when ranks changed: past the step that it takes, or in the next one
-        self._others_went_on = self._others_planned = self._others_begun = False
+        self._others_went_on = False
+        self._others_planned_for = self._others_begun_for = 0
         self._under_way = StepUnderWay()
         self._changed_in_steps = ChangedInSteps()
         self._restore_progress: Callable[[], None] = lambda: None
@@ -59,36 +63,39 @@ class ElasticStep:
     def compare(self, comm: Communicator, *, some_have_finished: bool) -> None:
         """Learn where the others were when ranks changed. Collective.
 
-        A rank that is behind keeps the batches that were planned before, until it is where the one furthest ahead was:
-        its loader, told of the change, would plan another number of them. ``some_have_finished``: ranks have finished
-        the training, and are not in ``comm``.
+        A rank that is behind plans for as many ranks as those ahead did, until it is where they were: for those that
+        there are now it would plan another number of batches. ``some_have_finished``: ranks have finished the training,
+        and are not in ``comm``.
         """
         takes_it = self._ends is not None and self._ends == self._recovery.step
-        where: list[tuple[bool, bool, bool]] = comm.all_gather_object((takes_it, self._planned, self._begun))
+        where: list[tuple[bool, int, int]] = comm.all_gather_object((takes_it, self._planned_for, self._begun_for))
         taking, planned, begun = zip(*where, strict=True)
         self._others_went_on = takes_it and (some_have_finished or not all(taking))
-        self._others_planned = not self._planned and any(planned)
-        self._others_begun = not self._begun and any(begun)
+        self._others_planned_for = max(planned) if not self._planned_for else 0  # those that have planned agree
+        self._others_begun_for = max(begun) if not self._begun_for else 0
 
     def plan(self) -> None:
         """Before a batch is fetched: the loader learns that the number of ranks has changed, if a step begins."""
         assert self.position is not None
-        if self._begun:
+        if self._begun_for:
             return
-        view, loop = self._recovery.view, self._strategy.fit_trainer.fit_loop.epoch_loop
-        if loop.batch_progress.current.ready == 0 and view is not None and view.generation > 0:
-            self.position.begin_epoch()
-            self.changed = False
-        elif self.changed and not self._others_planned:
-            self.position.go_on()
-            self.changed = False
-        self._planned = True
+        view, loop = self._view, self._strategy.fit_trainer.fit_loop.epoch_loop
+        ranks = self._others_planned_for or len(view.members)
+        begins_epoch = loop.batch_progress.current.ready == 0 and view.generation > 0
+        if begins_epoch or self.changed:
+            with self.position.for_ranks(ranks):
+                if begins_epoch:
+                    self.position.begin_epoch()
+                else:
+                    self.position.go_on()
+            self.changed = self._others_planned_for > 0  # then they read the batch again
+        self._planned_for, self._others_planned_for = ranks, 0
 
     def batch(self) -> Any:
         """Before a training step: the batch that it reads in place of its own, if any."""
         if not self._stepping:
             self.substitute = None
-            if not self._begun:
+            if not self._begun_for:
                 self._begin()
         return self.substitute
 
@@ -112,7 +119,7 @@ class ElasticStep:
         self._step = step
         self._restore_progress = remember_progress(trainer)
         self.substitute = None
-        if not self._begun:
+        if not self._begun_for:
             self._begin()
         self.position.end_step()
         again = self.changed
@@ -136,12 +143,13 @@ class ElasticStep:
                         return self._output
                 else:
                     recovery.committed()
-                    self._planned = self._begun = False
+                    self._planned_for = self._begun_for = 0
                     self._under_way.finish()
                     self._complete_parameters()
                     return output
         finally:
-            self._stepping = self._planned = self._begun = False
+            self._stepping = False
+            self._planned_for = self._begun_for = 0
             self._ends = None
             if again and trainer.accumulate_grad_batches > 1:
                 self._strategy.drop_gradients()  # Lightning does so at multiples of that number of batches
@@ -156,20 +164,27 @@ class ElasticStep:
         """Gradients are final, and the optimizer takes its step with them, whatever becomes of other ranks."""
         self._changed_in_steps.end_step()
         assert self._recovery.step is not None
-        members = self._recovery.view.members if self._recovery.view is not None else ()
-        self._source.update(self._recovery.step + 1, members)
+        self._source.update(self._recovery.step + 1, self._view.members)
 
     def _begin(self) -> None:
         assert self.position is not None
-        if self.changed and not self._others_begun:
-            self.substitute = self.position.read_again()
+        ranks = self._planned_for
+        if self.changed:
+            ranks = self._others_begun_for or len(self._view.members)
+            with self.position.for_ranks(ranks):
+                self.substitute = self.position.read_again()
         # they do its batches again in its last one: this rank has to call the collectives that they call
-        self.changed, self._others_begun = self._others_begun, False
+        self.changed = self._others_begun_for > 0
+        self._begun_for, self._others_begun_for = ranks, 0
         self.position.begin_step(ranks_changed=self.changed)
         self._under_way.begin(self._remember())
-        self._begun = True
         assert self._recovery.step is not None
         self._source.hold_still(self._recovery.step)
+
+    @property
+    def _view(self) -> View:
+        assert self._recovery.view is not None
+        return self._recovery.view
 
     def _remember(self) -> Callable[[], None]:
         """What undoes the step that begins."""
@@ -237,7 +252,8 @@ class ElasticStep:
             with self._calls.inside(), already_unscaled(self._strategy.precision_plugin):
                 self._output = self._step(lambda: self._loss)
         finally:
-            self.committing = self._planned = self._begun = False
+            self.committing = False
+            self._planned_for = self._begun_for = 0
         self._under_way.finish()
         self._restore_progress = lambda: None  # should another rank die before this one is connected again
 

@@ -2,8 +2,8 @@
 
 A DEATH is NUMBER:STEP:PLACE, with STEP the number of finished optimizer steps. PLACE is ``forward``, ``backward``,
 ``step``, ``batch_end``, ``validation``, ``save``, ``epoch_end``; ``forward2`` and ``backward2`` are those of the second
-batch of a step; ``late`` is half a second after ``batch_end``; ``start`` is before the process connects, and the others
-then wait for its replacement. ``between`` is between the steps of the two optimizers of FIT_MANUAL.
+batch of a step; ``start`` is before the process connects, and the others then wait for its replacement. ``between`` is
+between the steps of the two optimizers of FIT_MANUAL. ``:late`` behind a place is half a second after it.
 ``sigterm`` is no death: at the end of a batch the process is asked to stop.
 
 Each process appends epoch, step, samples and the number of earlier attempts at this step, of each batch that it reads,
@@ -14,8 +14,9 @@ Environment: FIT_SAMPLES: 144 if it is not set. FIT_NODES: so many nodes, which 
 FIT_STRATEGY are JSON of arguments. FIT_CALLBACKS: further callbacks of Lightning, as expressions. FIT_DROPOUT.
 FIT_MANUAL: manual optimization, two optimizers. FIT_MOMENTUM: each training_step lets an encoder follow the first
 layer. FIT_SCALER: the first scale of a loss scaler. FIT_RESUME: a checkpoint. FIT_LATE: NUMBER:STEP of a process that
-has yet to learn that all agree to this step when a ``late`` death comes. FIT_WAIT: in the step of that number all wait
-until a newcomer is ready to join, which is process FIT_NEWCOMER. FIT_NO_CATCH_UP: it gets nothing before it joins.
+has yet to learn that all agree to this step when a ``late`` death comes. FIT_BARRIER: NUMBER:STEP, behind which all
+ranks call a barrier, and this process has yet to learn that all came to it. FIT_WAIT: in the step of that number all
+wait until a newcomer is ready to join, which is process FIT_NEWCOMER. FIT_NO_CATCH_UP: it gets nothing before it joins.
 """
 
 from __future__ import annotations
@@ -97,8 +98,27 @@ def wait_for_everything() -> None:
 
 
 def die(step: int, place: str) -> None:
-    if f"{NUMBER}:{step}:{place}" in DEATHS:
-        os.kill(os.getpid(), signal.SIGKILL)
+    if f"{NUMBER}:{step}:{place}:late" in DEATHS:
+        time.sleep(0.5)
+    elif f"{NUMBER}:{step}:{place}" not in DEATHS:
+        return
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def barrier(strategy: RingStrategy, step: int) -> None:
+    """Of all ranks, one of which returns from it later."""
+    number, at = map(int, os.environ.get("FIT_BARRIER", "-1:-1").split(":"))
+    if step != at:
+        return
+
+    def run() -> None:
+        comm = strategy._comm
+        comm.barrier()
+        if number == NUMBER:
+            time.sleep(1.5)
+            comm.barrier()
+
+    strategy.call_together(run)
 
 
 def begin() -> None:
@@ -171,9 +191,9 @@ class Module(pl.LightningModule):
         self.die("batch_end")
         if f"{NUMBER}:{self.global_step}:sigterm" in DEATHS:
             os.kill(os.getpid(), signal.SIGTERM)
-        if f"{NUMBER}:{self.global_step}:late" in DEATHS:
-            time.sleep(0.5)
-            self.die("late")
+        if self.trainer.fit_loop._should_accumulate():
+            return
+        barrier(self.trainer.strategy, self.global_step)
 
     def validation_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> None:
         if batch_idx == 1:

@@ -138,13 +138,32 @@ def check_late(folder: Path, step: int, accumulate: int, samples: int = SAMPLES)
         "FIT_LATE": f"0:{step}",
         "FIT_SAMPLES": str(samples),
     }
-    ends = fit(folder, "gloo", f"3:{step}:late", **options)
+    ends = fit(folder, "gloo", f"3:{step}:batch_end:late", **options)
     assert len(ends) == 3
+    check_behind(folder, ends, samples)
+
+
+def check_behind(folder: Path, ends: list[dict[str, Any]], samples: int) -> None:
     for name in ("digest", "step", "batches"):
         assert len({end[name] for end in ends}) == 1, name
     for trained in trained_samples(folder).values():
         assert len(set(trained)) == len(trained)
         assert samples - len(trained) < 6 * BATCH
+
+
+def test_a_rank_that_is_behind_at_two_deaths_plans_its_step_for_the_ranks_between_them(tmp_path: Path) -> None:
+    """Behind step 3 process 4 dies. All go on without it but process 0, which has yet to return from a barrier when
+    process 3 dies too: in the next step, planned for four ranks with two batches. For five there was one left."""
+    samples = 3 * 5 * 2 * BATCH + 32
+    options = {
+        "FIT_TRAINER": json.dumps({"accumulate_grad_batches": 2}),
+        "FIT_STRATEGY": json.dumps({"monitor": False}),
+        "FIT_BARRIER": "0:3",
+        "FIT_SAMPLES": str(samples),
+    }
+    ends = fit(tmp_path, "gloo", "4:3:batch_end", "3:3:forward:late", ranks=5, **options)
+    assert len(ends) == 3
+    check_behind(tmp_path, ends, samples)
 
 
 def test_a_step_of_several_batches_is_done_again_from_its_first_one(tmp_path: Path) -> None:
