@@ -4,19 +4,21 @@ A DEATH is NUMBER:STEP:PLACE, with STEP the number of finished optimizer steps. 
 ``step``, ``batch_end``, ``validation``, ``save``, ``epoch_end``; ``forward2`` and ``backward2`` are those of the second
 batch of a step; ``start`` is before the process connects, and the others then wait for its replacement. ``between`` is
 between the steps of the two optimizers of FIT_MANUAL. ``:late`` behind a place is half a second after it.
-``sigterm`` is no death: at the end of a batch the process is asked to stop.
+``sigterm`` is no death: at the end of a batch the process is asked to stop; with ``join`` for STEP, when it is about to
+join.
 
 Each process appends epoch, step, samples and the number of earlier attempts at this step, of each batch that it reads,
 to ``FOLDER/NUMBER.log``; step and digest of weights and optimizer state after each batch to
 ``FOLDER/NUMBER.steps``; and writes its end to ``FOLDER/NUMBER.json``.
 
-Environment: FIT_SAMPLES: 144 if it is not set. FIT_NODES: so many nodes, which processes take by turns. FIT_TRAINER and
-FIT_STRATEGY are JSON of arguments. FIT_CALLBACKS: further callbacks of Lightning, as expressions. FIT_DROPOUT.
-FIT_MANUAL: manual optimization, two optimizers. FIT_MOMENTUM: each training_step lets an encoder follow the first
-layer. FIT_SCALER: the first scale of a loss scaler. FIT_RESUME: a checkpoint. FIT_LATE: NUMBER:STEP of a process that
-has yet to learn that all agree to this step when a ``late`` death comes. FIT_BARRIER: NUMBER:STEP, behind which all
-ranks call a barrier, and this process has yet to learn that all came to it. FIT_WAIT: in the step of that number all
-wait until a newcomer is ready to join, which is process FIT_NEWCOMER. FIT_NO_CATCH_UP: it gets nothing before it joins.
+Environment: FIT_SAMPLES: 144 if it is not set. FIT_LOADER: the training loader is this package's. FIT_NODES: so many
+nodes, which processes take by turns. FIT_TRAINER and FIT_STRATEGY are JSON of arguments. FIT_CALLBACKS: further
+callbacks of Lightning, as expressions. FIT_DROPOUT. FIT_MANUAL: manual optimization, two optimizers. FIT_MOMENTUM:
+each training_step lets an encoder follow the first layer. FIT_SCALER: the first scale of a loss scaler. FIT_RESUME: a
+checkpoint. FIT_LATE: NUMBER:STEP of a process that has yet to learn that all agree to this step when a ``late`` death
+comes. FIT_BARRIER: NUMBER:STEP, behind which all ranks call a barrier, and this process has yet to learn that all came
+to it. FIT_WAIT: in the step of that number all wait until a newcomer is ready to join, which is process FIT_NEWCOMER.
+FIT_NO_CATCH_UP: it gets nothing before it joins.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
-from lightning_ring.data import ShuffledSampler
+from lightning_ring.data import ShuffledSampler, item_loader
 from lightning_ring.elastic.recovery import Recovery
 from lightning_ring.integrations.lightning.elastic.catching_up import CatchingUp
 from lightning_ring.integrations.lightning.elastic.position import TrainingPosition
@@ -73,6 +75,8 @@ def announce_newcomer() -> None:
 
     def announced(recovery: Recovery) -> None:
         if int(os.environ.get("FIT_NEWCOMER", "-1")) == NUMBER:
+            if f"{NUMBER}:join:sigterm" in DEATHS:
+                os.kill(os.getpid(), signal.SIGTERM)
             READY.touch()
         start(recovery)
 
@@ -285,7 +289,8 @@ def main() -> None:
     )
     order = ShuffledSampler(SAMPLES, remainder="drop", seed=3)
     # without drop_last another number of ranks may leave a last batch of one sample, which BatchNorm refuses
-    loader = DataLoader(data, batch_size=BATCH, sampler=order, drop_last=True)
+    make_loader = item_loader if "FIT_LOADER" in os.environ else DataLoader
+    loader = make_loader(data, batch_size=BATCH, sampler=order, drop_last=True)
     trainer.fit(module, loader, DataLoader(data, batch_size=BATCH), ckpt_path=os.environ.get("FIT_RESUME"))
     result = {
         "number": NUMBER,

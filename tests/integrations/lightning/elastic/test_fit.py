@@ -15,6 +15,7 @@ import pytest
 import torch
 from lightning.pytorch import callbacks
 
+from lightning_ring.data import ShuffledSampler
 from lightning_ring.job.rendezvous.interfaces import reachable_candidates
 from tests import forked
 from tests.checks.trace_format import read_trace, slices
@@ -215,7 +216,11 @@ def test_a_newcomer_steps_several_optimizers_as_the_others_do(tmp_path: Path) ->
     assert "while the ranks waited, 0.0 of 0.0 MiB" in (tmp_path / "output").read_text()
 
 
-@pytest.mark.parametrize("asked", [(), ("0:8:sigterm",)], ids=["to the end", "until it is asked to stop"])
+@pytest.mark.parametrize(
+    "asked",
+    [(), ("0:8:sigterm",), ("1:join:sigterm",)],
+    ids=["to the end", "until it is asked to stop", "until the newcomer is asked to stop"],
+)
 def test_a_rank_that_began_alone_trains_on_with_a_newcomer(asked: tuple[str, ...], tmp_path: Path) -> None:
     slots = f"sh -c 'echo localhost:$((1 + $(ls {tmp_path} | grep -c ^0.log)))'"  # a second one once process 0 trains
     ringrun = [sys.executable, "-m", "lightning_ring.cli.ringrun", "-n", "1", "--discover", slots, "--max-ranks", "2"]
@@ -304,6 +309,22 @@ def test_survivors_compute_what_fewer_ranks_compute_from_that_state(
     torch.save(saved, checkpoint)
     again = fit(fresh, backend, ranks=left, FIT_RESUME=str(checkpoint), **env)
     assert {end["digest"] for end in ends} == {end["digest"] for end in again}
+
+
+def test_a_fit_that_goes_on_within_an_epoch_trains_once_on_what_is_left_of_it(tmp_path: Path) -> None:
+    """With fewer ranks than the checkpoint's, of which one dies in that epoch."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    second.mkdir()
+    trainer = json.dumps({"max_epochs": 1, "val_check_interval": 4})
+    env = {"FIT_LOADER": "1", "FIT_TRAINER": trainer}
+    fit(first, "gloo", **env)
+    checkpoint = first / "checkpoints" / "epoch=0-step=4.ckpt"
+    ends = fit(second, "gloo", "1:6:forward", ranks=3, FIT_RESUME=str(checkpoint), **env)
+    assert len(ends) == 2
+    order = [*ShuffledSampler(SAMPLES, remainder="drop", seed=3)]
+    check_behind(second, ends, SAMPLES - (before := 4 * 4 * BATCH))
+    assert set(trained_samples(second)[0]) <= set(order[before:])
 
 
 @pytest.mark.skipif(not reachable_candidates({}), reason="this host has no address but its own loopback")
