@@ -138,6 +138,19 @@ def make_after(folder: ImageFolder, rank: int, world_size: int, num: int) -> Loa
     return loader
 
 
+def test_its_state_counts_the_ranks_with_which_the_iteration_began() -> None:
+    """As when a rank has died, and a checkpoint is saved before the loader begins again with the others."""
+    sampler = ShuffledSampler(100)
+    loader = item_loader(range(100), sampler, 4)
+    with sampler.placed(1, 3):
+        iterator = iter(loader)
+        next(iterator), next(iterator)
+    with sampler.placed(0, 2):
+        state = loader.state_dict()
+    iterator.close()
+    assert state["sampler"]["position"] == 2 * 4 * 3
+
+
 def test_a_batch_that_was_fetched_but_not_trained_on_comes_again(folder: ImageFolder) -> None:
     loader = make(folder)
     iterator = iter(loader)

@@ -28,6 +28,7 @@ class _Run:
 
     began: dict[str, Any]  # the sampler's state
     batches_before: int
+    place: tuple[int, int]  # rank and world size, which may change before it is saved
     batches: int = 0
 
     @property
@@ -100,7 +101,8 @@ class Loader:
 
     def __iter__(self) -> Iterator[Any]:
         sampler = self.sampler  # looked at with the first batch: Lightning sets the epoch after it has called iter()
-        run = self._run = _Run(sampler.state_dict(), self._batches_before())
+        place = sampler.rank, sampler.num_replicas
+        run = self._run = _Run(sampler.state_dict(), self._batches_before(), place)
         pool = ThreadPoolExecutor(self.num_threads, thread_name_prefix="ring-loader")
         try:
             yield from self._batches(pool, run)
@@ -199,7 +201,8 @@ class Loader:
             return {"sampler": sampler.state_dict(), "batches": self._batches_before()} | of_set
         batches = max(0, run.batches - not_trained)
         num = batches * self.batch_size
-        position = sampler.advanced(run.began["position"], num)
+        with sampler.placed(*run.place):
+            position = sampler.advanced(run.began["position"], num)
         state = run.began | {"position": position, "taken": run.began["taken"] + num}
         return {"sampler": state, "batches": run.batches_before + batches} | of_set
 

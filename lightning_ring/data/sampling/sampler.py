@@ -6,6 +6,7 @@ import logging
 import re
 from abc import abstractmethod
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import numpy as np
@@ -79,6 +80,15 @@ class OrderedSampler(DistributedSampler[int]):
     @property
     def num_replicas(self) -> int:  # type: ignore[override]
         return self._place[1]
+
+    @contextmanager
+    def placed(self, rank: int, world_size: int) -> Iterator[None]:
+        """Inside, rank and world size are these, if they were not given when the sampler was made."""
+        before, self.presumed = self.presumed, (rank, world_size)
+        try:
+            yield
+        finally:
+            self.presumed = before
 
     @property
     def _place(self) -> tuple[int, int]:

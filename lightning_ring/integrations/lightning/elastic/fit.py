@@ -151,8 +151,10 @@ class ElasticFit:
             strategy.rank_changes.of_view(view.members, 0, 0.0)
             return
         trainer = strategy.fit_trainer
+        missed = self.resize.missed(comm)
         if not joins and not view.last:  # a last view trains no more
-            self.resize.apply(strategy, self.step.position, len(view.members), self.recovery.step or 0)
+            for sizes in [*missed, (view.generation, len(view.members))]:
+                self.resize.apply(strategy, self.step.position, sizes, self.recovery.step or 0)
         if view.newcomers:
             hand_over_fit(strategy, self, comm, receives=joins)
         if view.generation == 0:

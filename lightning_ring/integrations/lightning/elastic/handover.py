@@ -165,7 +165,8 @@ def _restore(trainer: pl.Trainer, strategy: ElasticStrategy, fit: ElasticFit, st
     log_as_the_others(trainer, state["log_every_n_steps"])
     assert fit.step.position is not None
     fit.step.position.load_state_dict(state["position"])
-    fit.resize.begin(strategy.world_size)
+    assert fit.recovery.view is not None
+    fit.resize.begin(strategy.world_size, fit.recovery.view.generation)
     stay_at_the_end([config.scheduler for config in strategy.lr_scheduler_configs])
 
 

@@ -20,6 +20,7 @@ class TrainingPosition:
     Attributes:
         batch_size: Samples of a batch of one rank.
         num_batches: Batches of the current step, of one rank.
+        num_ranks: For how many ranks the loader counts the batches of the epoch.
 
     Raises:
         ConfigurationError: The training loader has no such order.
@@ -38,6 +39,7 @@ class TrainingPosition:
             )
         self._sampler = sampler
         self.batch_size = batch_size
+        self.num_ranks = sampler.num_replicas
         self._epoch = trainer.current_epoch
         state = sampler.state_dict()  # also of a fit that goes on within an epoch
         begins = (state["position"], state["taken"]) if state["epoch"] == self._epoch else (0, 0)
@@ -76,12 +78,8 @@ class TrainingPosition:
     @contextmanager
     def for_ranks(self, num: int) -> Iterator[None]:
         """What begins inside has as many batches as with ``num`` ranks."""
-        before = self._sampler.presumed
-        self._sampler.presumed = min(self._sampler.rank, num - 1), num
-        try:
+        with self._sampler.placed(min(self._sampler.rank, num - 1), num):
             yield
-        finally:
-            self._sampler.presumed = before
 
     def go_back(self) -> Any:
         """Let the loader go back to the first batch of the current step, with the ranks that there are now; returns it.
@@ -168,7 +166,7 @@ class TrainingPosition:
         """Begin an iteration at ``state``, as if ``done`` batches of the epoch had been read."""
         trainer, fit = self._trainer, self._trainer.fit_loop
         self._origin, self._before_first = (state["position"], state["taken"], done), False
-        self._after = state
+        self._after, self.num_ranks = state, self._sampler.num_replicas
         loader = self._combined.flattened[0]
         if hasattr(loader, "trained_state"):  # the package's loader counts batches itself
             loader.load_state_dict({"sampler": state, "batches": done})

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
+from lightning_ring.comm.communicator import Communicator
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.integrations.lightning.elastic.position import TrainingPosition
 from lightning_ring.options import ResizeLR
@@ -18,6 +19,7 @@ from lightning_ring.options import ResizeLR
 if TYPE_CHECKING:
     from lightning_ring.integrations.lightning.elastic.strategy import ElasticStrategy
 
+REMEMBERED = 8  # views, of which a rank may miss so many in a row
 _RATES_OF_GROUPS = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr")  # also what torch's schedulers keep in groups
 _RATES_OF_SCHEDULERS = ("base_lrs", "max_lrs", "_last_lr")
 _RULES: dict[str, Callable[[int, int], float]] = {
@@ -33,20 +35,34 @@ class Resize:
     def __init__(self, rule: ResizeLR) -> None:
         self._name = rule if isinstance(rule, str) else getattr(rule, "__name__", repr(rule))
         self._factor = _RULES[rule] if isinstance(rule, str) else rule
-        self._size: int | None = None  # for which the learning rates are
+        self._sizes: list[tuple[int, int]] = []  # generations and numbers of ranks, for which rates were scaled in turn
 
-    def begin(self, world_size: int) -> None:
-        """The learning rates are those for ``world_size`` ranks."""
-        self._size = world_size
+    def begin(self, world_size: int, generation: int = 0) -> None:
+        """The learning rates are those for ``world_size`` ranks, from the view ``generation`` on."""
+        self._sizes = [(generation, world_size)]
 
-    def apply(self, strategy: ElasticStrategy, position: TrainingPosition | None, world_size: int, step: int) -> None:
-        """Scale the learning rates for ``world_size`` ranks, and say so on rank 0.
+    def missed(self, comm: Communicator) -> list[tuple[int, int]]:
+        """Generations and numbers of ranks for which others have scaled rates, and this rank has not. Collective.
+
+        A death while ranks enter a view keeps some of them from it. Factors in another order round to other bits.
+        """
+        of_all: list[list[tuple[int, int]]] = comm.all_gather_object(self._sizes[-REMEMBERED:])
+        last = self._sizes[-1] if self._sizes else (0, 0)
+        return sorted({view for sizes in of_all for view in sizes if view > last})
+
+    def apply(
+        self, strategy: ElasticStrategy, position: TrainingPosition | None, view: tuple[int, int], step: int
+    ) -> None:
+        """Scale the learning rates for a ``view``, a generation and its number of ranks, and say so on rank 0.
 
         Raises:
             ConfigurationError: The user's function returned no positive number.
         """
-        old, self._size = self._size, world_size
-        if old is None or old == world_size:
+        if not self._sizes:
+            return
+        (_, old), (_, world_size) = self._sizes[-1], view
+        self._sizes.append(view)
+        if old == world_size:
             return
         schedulers = [config.scheduler for config in strategy.lr_scheduler_configs]
         stay_at_the_end(schedulers)

@@ -52,7 +52,7 @@ class ElasticStep:
         self._ends: int | None = None  # the number of steps after the one that is taken
         # Where others were further than this rank when ranks changed: past the step that it takes, or in the next one
         self._others_went_on = False
-        self._others_planned_for = self._others_begun_for = 0
+        self._others_count_for = self._others_planned_for = self._others_begun_for = 0
         self._under_way = StepUnderWay()
         self._changed_in_steps = ChangedInSteps()
         self._restore_progress: Callable[[], None] = lambda: None
@@ -68,9 +68,11 @@ class ElasticStep:
         and are not in ``comm``.
         """
         takes_it = self._ends is not None and self._ends == self._recovery.step
-        where: list[tuple[bool, int, int]] = comm.all_gather_object((takes_it, self._planned_for, self._begun_for))
-        taking, planned, begun = zip(*where, strict=True)
+        counts_for = self.position.num_ranks if self.position is not None else 0
+        where = comm.all_gather_object((takes_it, self._planned_for, self._begun_for, counts_for))
+        taking, planned, begun, _ = zip(*where, strict=True)
         self._others_went_on = takes_it and (some_have_finished or not all(taking))
+        self._others_count_for = next((ranks for takes, _, _, ranks in where if not takes), 0)
         self._others_planned_for = max(planned) if not self._planned_for else 0  # those that have planned agree
         self._others_begun_for = max(begun) if not self._begun_for else 0
 
@@ -168,8 +170,9 @@ class ElasticStep:
 
     def _begin(self) -> None:
         assert self.position is not None
-        ranks = self._planned_for
-        if self.changed:
+        ranks = self._planned_for or len(self._view.members)
+        counts_as_they_do = 0 < self._others_begun_for == ranks
+        if self.changed and not counts_as_they_do:
             ranks = self._others_begun_for or len(self._view.members)
             with self.position.for_ranks(ranks):
                 self.substitute = self.position.read_again()
@@ -238,6 +241,9 @@ class ElasticStep:
         if not self._others_went_on:
             self.changed = False
             self.position.go_on()
+        elif self._others_count_for not in (0, self.position.num_ranks):  # whether the epoch ends here
+            with self.position.for_ranks(self._others_count_for):
+                self.position.go_on()
 
     def forget(self) -> None:
         """Undo the step under way, which nobody will finish."""

@@ -17,8 +17,9 @@ callbacks of Lightning, as expressions. FIT_DROPOUT. FIT_MANUAL: manual optimiza
 each training_step lets an encoder follow the first layer. FIT_SCALER: the first scale of a loss scaler. FIT_RESUME: a
 checkpoint. FIT_LATE: NUMBER:STEP of a process that has yet to learn that all agree to this step when a ``late`` death
 comes. FIT_BARRIER: NUMBER:STEP, behind which all ranks call a barrier, and this process has yet to learn that all came
-to it. FIT_WAIT: in the step of that number all wait until a newcomer is ready to join, which is process FIT_NEWCOMER.
-FIT_NO_CATCH_UP: it gets nothing before it joins.
+to it. FIT_ENTERS_LATE: NUMBER of a process that has yet to come out of the first change of ranks. FIT_WAIT: in the
+step of that number all wait until a newcomer is ready to join, which is process FIT_NEWCOMER. FIT_NO_CATCH_UP: it gets
+nothing before it joins.
 """
 
 from __future__ import annotations
@@ -43,10 +44,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
+from lightning_ring.comm.communicator import Communicator
 from lightning_ring.data import ShuffledSampler, item_loader
 from lightning_ring.elastic.recovery import Recovery
 from lightning_ring.integrations.lightning.elastic.catching_up import CatchingUp
 from lightning_ring.integrations.lightning.elastic.position import TrainingPosition
+from lightning_ring.integrations.lightning.elastic.resize import Resize
 from lightning_ring.integrations.lightning.strategy import RingStrategy
 
 FOLDER, BACKEND, DEATHS = Path(sys.argv[1]), sys.argv[2], sys.argv[3:]
@@ -94,6 +97,21 @@ def agree_late() -> None:
             recovery._generations.communicator.barrier()
 
     Recovery.agree = late  # type: ignore[method-assign]
+
+
+def enter_late() -> None:
+    """As where the last message of the first view with other ranks is still under way."""
+    missed = Resize.missed
+
+    def late(resize: Resize, comm: Communicator) -> Any:
+        found = missed(resize, comm)
+        if os.environ.get("FIT_ENTERS_LATE") == str(NUMBER) and len(resize._sizes) == 1:
+            os.environ.pop("FIT_ENTERS_LATE")
+            time.sleep(1.5)
+            comm.barrier()
+        return found
+
+    Resize.missed = late  # type: ignore[method-assign]
 
 
 def wait_for_everything() -> None:
@@ -271,6 +289,7 @@ def main() -> None:
     count_attempts(module)
     announce_newcomer()
     agree_late()
+    enter_late()
     if "FIT_NO_CATCH_UP" in os.environ:
         wait_for_everything()
     trainer = pl.Trainer(

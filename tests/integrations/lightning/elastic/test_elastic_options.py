@@ -19,6 +19,7 @@ from torch.optim.swa_utils import SWALR
 from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler, TensorDataset
 
 from lightning_ring import RingStrategy
+from lightning_ring.comm.communicator import Communicator
 from lightning_ring.data import ShuffledSampler
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.integrations.lightning.elastic.checks import check_fit
@@ -28,6 +29,7 @@ from lightning_ring.integrations.lightning.elastic.resize import Resize, scale_l
 from lightning_ring.integrations.lightning.elastic.samplers import warn_of_fixed_samplers, with_ordered_sampler
 from lightning_ring.integrations.lightning.elastic.strategy import ElasticStrategy
 from lightning_ring.monitor import RingMonitor, RingProfile
+from tests.thread_ranks import run_ranks
 
 
 def test_elastic_chooses_the_class_and_nothing_else_changes() -> None:
@@ -196,7 +198,7 @@ def test_one_cycle_stays_at_its_end_where_fewer_ranks_take_more_steps(within: bo
         strategy: Any = SimpleNamespace(optimizers=[optimizer], lr_scheduler_configs=configs, fit_trainer=trainer)
         resize = Resize("keep")
         resize.begin(4)
-        resize.apply(strategy, None, 3, 0)
+        resize.apply(strategy, None, (1, 3), 0)
         for _ in range(steps):
             optimizer.step()
             scheduler.step()
@@ -248,12 +250,35 @@ def test_rates_follow_the_number_of_ranks_and_the_change_is_said(
     strategy: Any = SimpleNamespace(optimizers=[optimizer], lr_scheduler_configs=[], fit_trainer=trainer)
     resize = Resize(rule)
     resize.begin(4)
-    resize.apply(strategy, SimpleNamespace(batch_size=8), 4, 1)  # type: ignore[arg-type]
+    resize.apply(strategy, SimpleNamespace(batch_size=8), (1, 4), 1)  # type: ignore[arg-type]
     assert not caplog.records
     with caplog.at_level("INFO", logger="lightning.pytorch.utilities.rank_zero"):
-        resize.apply(strategy, SimpleNamespace(batch_size=8), 3, 120)  # type: ignore[arg-type]
+        resize.apply(strategy, SimpleNamespace(batch_size=8), (2, 3), 120)  # type: ignore[arg-type]
     assert optimizer.param_groups[0]["lr"] == pytest.approx(expected)
     assert f"48 samples instead of 64, learning rate 0.2 -> {expected:g}" in caplog.text
+
+
+def test_whoever_missed_a_view_scales_its_rates_by_the_factors_of_the_others_in_turn() -> None:
+    """Thread-ranks: the first two entered views 1 and 2, the third none of them, and the last one joins."""
+    rates = [torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1) for _ in range(4)]
+
+    def enter(comm: Communicator) -> float:
+        resize = Resize(lambda old, new: new / old / 3)
+        strategy: Any = SimpleNamespace(optimizers=[rates[comm.rank]], lr_scheduler_configs=[])
+        strategy.fit_trainer = SimpleNamespace(accumulate_grad_batches=1)
+        views = [(0, 7), (1, 6), (2, 5)]
+        if comm.rank < 3:
+            resize.begin(7)
+            for view in views[1:] if comm.rank < 2 else []:
+                resize.apply(strategy, None, view, 1)
+        missed = resize.missed(comm)
+        assert missed == ([] if comm.rank < 2 else views[1:] if comm.rank == 2 else views)
+        for view in [*missed, (3, 4)]:
+            resize.apply(strategy, None, view, 1)
+        return float(rates[comm.rank].param_groups[0]["lr"])
+
+    first, second, third, _ = run_ranks(4, enter)
+    assert first == second == third != 0.1
 
 
 def test_a_function_that_returns_no_factor_is_an_error() -> None:
@@ -261,4 +286,4 @@ def test_a_function_that_returns_no_factor_is_an_error() -> None:
     resize.begin(4)
     strategy: Any = SimpleNamespace(optimizers=[], lr_scheduler_configs=[])
     with pytest.raises(ConfigurationError, match=r"returned 0\.0 for 4 and 3 ranks"):
-        resize.apply(strategy, None, 3, 0)
+        resize.apply(strategy, None, (1, 3), 0)

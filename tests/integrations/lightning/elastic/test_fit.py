@@ -167,6 +167,21 @@ def test_a_rank_that_is_behind_at_two_deaths_plans_its_step_for_the_ranks_betwee
     check_behind(tmp_path, ends, samples)
 
 
+def test_a_rank_that_is_still_at_the_first_death_at_the_second_ends_its_epoch_with_the_others(tmp_path: Path) -> None:
+    """Process 4 dies in the last step of an epoch of five ranks. For four there is one batch more, and the others have
+    come to it when process 3 dies."""
+    samples = 7 * 5 * BATCH + 4 * BATCH
+    options = {
+        "FIT_STRATEGY": json.dumps({"monitor": False, "resize_lr": "linear"}),
+        "FIT_ENTERS_LATE": "0",
+        "FIT_SAMPLES": str(samples),
+    }
+    ends = fit(tmp_path, "gloo", "4:6:step", "3:7:batch_end:late", ranks=5, **options)
+    assert len(ends) == 3
+    assert len({end["lr"] for end in ends}) == 1
+    check_behind(tmp_path, ends, samples)
+
+
 def test_a_step_of_several_batches_is_done_again_from_its_first_one(tmp_path: Path) -> None:
     # in the second batch, noticed in a later collective; and in the middle of the averages, by rank 0
     trainer = json.dumps({"accumulate_grad_batches": 3})
