@@ -9,8 +9,9 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches
 from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_ring.data.sampling.sampler import OrderedSampler, StridedSampler
+from lightning_ring.data.sampling.sampler import OrderedSampler
 from lightning_ring.errors import ConfigurationError
 
 
@@ -125,10 +126,16 @@ class TrainingPosition:
     # -- newcomers
 
     def has_batches_for(self, ranks: int) -> bool:
-        """Whether each of ``ranks`` has a batch left in this epoch after the current step, or the next epoch begins."""
-        if self._epoch != self._trainer.current_epoch or not isinstance(self._sampler, StridedSampler):
-            return True
-        return self._sampler.length - int(self._after["position"]) >= ranks * self.batch_size
+        """Whether each of ``ranks`` has a batch left after the current step, of this epoch or of one that begins."""
+        begins_epoch = self._epoch != self._trainer.current_epoch
+        position, done = (0, 0) if begins_epoch else (self._after["position"], self._batch_idx + 1)
+        try:
+            with self._sampler.placed(ranks - 1, ranks):
+                total = done + self._sampler.num_left(position) // self.batch_size
+            limited = _parse_num_batches(RunningStage.TRAINING, total, self._trainer.limit_train_batches)
+        except (ConfigurationError, MisconfigurationException):
+            return False  # too few classes for a step, or no batch within the limit
+        return bool(limited > done)
 
     def state_dict(self) -> dict[str, Any]:
         return {"epoch": self._epoch, "after": self._after}

@@ -5,18 +5,20 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from lightning_ring.data import ShuffledSampler
+import pytest
+
+from lightning_ring.data import OrderedSampler, PKSampler, ShuffledSampler
 from lightning_ring.integrations.lightning.elastic.position import TrainingPosition
 
 BATCH = 4
 
 
-def position(sampler: ShuffledSampler, epoch: int, batch_idx: int) -> TrainingPosition:
+def position(sampler: OrderedSampler, epoch: int, batch_idx: int, limit: float = 1.0) -> TrainingPosition:
     """Of a fit whose loader reads ``sampler``, before batch ``batch_idx`` of the epoch."""
     loader = SimpleNamespace(sampler=sampler, batch_size=BATCH)
     loop: Any = SimpleNamespace(batch_idx=batch_idx)
     fit_loop = SimpleNamespace(_combined_loader=SimpleNamespace(flattened=[loader]), epoch_loop=loop)
-    trainer: Any = SimpleNamespace(current_epoch=epoch, fit_loop=fit_loop)
+    trainer: Any = SimpleNamespace(current_epoch=epoch, fit_loop=fit_loop, limit_train_batches=limit)
     return TrainingPosition(trainer)
 
 
@@ -39,3 +41,25 @@ def test_a_fit_that_begins_an_epoch_counts_from_its_start() -> None:
     found.begin_step()
     found.end_step()
     assert found.state_dict()["after"]["position"] == BATCH * 2
+
+
+@pytest.mark.parametrize(
+    ("done", "limit", "ranks", "has"),
+    [(10, 1.0, 8, True), (10, 1.0, 9, False), (5, 0.5, 4, True), (5, 0.5, 5, False)],
+)
+def test_processes_join_where_each_rank_has_a_batch_left(done: int, limit: float, ranks: int, has: bool) -> None:
+    """Of 192 samples four ranks make 12 batches each; for five there are 5 more after 5, and half of 10 is done."""
+    sampler = ShuffledSampler(192, remainder="drop")
+    with sampler.placed(0, 4):
+        sampler.load_state_dict(sampler.state_dict(trained=done * BATCH))
+        found = position(sampler, epoch=0, batch_idx=done - 1, limit=limit)
+        assert found.has_batches_for(ranks) == has
+
+
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_processes_do_not_join_where_a_step_needs_more_classes_than_there_are(epoch: int) -> None:
+    sampler = PKSampler([number // 4 for number in range(48)], p=2, k=2)
+    found = position(sampler, epoch=0, batch_idx=-1)
+    found._trainer.current_epoch = epoch
+    assert found.has_batches_for(6)
+    assert not found.has_batches_for(7)
