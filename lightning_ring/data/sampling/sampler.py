@@ -37,7 +37,8 @@ class OrderedSampler(DistributedSampler[int]):
     Attributes:
         epoch: Set by `set_epoch`, which Lightning calls.
         position: Where in the global order, counted in samples, the next iteration starts: 0 unless a state was loaded.
-        presumed: Rank and world size as long as this process is not connected to the others, which it joins later.
+        presumed: Rank and world size as long as this process is not connected to the others, which it joins later, and
+            inside `placed`.
     """
 
     kind: str
@@ -83,7 +84,7 @@ class OrderedSampler(DistributedSampler[int]):
 
     @contextmanager
     def placed(self, rank: int, world_size: int) -> Iterator[None]:
-        """Inside, rank and world size are these, if they were not given when the sampler was made."""
+        """Inside, rank and world size are these, unless others were given when the sampler was made."""
         before, self.presumed = self.presumed, (rank, world_size)
         try:
             yield

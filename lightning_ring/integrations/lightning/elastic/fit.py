@@ -153,8 +153,8 @@ class ElasticFit:
         trainer = strategy.fit_trainer
         missed = self.resize.missed(comm)
         if not joins and not view.last:  # a last view trains no more
-            for sizes in [*missed, (view.generation, len(view.members))]:
-                self.resize.apply(strategy, self.step.position, sizes, self.recovery.step or 0)
+            for resized in [*missed, (view.generation, len(view.members))]:
+                self.resize.apply(strategy, self.step.position, resized, self.recovery.step or 0)
         if view.newcomers:
             hand_over_fit(strategy, self, comm, receives=joins)
         if view.generation == 0:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import lightning.pytorch as pl
@@ -76,11 +75,9 @@ class TrainingPosition:
 
     # -- other ranks
 
-    @contextmanager
-    def for_ranks(self, num: int) -> Iterator[None]:
-        """What begins inside has as many batches as with ``num`` ranks."""
-        with self._sampler.placed(min(self._sampler.rank, num - 1), num):
-            yield
+    def for_ranks(self, num: int) -> AbstractContextManager[None]:
+        """Inside, the loader counts its batches for ``num`` ranks, however many there are."""
+        return self._sampler.placed(min(self._sampler.rank, num - 1), num)
 
     def go_back(self) -> Any:
         """Let the loader go back to the first batch of the current step, with the ranks that there are now; returns it.

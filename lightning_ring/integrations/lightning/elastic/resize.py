@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from lightning_ring.options import ResizeLR
 if TYPE_CHECKING:
     from lightning_ring.integrations.lightning.elastic.strategy import ElasticStrategy
 
-REMEMBERED = 8  # views, of which a rank may miss so many in a row
+REMEMBERED = 8  # views: a rank may miss as many in a row, less one
 _RATES_OF_GROUPS = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr")  # also what torch's schedulers keep in groups
 _RATES_OF_SCHEDULERS = ("base_lrs", "max_lrs", "_last_lr")
 _RULES: dict[str, Callable[[int, int], float]] = {
@@ -35,20 +36,26 @@ class Resize:
     def __init__(self, rule: ResizeLR) -> None:
         self._name = rule if isinstance(rule, str) else getattr(rule, "__name__", repr(rule))
         self._factor = _RULES[rule] if isinstance(rule, str) else rule
-        self._sizes: list[tuple[int, int]] = []  # generations and numbers of ranks, for which rates were scaled in turn
+        # The last views for which rates were scaled, in turn: generation and number of ranks
+        self._views: deque[tuple[int, int]] = deque(maxlen=REMEMBERED)
 
     def begin(self, world_size: int, generation: int = 0) -> None:
         """The learning rates are those for ``world_size`` ranks, from the view ``generation`` on."""
-        self._sizes = [(generation, world_size)]
+        self._views.clear()
+        self._views.append((generation, world_size))
 
     def missed(self, comm: Communicator) -> list[tuple[int, int]]:
-        """Generations and numbers of ranks for which others have scaled rates, and this rank has not. Collective.
+        """The views for which others have scaled their rates and this rank has not, in turn. Collective.
 
-        A death while ranks enter a view keeps some of them from it. Factors in another order round to other bits.
+        A rank that dies while the others enter a view keeps some of them from it. If these then scaled their rates by
+        one factor, and the others by two, the products could differ in the last bit.
+
+        Returns:
+            Generation and number of ranks of each.
         """
-        of_all: list[list[tuple[int, int]]] = comm.all_gather_object(self._sizes[-REMEMBERED:])
-        last = self._sizes[-1] if self._sizes else (0, 0)
-        return sorted({view for sizes in of_all for view in sizes if view > last})
+        of_all: list[list[tuple[int, int]]] = comm.all_gather_object([*self._views])
+        last = self._views[-1] if self._views else (0, 0)
+        return sorted({view for views in of_all for view in views if view > last})
 
     def apply(
         self, strategy: ElasticStrategy, position: TrainingPosition | None, view: tuple[int, int], step: int
@@ -58,10 +65,10 @@ class Resize:
         Raises:
             ConfigurationError: The user's function returned no positive number.
         """
-        if not self._sizes:
+        if not self._views:
             return
-        (_, old), (_, world_size) = self._sizes[-1], view
-        self._sizes.append(view)
+        (_, old), (_, world_size) = self._views[-1], view
+        self._views.append(view)
         if old == world_size:
             return
         schedulers = [config.scheduler for config in strategy.lr_scheduler_configs]

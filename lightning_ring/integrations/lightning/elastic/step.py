@@ -241,7 +241,8 @@ class ElasticStep:
         if not self._others_went_on:
             self.changed = False
             self.position.go_on()
-        elif self._others_count_for not in (0, self.position.num_ranks):  # whether the epoch ends here
+        elif self._others_count_for not in (0, self.position.num_ranks):
+            # for so many ranks the others have found whether the epoch has another batch
             with self.position.for_ranks(self._others_count_for):
                 self.position.go_on()
 
