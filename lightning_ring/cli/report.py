@@ -13,20 +13,20 @@ from lightning_ring.errors import ConfigurationError
 
 def main(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
-    missing = [name for name in ("tensorboard", "jinja2", "yaml") if importlib.util.find_spec(name) is None]
+    needed = ("tensorboard", "jinja2", "yaml", "matplotlib")
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigurationError(
-            f"reading runs needs {' and '.join(missing)}, which this Python does not have: "
+            f"the report needs {' and '.join(missing)}, which this Python does not have: "
             "`pip install 'lightning-ring[monitor]'` brings it."
         )
     output = Path(options.output)
     check_output("-o", output)
-    from lightning_ring.tools.report.compare import choose_metric
     from lightning_ring.tools.report.page import write_page
     from lightning_ring.tools.report.runs import read_runs
 
     runs = read_runs(options.runs)
-    page = write_page(runs, choose_metric(runs, options.metric)).encode()
+    page = write_page(runs, options.metric).encode()
     output.write_bytes(page)
     counted = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
     print(f"{output}: {counted}, {len(page) / 1e6:.1f} MB")

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
+from playwright.sync_api import Page
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import plugin_data_pb2
 
@@ -18,7 +19,7 @@ import recipes.train
 from recipes.run_folder import MOST_CHARACTERS, label, new_folder, quoted_path
 from recipes.sweep import read_rows, table
 from tests import forked
-from tests.monitor.browser import NAMES, Browser, executable, open_browser, open_tensorboard
+from tests.monitor.browser import NAMES, executable, open_page, open_tensorboard, wait_for
 from tests.processes import ROOT, run
 
 SCRIPT = str(ROOT / "recipes" / "train.py")
@@ -147,23 +148,22 @@ def test_two_optimizers_and_two_seeds_in_a_browser(tmp_path):
     ]
     accuracies = [float(row["test/accuracy"]) for row in rows]
     assert accuracies == sorted(accuracies, reverse=True)
-    with open_tensorboard(sweep) as address, open_browser(tmp_path / "profile") as browser:
-        browser.size(2200, 900)
-        browser.open(f"{address}#hparams")
-        browser.wait_for("best/val/loss", *best_first)
+    with open_tensorboard(sweep) as address, open_page(2200, 900) as page:
+        page.goto(f"{address}#hparams")
+        wait_for(page, "best/val/loss", *best_first)
         for order, expected in (("Ascending", best_first[::-1]), ("Descending", best_first)):
-            trials = sorted_by(browser, "test/accuracy", order)
+            trials = sorted_by(page, "test/accuracy", order)
             assert [row[0] for row in trials] == expected
         shown = [float(row[TEST_ACCURACY]) for row in trials]
         assert shown == pytest.approx(accuracies, abs=1e-4)
 
 
-def sorted_by(browser: Browser, column: str, order: str) -> list[list[str]]:
+def sorted_by(page: Page, column: str, order: str) -> list[list[str]]:
     """Choose it in the menus "Sort by" and "Direction", and read the rows as they are seen, from top to bottom."""
     for item in (column, order):
-        browser.evaluate(f"{{ {ALL} all('paper-item').find(one => one.textContent.trim() === '{item}').click() }}")
+        page.evaluate(f"{{ {ALL} all('paper-item').find(one => one.textContent.trim() === '{item}').click() }}")
         time.sleep(1)  # the page asks the server
-    cells = browser.evaluate(f"""{{ {ALL}
+    cells = page.evaluate(f"""{{ {ALL}
         all('vaadin-grid-cell-content').map(cell => {{
           const place = cell.getBoundingClientRect();
           return [Math.round(place.y), place.x, cell.textContent.trim()];

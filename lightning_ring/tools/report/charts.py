@@ -1,181 +1,129 @@
-"""Line charts as inline SVG, whose colours follow the page's theme."""
+"""Charts as inline SVG: matplotlib draws them, the page's style sheet colours them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate
+import re
+from collections.abc import Mapping, Sequence
+from io import StringIO
+from typing import Any
 
+import numpy as np
 from markupsafe import Markup
+from matplotlib import rc_context
+from matplotlib.figure import Figure  # not pyplot, which would look for a display
+from matplotlib.ticker import MaxNLocator
 
-NUM_COLOURS, NUM_DASHES = 6, 4
-NUM_LINES = NUM_COLOURS * NUM_DASHES  # that can be told apart
-_WIDTH, _HEIGHT = 480, 250
-_LEFT, _RIGHT, _TOP, _BOTTOM = 58, 12, 10, 36
-_MOST_POINTS = 400  # of a line: more are thinned
-_MOST_DOTS = 200  # of a chart
-_SMOOTHED = 60  # from this many points on a line has a running mean
-_MOST_NOISY_LINES = 6  # of more, only running means are drawn
+NUM_COLOURS, DASHES = 6, ("-", (0, (5, 2)), (0, (1.5, 2)), (0, (6, 2, 1.5, 2)))
+NUM_LINES = NUM_COLOURS * len(DASHES)  # that can be told apart
+_NUM_INTERVALS = 200  # of a longer line, which is drawn as their means, with a band from least to greatest value
+_STYLE: Any = {"svg.fonttype": "none", "font.size": 9, "axes.linewidth": 0.6, "axes.formatter.limits": (-3, 5)}
+_TEXT = "#0000fe"  # stands for the page's colour of text; #0100N0 for its colour number N
 
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """``number`` is its run's, which decides on colour and dashes."""
-
-    number: int
-    name: str
-    points: Sequence[tuple[float, float]]
+Points = Sequence[tuple[float, float]]
 
 
-def look(number: int) -> str:
-    """CSS classes of a run."""
-    return f"run-{number} colour-{number % NUM_COLOURS} dash-{number // NUM_COLOURS % NUM_DASHES}"
-
-
-def line_chart(title: str, lines: Sequence[Line], x_label: str, *, log: bool = False, smooth: bool = False) -> Markup:
-    """A figure. ``log`` takes effect where all values are above 0 and the greatest is 20 times the least; ``smooth``
-    adds a running mean where lines are long. Values that are not finite are crosses at the upper edge."""
-    smooth = smooth and any(len(line.points) >= _SMOOTHED for line in lines)
-    means = [replace(line, points=running_mean(line.points)) for line in lines] if smooth else []
-    raw = lines if not means or len(lines) <= _MOST_NOISY_LINES else []
-    points = [point for line in raw or means for point in line.points]
-    finite = [y for _, y in points if math.isfinite(y)]
-    log = log and min(finite, default=0.0) > 0 and max(finite) > 20 * min(finite)
-    axes = _Axes(_span([x for x, _ in points], False), _span(finite, log), log)
-    dots = not means and len(points) <= _MOST_DOTS
-    parts = [*_grid(axes), *_draw(raw, axes, smooth, dots), *_draw(means, axes, False, False)]
+def line_chart(title: str, lines: Mapping[int, Points], x_label: str, *, log: bool = False) -> Markup:
+    """A figure with one line for each run, by number. ``log`` takes effect where values are positive and the greatest
+    is 20 times the least. Values that are not finite are crosses at the upper edge."""
+    arrays = {number: np.array(points, dtype=float).reshape(-1, 2) for number, points in lines.items()}
+    values = np.concatenate([array[:, 1] for array in arrays.values()])
+    finite = values[np.isfinite(values)]
+    log = log and finite.size > 0 and finite.min() > 0 and finite.max() > 20 * finite.min()
+    figure, axes = _axes(4.8, 2.5)
+    for number, array in arrays.items():
+        look: dict[str, Any] = {"gid": f"run-{number}", "color": _colour(number % NUM_COLOURS)}
+        x, middle, low, high = intervals(array)
+        marker = "o" if len(array) <= _NUM_INTERVALS // 4 else None
+        dashes = DASHES[number // NUM_COLOURS % len(DASHES)]
+        axes.plot(x, middle, marker=marker, markersize=2.5, lw=1.4, linestyle=dashes, **look)
+        if len(x) < len(array):
+            axes.fill_between(x, low, high, alpha=0.2, lw=0, **look)
+        lost = array[~np.isfinite(array[:, 1]), 0][:_NUM_INTERVALS]
+        axes.plot(lost, np.full(len(lost), 0.97), "x", ms=5, transform=axes.get_xaxis_transform(), **look)
+    axes.set(xlabel=x_label, yscale="log" if log else "linear")
+    if log:
+        axes.yaxis.set_major_formatter("{x:g}")
+    for axis, numbers in ((axes.xaxis, np.concatenate([a[:, 0] for a in arrays.values()])), (axes.yaxis, finite)):
+        if numbers.size and (numbers == np.round(numbers)).all() and not (log and axis is axes.yaxis):
+            axis.set_major_locator(MaxNLocator(integer=True, nbins=6))
     notes = {
         "log scale": log,
-        "thick: running mean" if raw else "running mean": smooth,
-        "thinned: least and greatest value of each interval": any(len(line.points) > _MOST_POINTS for line in lines),
-        f"×: {len(points) - len(finite):,} values that are NaN or infinite": len(points) > len(finite),
+        "line: mean, band: least to greatest value": max(map(len, arrays.values())) > _NUM_INTERVALS,
+        f"×: {values.size - finite.size:,} values that are NaN or infinite": values.size > finite.size,
     }
-    return Markup(
-        '<figure class="chart"><figcaption>{title} <small>{notes}</small></figcaption>'
-        '<svg viewBox="0 0 {width} {height}" role="img" aria-label="{title} over {x_label}">{parts}'
-        '<text x="{x}" y="{y}" text-anchor="middle">{x_label}</text></svg></figure>'
-    ).format(
-        title=title,
-        notes="; ".join(note for note, holds in notes.items() if holds),
-        width=_WIDTH,
-        height=_HEIGHT,
-        x_label=x_label,
-        parts=Markup("").join(parts),
-        x=(_LEFT + _WIDTH - _RIGHT) / 2,
-        y=_HEIGHT - 4,
-    )
+    return _figure(figure, title, "; ".join(note for note, holds in notes.items() if holds))
 
 
-@dataclass(frozen=True, slots=True)
-class _Axes:
-    x_span: tuple[float, float]
-    y_span: tuple[float, float]
-    log: bool
-
-    def x(self, value: float) -> float:
-        low, high = self.x_span
-        return _LEFT + (value - low) / (high - low) * (_WIDTH - _LEFT - _RIGHT)
-
-    def y(self, value: float) -> float:
-        low, high = (math.log10(end) for end in self.y_span) if self.log else self.y_span
-        share = ((math.log10(value) if self.log else value) - low) / (high - low)
-        return _HEIGHT - _BOTTOM - share * (_HEIGHT - _TOP - _BOTTOM)
-
-
-def _span(values: Sequence[float], log: bool) -> tuple[float, float]:
-    """From the least to the greatest, and a margin where that is too little to be drawn."""
-    low, high = min(values, default=0.0), max(values, default=1.0)
-    if log:
-        return low / 1.1, high * 1.1
-    size = max(abs(low), abs(high))
-    if high - low <= 1e-6 * size:
-        margin = 0.05 * size or 1.0
-        return low - margin, high + margin
-    return low, high
+def bar_chart(rows: Sequence[tuple[str, Mapping[str, float]]], colours: Mapping[str, int]) -> Markup:
+    """A bar a row, of parts in milliseconds, in the order of ``colours``: the number of each part's colour."""
+    figure, axes = _axes(9.6, 1.0 + 0.28 * len(rows))
+    left = np.zeros(len(rows))
+    for part, colour in colours.items():
+        widths = np.array([parts.get(part, 0.0) for _, parts in rows])
+        axes.barh(range(len(rows)), widths, left=left, color=_colour(colour), label=part)
+        left += widths
+    axes.set_yticks(range(len(rows)), [label for label, _ in rows])
+    axes.invert_yaxis()
+    axes.set(xlabel="ms")
+    figure.legend(loc="outside upper left", ncols=len(colours), frameon=False, labelcolor=_TEXT)
+    return _figure(figure, "", "")
 
 
-def _grid(axes: _Axes) -> Iterator[Markup]:
-    right, bottom = _WIDTH - _RIGHT, _HEIGHT - _BOTTOM
-    for value in _decades(*axes.y_span) if axes.log else _ticks(*axes.y_span):
-        y = axes.y(value)
-        yield Markup('<path class="grid" d="M{} {:.1f}H{}"/>').format(_LEFT, y, right)
-        yield Markup('<text x="{}" y="{:.1f}" text-anchor="end">{}</text>').format(_LEFT - 6, y + 4, f"{value:,.6g}")
-    for value in _ticks(*axes.x_span):
-        x = axes.x(value)
-        yield Markup('<path class="grid" d="M{:.1f} {}V{}"/>').format(x, bottom, bottom + 4)
-        yield Markup('<text x="{:.1f}" y="{}" text-anchor="middle">{}</text>').format(x, bottom + 17, f"{value:,.6g}")
+def key(number: int) -> Markup:
+    """A short piece of run ``number``'s line."""
+    dashes = "none" if number < NUM_COLOURS else " ".join(map(str, DASHES[number // NUM_COLOURS][1]))
+    line = Markup('<path d="M0 5H26" style="stroke: var(--c{}); stroke-width: 2; stroke-dasharray: {}"/>')
+    return Markup('<svg class="key" viewBox="0 0 26 10">{}</svg>').format(line.format(number % NUM_COLOURS, dashes))
 
 
-def _ticks(low: float, high: float, most: int = 6) -> list[float]:
-    """Round numbers from ``low`` to ``high``."""
-    unit = 10 ** math.floor(math.log10((high - low) / most))
-    step = next(unit * factor for factor in (1, 2, 5, 10, 20) if (high - low) / (unit * factor) <= most)
-    return [number * step for number in range(math.ceil(low / step), math.floor(high / step) + 1)]
-
-
-def _decades(low: float, high: float) -> list[float]:
-    exponents = range(math.floor(math.log10(low)), math.floor(math.log10(high)) + 1)
-    factors = (1, 2, 5) if len(exponents) <= 3 else (1,)
-    values = [factor * 10.0**exponent for exponent in exponents[:: 1 + len(exponents) // 8] for factor in factors]
-    return [value for value in values if low <= value <= high]
-
-
-def short(value: float) -> str:
+def short(value: float | None) -> str:
+    if value is None:
+        return "–"
     size = abs(value)
     if not math.isfinite(value) or size == 0 or 1e-3 <= size < 1e5:
         return f"{value:,.4g}" if size < 1e4 else f"{value:,.0f}"
     return f"{value:.3g}"
 
 
-def _draw(lines: Sequence[Line], axes: _Axes, faint: bool, dots: bool) -> Iterator[Markup]:
-    for line in lines:
-        classes = f"{look(line.number)}{' faint' if faint else ''}"
-        points = thinned(line.points)
-        yield Markup('<path class="line {}" d="{}"/>').format(classes, _path(points, axes))
-        for x, y in points:
-            if not math.isfinite(y):
-                yield Markup('<text class="lost {}" x="{:.1f}" y="{}">×</text>').format(classes, axes.x(x), _TOP + 6)
-            elif dots or len(points) == 1:
-                yield Markup('<circle class="{}" cx="{:.1f}" cy="{:.1f}" r="2.5"><title>{}</title></circle>').format(
-                    classes, axes.x(x), axes.y(y), f"{line.name}: {short(y)} at {short(x)}"
-                )
+def intervals(array: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Middle, mean, least and greatest finite value of equally many (points, 2) each; a short line is left as it is."""
+    finite = np.ma.masked_invalid(array[:, 1])
+    if len(array) <= _NUM_INTERVALS:
+        return array[:, 0], *(finite.filled(math.nan),) * 3
+    parts = np.array_split(finite, _NUM_INTERVALS)
+    middle = np.array([part.mean() for part in np.array_split(array[:, 0], _NUM_INTERVALS)])
+    columns = zip(*((part.mean(), part.min(), part.max()) for part in parts), strict=True)
+    return middle, *(np.array([np.ma.filled(value, math.nan) for value in column]) for column in columns)
 
 
-def _path(points: Sequence[tuple[float, float]], axes: _Axes) -> str:
-    """Interrupted where a value is not finite."""
-    words, command = [], "M"
-    for x, y in points:
-        if math.isfinite(y):
-            words.append(f"{command}{axes.x(x):.1f} {axes.y(y):.1f}")
-        command = "L" if math.isfinite(y) else "M"
-    return "".join(words)
+def _axes(width: float, height: float) -> tuple[Figure, Any]:
+    with rc_context(_STYLE):
+        figure = Figure(figsize=(width, height), layout="constrained")
+        axes = figure.add_subplot()
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(_TEXT)
+    axes.tick_params(colors=_TEXT, width=0.6)
+    axes.xaxis.label.set_color(_TEXT)
+    axes.grid(True, axis="y", alpha=0.25, lw=0.6)
+    return figure, axes
 
 
-def thinned(points: Sequence[tuple[float, float]]) -> Sequence[tuple[float, float]]:
-    """Of each of equally many points: the least, the greatest and the first that is not finite, in their order."""
-    if len(points) <= _MOST_POINTS:
-        return points
-    kept: list[tuple[float, float]] = []
-    size = math.ceil(2 * len(points) / _MOST_POINTS)
-    for start in range(0, len(points), size):
-        group = points[start : start + size]
-        finite = [point for point in group if math.isfinite(point[1])]
-        chosen = {*[point for point in group if not math.isfinite(point[1])][:1]}
-        if finite:
-            chosen |= {min(finite, key=lambda point: point[1]), max(finite, key=lambda point: point[1])}
-        kept += sorted(chosen)
-    return kept
+def _colour(number: int) -> str:
+    return f"#0100{number:x}0"
 
 
-def running_mean(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Over a twentieth of the line around each point; values that are not finite stay, and count nowhere else."""
-    reach = len(points) // 40
-    finite = [math.isfinite(y) for _, y in points]
-    sums = [0.0, *accumulate(y if here else 0.0 for (_, y), here in zip(points, finite, strict=True))]
-    counts = [0, *accumulate(finite)]
-    means = []
-    for index, (x, y) in enumerate(points):
-        low, high = max(0, index - reach), min(len(points), index + reach + 1)
-        means.append((x, (sums[high] - sums[low]) / (counts[high] - counts[low]) if finite[index] else y))
-    return means
+def _figure(figure: Figure, title: str, notes: str) -> Markup:
+    file = StringIO()
+    with rc_context(_STYLE):
+        figure.savefig(file, format="svg", transparent=True)
+    svg = file.getvalue()
+    svg = re.sub(
+        r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", "", svg[svg.index("<svg") :], flags=re.DOTALL
+    )
+    svg = re.sub(r' (xmlns(:\w+)?|version|width|height)="[^"]*"', "", svg, count=5).replace("xlink:href", "href")
+    svg = re.sub(r'id="(run-\d+)"', r'class="\1"', svg).replace(_TEXT, "var(--soft)")
+    svg = re.sub(r' id="[A-Za-z0-9.]+_[\w.]*"| font-family: [^;]+;', "", svg)  # the same in every chart
+    svg = " ".join(re.sub(r"#0100(\d)0\b", r"var(--c\1)", svg).split())
+    head = Markup('<figure class="chart"><figcaption>{} <small>{}</small></figcaption>').format(title, notes)
+    return head + Markup(svg) + Markup("</figure>")
