@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -11,21 +10,10 @@ from lightning_ring.comm.recording import CollectiveRecord
 from lightning_ring.comm.timing import elapsed
 from lightning_ring.monitor.step_record import StepRecord
 from lightning_ring.monitor.step_window import collective_times
+from lightning_ring.timeline.drawing import ON_THE_WIRE, READY, WAITED_FOR, Bar
 
-READY, ON_THE_WIRE, WAITED_FOR = "ready", "on the wire", "waited for"
-_COMPUTED = {"data": "#8c8c8c", "copy": "#b0a08c", "forward": "#59a14f", "backward": "#4e79a7", "optimizer": "#b07aa1"}
-_STATES = {READY: "#d9d9d9", ON_THE_WIRE: "#f28e2b", WAITED_FOR: "#e15759"}
+_COMPUTED = ("data", "copy", "forward", "backward", "optimizer")
 _MOST_COLLECTIVES = 48
-
-
-@dataclass(frozen=True, slots=True)
-class Bar:
-    """``kind`` is a part of `StepTimes`, or what a collective was doing. Seconds since the step began."""
-
-    lane: str
-    kind: str
-    start: float
-    stop: float
 
 
 def bars(record: StepRecord, collectives: Sequence[CollectiveRecord]) -> list[Bar]:
@@ -54,7 +42,7 @@ def _computed(innermost_first: Sequence[Bar]) -> list[Bar]:
     found: list[Bar] = []
     for bar in innermost_first:
         found += _without(bar, sorted(found, key=lambda one: one.start))
-    return sorted(found, key=lambda bar: (list(_COMPUTED).index(bar.lane), bar.start))
+    return sorted(found, key=lambda bar: (_COMPUTED.index(bar.lane), bar.start))
 
 
 def _without(bar: Bar, others: Sequence[Bar]) -> list[Bar]:
@@ -66,29 +54,3 @@ def _without(bar: Bar, others: Sequence[Bar]) -> list[Bar]:
             start = other.stop
     pieces.append((start, bar.stop))
     return [Bar(bar.lane, bar.kind, begin, end) for begin, end in pieces if end > begin]
-
-
-def draw(found: Sequence[Bar], title: str) -> Any:
-    """RGBA pixels (height, width, 4), uint8. Needs matplotlib."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure  # no pyplot: it would look for a display
-    from matplotlib.patches import Patch
-
-    lanes = list(dict.fromkeys(bar.lane for bar in found))
-    figure = Figure(figsize=(11, 1.6 + 0.26 * len(lanes)), dpi=100, layout="constrained")
-    canvas = FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    colours = _COMPUTED | _STATES
-    for bar in found:
-        place, height = (lanes.index(bar.lane), 0.34 if bar.kind == WAITED_FOR else 0.8)
-        axes.barh(place, 1e3 * (bar.stop - bar.start), left=1e3 * bar.start, height=height, color=colours[bar.kind])
-    axes.set_yticks(range(len(lanes)), [lane if len(lane) < 60 else lane[:57] + "..." for lane in lanes], fontsize=8)
-    axes.invert_yaxis()
-    axes.set(xlabel="ms since the step began", title=title)
-    axes.grid(True, axis="x", alpha=0.3)
-    states = [Patch(color=colour, label=state) for state, colour in _STATES.items()]
-    figure.legend(handles=states, loc="outside lower right", ncols=3, fontsize=8)
-    canvas.draw()
-    import numpy as np  # matplotlib brings it
-
-    return np.asarray(canvas.buffer_rgba()).copy()

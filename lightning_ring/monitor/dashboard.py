@@ -17,9 +17,10 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader
 
-from lightning_ring.monitor.bucket_chart import bars, draw
+from lightning_ring.monitor.bucket_chart import bars
 from lightning_ring.monitor.ring_report import RingReport
 from lightning_ring.monitor.step_window import RecordedStep
+from lightning_ring.timeline.drawing import draw
 
 _SECONDS_BETWEEN_IMAGES = 60  # drawing one takes 0.2 to 0.3
 _IMAGE = "ring/buckets of a step"
@@ -70,9 +71,9 @@ class Dashboard:
             return
         self._drawn = time.monotonic()
         title = f"step {report.step} on rank 0: {1e3 * step.record.total:.1f} ms"
-        pixels = draw(bars(step.record, step.collectives), title)
         for logger in self._loggers:
-            logger.experiment.add_image(_IMAGE, pixels, report.step, dataformats="HWC")
+            figure = draw(bars(step.record, step.collectives), title=title)
+            logger.experiment.add_figure(_IMAGE, figure, report.step)
 
 
 def layout(
