@@ -43,8 +43,8 @@ def DistributedOptimizer(
 ) -> Any:
     """Have ``optimizer`` step gradients that are reduced over all ranks. Returns the same object.
 
-    It gets the methods ``synchronize()``, which completes the gradients, for clipping them, and
-    ``skip_synchronize()``, around the step after it. All ranks call it, in one order.
+    It gets the methods ``synchronize()``, which completes the gradients, for clipping them, ``skip_synchronize()``,
+    around the step after it, and ``set_backward_passes_per_step()``. All ranks call it, in one order.
 
     Args:
         named_parameters: All parameters of the optimizer, with a name of its own each.
@@ -128,6 +128,8 @@ class _Attachment:
 
     def attach(self) -> None:
         optimizer = self.optimizer()
+        if optimizer is not None:
+            optimizer.set_backward_passes_per_step = self.set_backward_passes_per_step  # type: ignore[attr-defined]
         if self.process_set.process_set_id is None:
             raise ValueError(
                 f"DistributedOptimizer: the process set of ranks {self.process_set.ranks} is not there. Add it first, "
@@ -147,6 +149,13 @@ class _Attachment:
         else:
             optimizer.synchronize = lambda: None  # type: ignore[attr-defined]
             optimizer.skip_synchronize = ExitStack  # type: ignore[attr-defined]
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Change the argument of `DistributedOptimizer`, between two steps. All ranks call it."""
+        compression, _, op = self.how
+        self.how = compression, passes, op
+        if self.gradients is not None:
+            self.gradients.set_passes(passes)
 
     def detach(self) -> None:
         gradients, self.gradients = self.gradients, None
@@ -225,6 +234,10 @@ class _Gradients:
         for hook in self._hooks:
             hook.remove()
         self._finalizer()  # removes the reducer's
+
+    def set_passes(self, passes: int) -> None:
+        self._passes = passes
+        self._begin_step()
 
     def synchronize(self) -> None:
         """Complete the gradients. Collective: a rank without gradients takes part with zeros."""
