@@ -15,6 +15,7 @@ from torch.nn import Parameter
 
 from lightning_ring.comm.communicator import Communicator, Work, advance
 from lightning_ring.comm.cost import DEFAULT_CAP_MB
+from lightning_ring.comm.waiting import nothing
 from lightning_ring.gradients.backward_passes import BackwardPasses
 from lightning_ring.gradients.bucket import Bucket
 from lightning_ring.gradients.compression import Compressor
@@ -49,6 +50,7 @@ class Reducer:
         compressor: Sends the buckets whose dtype it accepts; `None` sends all in their own dtype.
         warn: Called with a message for the user, at most once a message.
         sparse_weights: Returns the parameters that declare sparse gradients.
+        before_backward: Called before the reduction of each backward.
     """
 
     gathers_sparse: ClassVar[bool] = True  # else sparse gradients are made dense
@@ -63,12 +65,14 @@ class Reducer:
         compressor: Compressor | None = None,
         warn: Callable[[str], None] = log.warning,
         sparse_weights: Callable[[], set[Parameter]] = set,
+        before_backward: Callable[[], None] = nothing,
     ) -> None:
         self.stop_requested = False  # set to ask all ranks to stop: the next backward sends the request
         self.active_ranks: int | None = None  # that the sum is divided by; None: all
         self.num_finished = 0  # backward passes reduced so far
         self.num_steps = 0  # of optimizers so far, counted by the caller
         self._comm = comm
+        self._before_backward = before_backward
         self._warn_once = functools.cache(warn)
         self._compressor = compressor
         self._layout = BucketLayout(comm, bucket_cap_mb, auto, self._prepare_to_send, self._forget_buckets)
@@ -170,6 +174,21 @@ class Reducer:
         if self._revise_at_end:
             self._revise_layout()
 
+    def send_zeros(self) -> None:
+        """Take part in a backward of the other ranks, with zeros. This rank's gradients, `no_sync` ones too, stay."""
+        kept = [(param, None if param.grad is None else param.grad.clone()) for param in self._names]
+        unreduced, self._unreduced = self._unreduced, UnreducedGradients()
+        enabled, self._passes.enabled = self._passes.enabled, True
+        for param, _ in kept:
+            param.grad = None
+        try:
+            with self.backward():
+                pass
+        finally:
+            self._unreduced, self._passes.enabled = unreduced, enabled
+            for param, grad in kept:
+                param.grad = grad
+
     @property
     def under_way(self) -> bool:
         """Whether a backward has begun and is not finished."""
@@ -225,6 +244,7 @@ class Reducer:
         )
 
     def _begin(self) -> None:
+        self._before_backward()
         for _, work in self._works:  # of a backward that raised: its buffers are needed again
             work.wait()
         self._works = []

@@ -15,7 +15,7 @@ from lightning_ring.horovod.cache import UNNAMED
 from lightning_ring.horovod.context import ProcessSet, global_process_set
 from lightning_ring.horovod.errors import HorovodInternalError
 from lightning_ring.horovod.negotiation import Negotiation
-from lightning_ring.horovod.requests import JOIN, Meta, Request
+from lightning_ring.horovod.requests import Meta, Request
 from lightning_ring.host.accelerator import gpu_module, is_gpu
 
 Average, Sum, Min, Max, Product, Adasum = "Average", "Sum", "Min", "Max", "Product", "Adasum"
@@ -216,11 +216,9 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 
 
 def join(device: int = -1) -> int:
-    """This rank has no more data: it takes part with zeros in all-reduces until every rank has joined.
+    """This rank has no more data: it takes part with zeros in the others' all-reduces until every rank has joined.
 
-    Returns the rank that joined last. ``device`` is not needed here.
+    So it does in those of `DistributedOptimizer`. Averages still divide by all ranks. Returns the rank that joined
+    last, whose parameters have made all steps: `broadcast_parameters` from there. ``device`` is not needed here.
     """
-    request = Request(JOIN, Meta(JOIN))
-    result: int = synchronize(_submit(global_process_set.negotiation, [request]))
-    global_process_set.negotiation.unnamed.clear()  # ranks that joined early have made fewer calls without a name
-    return result
+    return global_process_set.negotiation.join()

@@ -123,7 +123,8 @@ def _begin(job: Job, negotiated: Communicator, gradients: Communicator) -> None:
     global _context
     _context = _Context(job.info, job)
     global_process_set.ranks = list(range(job.info.world_size))
-    _enter(global_process_set, negotiated, gradients)
+    assert job.policy is not None
+    _enter(global_process_set, negotiated, gradients, job.policy)
 
 
 def _open_view() -> None:
@@ -193,17 +194,21 @@ def gradient_communicator(process_set: ProcessSet, device: torch.device) -> Comm
         found.job.communicator = None  # the new one would close it; `shutdown` does
         gpu_module(device).set_device(device)
         found.on_gpu = open_communicator(found.job, "auto", device, TIMEOUT, stall_warning=STALL_WARNING)
+        assert found.job.policy is not None
+        process_set.negotiation.policies.append(found.job.policy)
     return found.on_gpu
 
 
-def _enter(process_set: ProcessSet, comm: Communicator | None, gradients: Communicator | None) -> None:
+def _enter(
+    process_set: ProcessSet, comm: Communicator | None, gradients: Communicator | None, policy: WaitPolicy
+) -> None:
     found = context()
     process_set.process_set_id = found.num_sets
     found.sets[found.num_sets] = process_set
     found.num_sets += 1
     process_set.gradients = gradients
     if comm is not None:
-        process_set._negotiation = Negotiation(comm, process_set.ranks)
+        process_set._negotiation = Negotiation(comm, process_set.ranks, policy)
 
 
 def shutdown() -> None:
@@ -247,6 +252,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     found = context()
     added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     assert global_process_set.gradients is not None
+    global_process_set.negotiation.meet("add_process_set")
     asked: list[list[int]] = global_process_set.gradients.all_gather_object(added.ranks)
     if any(ranks != asked[0] for ranks in asked):
         told = ", ".join(f"rank {rank} {ranks}" for rank, ranks in enumerate(asked))
@@ -261,7 +267,8 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     policy = WaitPolicy(TIMEOUT, found.job.check, STALL_WARNING)
     groups: list[Any] = [dist.new_group(added.ranks, timeout=TIMEOUT, backend="gloo") for _ in range(2)]
     inside = found.info.rank in added.ranks
-    _enter(added, *(GlooCommunicator(group, policy) if inside else None for group in groups))
+    comm, gradients = (GlooCommunicator(group, policy) if inside else None for group in groups)
+    _enter(added, comm, gradients, policy)
     return added
 
 

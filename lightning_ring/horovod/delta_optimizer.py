@@ -34,6 +34,7 @@ class Deltas:
         optimizer.register_step_post_hook(self._after_step)
         optimizer.synchronize = lambda: None  # type: ignore[attr-defined]
         optimizer.skip_synchronize = self.skip_synchronize  # type: ignore[attr-defined]
+        optimizer.set_backward_passes_per_step = lambda passes: None  # type: ignore[attr-defined]
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:

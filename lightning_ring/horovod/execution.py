@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_ring.comm.communicator import Communicator, ReduceOp
 from lightning_ring.horovod.adasum import adasum_
-from lightning_ring.horovod.requests import Meta, Metas, Request, scaled
+from lightning_ring.horovod.requests import GRADIENTS, Meta, Metas, Request, scaled
 from lightning_ring.host.accelerator import gpu_module, is_gpu
 
 FUSION_BYTES = 64 * 2**20  # of one collective
@@ -222,7 +222,7 @@ def _reducescatter(one: Agreed, comm: Communicator, requests: Requests) -> None:
     _hand_over(request, whole.tensor_split(comm.world_size)[comm.rank].clone())
 
 
-def _barrier(one: Agreed, comm: Communicator, requests: Requests) -> None:
+def _nothing_more(one: Agreed, comm: Communicator, requests: Requests) -> None:
     """That all ranks have agreed is all."""
 
 
@@ -232,5 +232,7 @@ _RUN: Mapping[str, Callable[[Agreed, Communicator, Requests], None]] = {
     "broadcast": _broadcast,
     "alltoall": _alltoall,
     "reducescatter": _reducescatter,
-    "barrier": _barrier,
+    "barrier": _nothing_more,
+    "meeting": _nothing_more,
+    GRADIENTS: _nothing_more,
 }

@@ -18,34 +18,56 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from itertools import count
+from typing import Protocol
+from weakref import WeakValueDictionary
 
 import torch
 
 from lightning_ring.comm.alarm import Alarm
 from lightning_ring.comm.communicator import Communicator, CompletedWork, ReduceOp, Work
-from lightning_ring.comm.waiting import CHECK_SECONDS, SLEEP_SHARE
+from lightning_ring.comm.waiting import CHECK_SECONDS, SLEEP_SHARE, WaitPolicy, ranks_text
 from lightning_ring.errors import RingError
 from lightning_ring.horovod.errors import HorovodInternalError
 from lightning_ring.horovod.execution import Agreed, Planner, Step
 from lightning_ring.horovod.pending import ALL_LEAVE, HEAD, NO_NEWS, STAYS, Pending
-from lightning_ring.horovod.requests import JOIN, Meta, Request, problem_of
+from lightning_ring.horovod.requests import GRADIENTS, JOIN, Meta, Request, problem_of
 from lightning_ring.horovod.timeline import Timeline
 
 CYCLE_SECONDS = 0.001  # after a submission, until the thread begins a cycle; and the longest pause between idle cycles
 SHORTEST_PAUSE = 50e-6
 STALL_SECONDS = 60.0
-_SHUTDOWN = "the Horovod API was shut down on some rank, or a rank has ended. Pending collectives end with this error."
+_SHUTDOWN = (
+    "the Horovod API was shut down on {}, or the script has ended there, while other ranks need it for a collective or "
+    "for gradients. All ranks make the same calls; a rank that has fewer batches calls hvd.join() after its last one."
+)
 _MOST_PLANS = 64
+_AGAIN = ", without a step since the last time"
 
 log = logging.getLogger("lightning_ring")
 
 
-class Negotiation:
-    """Of the ranks of one process set, over ``comm``, which belongs to it. ``ranks`` are their numbers in the job."""
+class Gradients(Protocol):
+    """The gradients of one optimizer, which travel outside of the negotiation."""
 
-    def __init__(self, comm: Communicator, ranks: list[int]) -> None:
+    def send_zeros(self, *, again: bool) -> None:
+        """Take part where the ranks that have not joined reduce theirs; ``again``: without a step in between."""
+
+
+class Negotiation:
+    """Of the ranks of one process set, over ``comm``, which belongs to it. ``ranks`` are their numbers in the job.
+
+    Buckets of gradients do not wait for it. A rank announces each reduction of them by a request: ranks that have
+    joined then take part in it, and where a rank has left instead, the wait for the buckets ends with an error.
+    """
+
+    def __init__(self, comm: Communicator, ranks: list[int], policy: WaitPolicy) -> None:
         self.comm = comm
         self.ranks = ranks
+        self.policies = [policy]  # of the communicators that carry gradients
+        self.num_optimizers = 0  # so far
+        self.gradients: WeakValueDictionary[str, Gradients] = WeakValueDictionary()  # by the name of the announcement
+        self._announced: Request | None = None  # the last announcement
+        self._owed: deque[str] = deque()  # announcements of other ranks since this one joined
         self.timeline: Timeline | None = None  # set by `start_timeline`
         self.unnamed: defaultdict[str, count[int]] = defaultdict(count)  # calls without a name so far, by kind
         self._pending = Pending(comm.rank)
@@ -55,6 +77,7 @@ class Negotiation:
         # -- of the cycles, whose lock is held by the thread that runs one
         self._moving = threading.Lock()
         self._sent = bytearray()  # the mask of this cycle
+        self._tells_to_leave = False
         self._exchange: Work | None = None
         self._told: list[Request] = []  # in this cycle
         self._table: dict[str, dict[int, Meta]] = {}  # told by some rank, in the order of arrival
@@ -82,19 +105,61 @@ class Negotiation:
             HorovodInternalError: The job is over.
         """
         if self._ended is not None or self._leaving:
-            raise HorovodInternalError(self._ended or _SHUTDOWN) from self._cause
+            raise HorovodInternalError(self._ended or _SHUTDOWN.format("this rank")) from self._cause
         self._pending.add(requests)
         if self._ended is not None:  # meanwhile
             self._pending.finish_all(self._ended, self._cause)
         if not self._alarm_is_set:
             self._wake_thread()
 
-    def wait(self, requests: Sequence[Request]) -> None:
-        """Run cycles until all of ``requests`` are done."""
+    def meet(self, name: str, op: str = "") -> None:
+        """Return when every rank is here: before what would wait for ever for a rank that has left or has joined."""
+        request = Request(name, Meta("meeting", op=op))
+        self.submit([request])
+        self.wait([request])
+        if request.error is not None:
+            raise _raised(request.error, request.cause)
+
+    def announce(self, name: str, *, again: bool) -> None:
+        """Tell the others that this rank reduces the gradients of ``name``: see `Gradients`."""
+        if self._announced is not None and not self._announced.done:
+            self.wait([self._announced])  # ranks that have joined take part in one order
+        self._announced = request = Request(name + _AGAIN * again, Meta(GRADIENTS))
+        request.on_error = self._end_gradients
+        self.submit([request])
+
+    def _end_gradients(self, error: str, cause: BaseException | None) -> None:
+        for policy in self.policies:
+            policy.fail(_raised(error, cause))
+
+    def join(self) -> int:
+        """Take part in the others' all-reduces and gradients with zeros until all ranks are here; the last one's."""
+        request = Request(JOIN, Meta(JOIN))
+        self.submit([request])
+        while True:
+            self.wait([request], or_owed=True)
+            if not self._owed:
+                break
+            name = self._owed.popleft()  # in this thread: others run the cycles that the ranks need meanwhile
+            gradients = self.gradients.get(name.removesuffix(_AGAIN))
+            if gradients is None:
+                raise HorovodInternalError(
+                    f"other ranks reduce the {name}, which rank {self.ranks[self.comm.rank]} does not have, and has "
+                    "called join(). All ranks make the same optimizers, in one order."
+                )
+            gradients.send_zeros(again=name.endswith(_AGAIN))
+        if request.error is not None:
+            raise _raised(request.error, request.cause)
+        self.unnamed.clear()  # ranks that joined early have made fewer calls without a name
+        last: int = request.result
+        return last
+
+    def wait(self, requests: Sequence[Request], *, or_owed: bool = False) -> None:
+        """Run cycles until all of ``requests`` are done; or, with ``or_owed``, there are gradients to take part in."""
         self._waiters.append(None)
         try:
             for request in requests:
-                while not request.done:
+                while not request.done and not (or_owed and self._owed):
                     self._move_in_this_thread()
         finally:
             self._waiters.pop()
@@ -207,7 +272,8 @@ class Negotiation:
                 if not wait:
                     return False
                 time.sleep(pause)
-        self._sent, self._told = self._pending.tell(leaving=self._leaving)
+        self._tells_to_leave = self._leaving
+        self._sent, self._told = self._pending.tell(leaving=self._tells_to_leave)
         if self.comm.rank in self._joined:
             self._sent[HEAD:] = b"\1" * (len(self._sent) - HEAD)
         if self.timeline is not None:
@@ -223,7 +289,9 @@ class Negotiation:
         """Run what all ranks have submitted."""
         sent = self._sent
         if not sent[STAYS]:
-            self._end(_SHUTDOWN)
+            left = self.comm.all_gather_object(self._tells_to_leave)
+            leaving = [rank for rank, leaves in zip(self.ranks, left, strict=True) if leaves]
+            self._end(_SHUTDOWN.format(ranks_text(leaving)))
             return
         common = bytes(memoryview(sent)[HEAD:]) if len(self._joined) < self.comm.world_size else b""
         ran = self._run_numbered(common) if 1 in common else False
@@ -234,7 +302,7 @@ class Negotiation:
         if ran or heard:
             self._pause, self._next_cycle = SHORTEST_PAUSE, 0.0
         elif sent[ALL_LEAVE]:
-            self._end(_SHUTDOWN)  # nobody will submit what is missing
+            self._end(_SHUTDOWN.format("all ranks"))  # nobody will submit what is missing
         else:
             self._look_for_stalls()
             self._next_cycle = time.monotonic() + self._pause
@@ -339,6 +407,9 @@ class Negotiation:
                 run(self._pending.requests)
                 for request in own:
                     timeline.ran([request.name], request.meta.kind, time.monotonic() - began)
+            if self.comm.rank in self._joined:
+                announced = [name for name in names if name.startswith(GRADIENTS)]
+                self._owed.extend(name for name in announced if name not in self._pending.requests)
             self._pending.finish(names)
 
     def _end(self, why: str, cause: BaseException | None = None) -> None:
@@ -359,6 +430,12 @@ class Negotiation:
                     ", ".join(map(str, missing)),
                     STALL_SECONDS,
                 )
+
+
+def _raised(error: str, cause: BaseException | None) -> HorovodInternalError:
+    raised = HorovodInternalError(error)
+    raised.__cause__ = cause
+    return raised
 
 
 def whole_groups(agreed: Iterable[Agreed]) -> list[Agreed]:

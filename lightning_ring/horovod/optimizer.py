@@ -25,8 +25,8 @@ from lightning_ring.horovod.collectives import Adasum, Average, Sum, reduction
 from lightning_ring.horovod.compression import Compression
 from lightning_ring.horovod.context import ProcessSet, global_process_set, gradient_communicator
 from lightning_ring.horovod.delta_optimizer import Deltas
-
-_num_made = 0
+from lightning_ring.horovod.negotiation import Negotiation
+from lightning_ring.horovod.requests import GRADIENTS
 
 
 def DistributedOptimizer(
@@ -43,8 +43,8 @@ def DistributedOptimizer(
 ) -> Any:
     """Have ``optimizer`` step gradients that are reduced over all ranks. Returns the same object.
 
-    It gets the methods ``synchronize()``, which completes the gradients, for clipping them, and
-    ``skip_synchronize()``, around the step after it. All ranks call it, in one order.
+    It gets the methods ``synchronize()``, which completes the gradients, for clipping them, ``skip_synchronize()``,
+    around the step after it, and ``set_backward_passes_per_step()``. All ranks call it, in one order.
 
     Args:
         named_parameters: All parameters of the optimizer, with a name of its own each.
@@ -128,24 +128,36 @@ class _Attachment:
 
     def attach(self) -> None:
         optimizer = self.optimizer()
+        if optimizer is not None:
+            optimizer.set_backward_passes_per_step = self.set_backward_passes_per_step  # type: ignore[attr-defined]
         if self.process_set.process_set_id is None:
             raise ValueError(
                 f"DistributedOptimizer: the process set of ranks {self.process_set.ranks} is not there. Add it first, "
                 "with hvd.add_process_set; it ends when the ranks of an elastic job change."
             )
+        if self.process_set.included() and self.process_set.size() > 1:
+            negotiation = self.process_set.negotiation
+            negotiation.meet(f"DistributedOptimizer {negotiation.num_optimizers}", self.how[-1])
         device = next((param.device for _, param in self.named), torch.device("cpu"))
         comm = gradient_communicator(self.process_set, device)
         if optimizer is None:
             return
         if comm is not None and comm.world_size > 1:
-            self.gradients = _Gradients(optimizer, self.named, comm, *self.how, sparse_as_dense=self.sparse_as_dense)
+            self.gradients = _Gradients(
+                optimizer, self.named, comm, negotiation, *self.how, sparse_as_dense=self.sparse_as_dense
+            )
         else:
             optimizer.synchronize = lambda: None  # type: ignore[attr-defined]
             optimizer.skip_synchronize = ExitStack  # type: ignore[attr-defined]
 
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Change the argument of `DistributedOptimizer`, between two steps. All ranks call it."""
+        compression, _, op = self.how
+        self.how = compression, passes, op
+        if self.gradients is not None:
+            self.gradients.set_passes(passes)
+
     def detach(self) -> None:
-        global _num_made
-        _num_made = 0  # newcomers count from the beginning
         gradients, self.gradients = self.gradients, None
         if gradients is not None:
             gradients.remove()
@@ -161,21 +173,26 @@ class _Gradients:
         optimizer: Optimizer,
         named: list[tuple[str, Parameter]],
         comm: Communicator,
+        negotiation: Negotiation,
         compression: str | Compressor | None,
         passes: int,
         op: str,
         *,
         sparse_as_dense: bool,
     ) -> None:
-        global _num_made
         self._op, self._passes = op, passes
         self._named = named
         self._counts: Counter[Parameter] = Counter()
         self._synchronized = False
         self._completed = False  # since the last step
         self._skips = False
-        label = f"optimizer {_num_made}: " if _num_made else ""
-        _num_made += 1
+        self._has_joined = False
+        self._stepped = True  # since the last reduction, or there was none
+        number = negotiation.num_optimizers
+        negotiation.num_optimizers += 1
+        self._negotiation, self._name = negotiation, f"{GRADIENTS} of optimizer {number}"
+        negotiation.gradients[self._name] = self
+        label = f"optimizer {number}: " if number else ""
         self._world_size = comm.world_size
         self._sparse: set[Parameter] = set()  # with gradients that travel dense
         kind = _DenseReducer if sparse_as_dense else Reducer
@@ -191,7 +208,14 @@ class _Gradients:
         assert not isinstance(compressor, str)
         if compressor is not None:
             compressor.check_optimizers([optimizer])
-        self._reducer = kind(RecordedCommunicator(comm, [], label), named, compressor=compressor, warn=_quiet)
+        self._reducer = kind(
+            RecordedCommunicator(comm, [], label),
+            named,
+            compressor=compressor,
+            warn=_quiet,
+            before_backward=self._before_backward,
+        )
+        self._reducer.num_steps = -1  # the first reduction counts one
         for param in frozen:
             param.requires_grad_(False)
         self._whole = ExitStack()
@@ -210,6 +234,10 @@ class _Gradients:
         for hook in self._hooks:
             hook.remove()
         self._finalizer()  # removes the reducer's
+
+    def set_passes(self, passes: int) -> None:
+        self._passes = passes
+        self._begin_step()
 
     def synchronize(self) -> None:
         """Complete the gradients. Collective: a rank without gradients takes part with zeros."""
@@ -236,6 +264,22 @@ class _Gradients:
             yield
         finally:
             self._skips = False
+
+    def send_zeros(self, *, again: bool) -> None:
+        """Take part where the others reduce their gradients, after `join`: see `negotiation.Gradients`."""
+        self._has_joined, self._stepped = True, not again
+        try:
+            self._reducer.send_zeros()
+        finally:
+            self._has_joined = False
+        self._finished_before += 1
+        self._stepped = True  # as the others will have before they join
+
+    def _before_backward(self) -> None:
+        self._reducer.num_steps += self._stepped
+        if not self._has_joined:
+            self._negotiation.announce(self._name, again=not self._stepped)
+        self._stepped = False
 
     def _is_reduced(self) -> bool:
         return self._reducer.num_finished > self._finished_before
@@ -269,7 +313,7 @@ class _Gradients:
         self.synchronize()
 
     def _after_step(self, *_: Any) -> None:
-        self._reducer.num_steps += 1
+        self._stepped = True
         self._begin_step()
 
 

@@ -76,6 +76,8 @@ class Pending:
                     self._mask[HEAD + request.number] = 0
         for request in done:
             request.error, request.cause = error, cause
+            if error is not None and request.on_error is not None:
+                request.on_error(error, cause)
             request.done = True
 
     def finish_all(self, error: str, cause: BaseException | None) -> None:

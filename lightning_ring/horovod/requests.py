@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 JOIN = "join"  # the name and the kind of `join`
+GRADIENTS = "gradients"  # the kind, and the beginning of the name, of what `DistributedOptimizer` announces
 
 
 class Meta(NamedTuple):
@@ -18,7 +19,7 @@ class Meta(NamedTuple):
     A tuple, since a step makes and compares one a gradient.
     """
 
-    kind: str  # "allreduce", "allgather", "broadcast", "alltoall", "reducescatter", "barrier" or "join"
+    kind: str  # a collective's name; or "barrier", "meeting", "gradients" or "join"
     dtype: torch.dtype = torch.float32
     shape: tuple[int, ...] = ()
     op: str = ""
@@ -40,6 +41,7 @@ class Request:
         "meta",
         "name",
         "number",
+        "on_error",
         "output",
         "received_splits",
         "result",
@@ -59,6 +61,7 @@ class Request:
         self.received_splits: Tensor | None = None
         self.error: str | None = None
         self.cause: BaseException | None = None  # of ``error``: another rank failed
+        self.on_error: Callable[[str, BaseException | None], object] | None = None  # called with both
 
 
 Metas = Mapping[int, Meta]
@@ -92,7 +95,7 @@ def problem_of(name: str, metas: Metas, joined: Sequence[int], members: Sequence
         beyond = "" if whole else " beyond the first dimension"
         told = _by_rank(shown, [tuple(metas[rank].shape) for rank in ranks])
         return f"{name}: the ranks submitted tensors of different shapes{beyond}: {told}."
-    if joined and first.kind not in ("allreduce", "barrier"):
+    if joined and first.kind not in ("allreduce", "barrier", GRADIENTS):
         absent = ", ".join(str(members[rank]) for rank in joined)
         return f"{name}: {first.kind} needs every rank, and rank(s) {absent} have called join()."
     return None

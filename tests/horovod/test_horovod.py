@@ -26,6 +26,8 @@ ON_FOUR_RANKS = (
     "check_adasum_equals_its_definition",
     "check_the_optimizer_combines_steps_by_adasum",
     "check_shutdown_ends_what_other_ranks_wait_for_in_any_process_set",
+    "check_join_takes_part_in_gradients_with_zeros",
+    "check_optimizers_over_process_sets_are_counted_by_set",
 )
 GUIDE = (ROOT / "docs" / "guides" / "from-horovod.md").read_text()
 
@@ -77,6 +79,27 @@ def test_a_rank_that_dies_ends_the_job_and_is_named(tmp_path: Path) -> None:
     assert "caught PeerFailedError" in done.stdout
     assert "rank 0 ends: rank 1 (host" in done.stdout
     assert "rank 0 failed" not in done.stdout
+    assert "the end" not in done.stdout
+
+
+@pytest.mark.ranks
+def test_a_rank_that_ends_early_ends_the_job(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(
+        "import sys, torch, lightning_ring.horovod as hvd\n"
+        "hvd.init()\n"
+        "model = torch.nn.Linear(3, 2)\n"
+        "optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())\n"
+        "for step in range(4):\n"
+        "    if step == 2 and hvd.rank() == 1:\n"
+        "        sys.exit(0)\n"
+        "    model(torch.ones(4, 3)).sum().backward()\n"
+        "    optimizer.step()\n"
+        "print('the end')\n"
+    )
+    ringrun = [sys.executable, "-m", "lightning_ring.cli.ringrun", "--no-mpi", "-n", "2"]
+    done = run([*ringrun, *forked.python(), str(tmp_path / "script.py")])
+    assert done.returncode == 1, done.stdout
+    assert "rank 0 failed: HorovodInternalError: the Horovod API was shut down on rank 1" in done.stdout
     assert "the end" not in done.stdout
 
 

@@ -48,9 +48,9 @@ def check_accumulation_sums_and_sum_and_compression() -> None:
         optimizer = hvd.DistributedOptimizer(
             torch.optim.SGD(model.parameters(), lr=0.1),
             named_parameters=model.named_parameters(),
-            backward_passes_per_step=2,
             op=op,
         )
+        optimizer.set_backward_passes_per_step(2)
         mine = batches(4)
         everyones: list[Any] = MPI.COMM_WORLD.allgather(mine)
         plain = torch.optim.SGD(expected.parameters(), lr=0.1)

@@ -32,14 +32,14 @@ def check_shutdown_ends_what_is_pending() -> None:
     hvd.init()
     handle = hvd.allreduce_async(torch.ones(1), name=f"of rank {RANK} alone")
     hvd.shutdown()
-    with pytest.raises(hvd.HorovodInternalError, match="was shut down on some rank"):
+    with pytest.raises(hvd.HorovodInternalError, match="was shut down on "):
         hvd.synchronize(handle)
     hvd.init()
     handle = hvd.allreduce_async(torch.ones(1), name="pending") if RANK == 0 else None
     if handle is None:
         hvd.shutdown()
     else:
-        with pytest.raises(hvd.HorovodInternalError, match="was shut down on some rank"):
+        with pytest.raises(hvd.HorovodInternalError, match="was shut down on "):
             hvd.synchronize(handle)
         hvd.shutdown()
     hvd.init()
@@ -51,7 +51,7 @@ def check_shutdown_ends_what_other_ranks_wait_for_in_any_process_set() -> None:
         hvd.init()
         some = hvd.add_process_set([0, 1]) if SIZE > 2 else hvd.global_process_set
         if RANK == 0 or (waits_for_all and RANK != 1):
-            with pytest.raises(hvd.HorovodInternalError, match="was shut down on some rank"):
+            with pytest.raises(hvd.HorovodInternalError, match="was shut down on "):
                 hvd.barrier(hvd.global_process_set if waits_for_all else some)
         else:
             hvd.shutdown()

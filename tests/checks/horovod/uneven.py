@@ -1,0 +1,188 @@
+"""Ranks with different numbers of batches: `hvd.join`, and ranks that leave without it."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from mpi4py import MPI
+from torch import Tensor, nn
+
+import lightning_ring.horovod as hvd
+from lightning_ring.gradients.compression import Int8
+from tests.checks.loops import assert_same, network
+
+RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+EPOCHS = [[0, 3, 1, 2], [2, 1, 2, 0]]  # batches by rank; in the first epoch rank 0 has none
+torch.set_num_threads(1)
+
+
+def inputs_of(rank: int, epoch: int, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * epoch + 10 * step + rank)
+    return torch.randn(4, 6, generator=generator)
+
+
+def loss_of_linear(model: nn.Module, inputs: Tensor) -> Tensor:
+    return model(inputs).square().mean()
+
+
+def loss_of_embedding(model: nn.Module, inputs: Tensor) -> Tensor:
+    return model((inputs.abs() * 3).long().clamp(max=8)).square().mean()
+
+
+def join_equals_zeros(
+    model: nn.Module, loss_of: Callable[[nn.Module, Tensor], Tensor], *, tolerance: float = 1e-5, **options: Any
+) -> None:
+    """Train with uneven epochs, and compare with a sum over the ranks that have a batch, divided by all ranks."""
+    passes = options.get("backward_passes_per_step", 1)
+    divisor = 1 if options.get("op") == hvd.Sum else SIZE
+    expected = copy.deepcopy(model)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), named_parameters=model.named_parameters(), **options
+    )
+    plain = torch.optim.SGD(expected.parameters(), lr=0.1)
+    for epoch, counts in enumerate(EPOCHS):
+        counts = counts[:SIZE]
+        for step in range(counts[RANK]):
+            optimizer.zero_grad()
+            for part in range(passes):
+                loss_of(model, inputs_of(RANK, epoch, passes * step + part)).backward()
+            optimizer.step()
+            found = hvd.allreduce(torch.ones(1), name="metric", op=hvd.Sum)
+            assert found.item() == sum(step < count for count in counts)
+        last = hvd.join()
+        assert counts[last] == max(counts)
+        assert hvd.allgather_object(last) == [last] * SIZE
+        hvd.broadcast_parameters(model.state_dict(), root_rank=last)
+        for step in range(max(counts)):
+            plain.zero_grad()
+            for rank, part in itertools.product(range(SIZE), range(passes)):
+                if step < counts[rank]:
+                    (loss_of(expected, inputs_of(rank, epoch, passes * step + part)) / divisor).backward()
+            plain.step()
+        for one, other in zip(model.parameters(), expected.parameters(), strict=True):
+            torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+
+
+def check_join_takes_part_in_gradients_with_zeros() -> None:
+    hvd.init()
+    options: list[dict[str, Any]] = [
+        {},
+        {"backward_passes_per_step": 2, "op": hvd.Sum},
+        {"compression": hvd.Compression.fp16, "tolerance": 1e-2},
+        {"compression": Int8(min_numel=1), "tolerance": 5e-2},
+    ]
+    for one in options:
+        join_equals_zeros(network(), loss_of_linear, **one)
+    for sparse_as_dense in (False, True):
+        torch.manual_seed(0)
+        embedding = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 2))
+        join_equals_zeros(embedding, loss_of_embedding, sparse_as_dense=sparse_as_dense)
+    hvd.shutdown()
+
+
+def check_join_takes_part_for_several_optimizers() -> None:
+    """Of one backward, and of a backward each; what a rank has accumulated by itself stays."""
+    hvd.init()
+    models = [network(seed=seed) for seed in (0, 1)]
+    expected = copy.deepcopy(models)
+    optimizers = [
+        hvd.DistributedOptimizer(torch.optim.SGD(one.parameters(), lr=0.1), named_parameters=one.named_parameters())
+        for one in models
+    ]
+    halved = network(seed=2)
+    accumulating = hvd.DistributedOptimizer(
+        torch.optim.SGD(halved.parameters(), lr=0.1), halved.named_parameters(), backward_passes_per_step=2
+    )
+    loss_of_linear(halved, inputs_of(RANK, 9, 0)).backward()
+    mine = [param.grad.clone() for param in halved.parameters() if param.grad is not None]
+
+    def train(models: list[nn.Module], rank: int, together: bool, scale: float) -> None:
+        losses = [loss_of_linear(model, inputs_of(rank, 0, 0)) * scale for model in models]
+        for loss in [sum(losses, torch.zeros(()))] if together else losses:
+            loss.backward()
+
+    plain = [torch.optim.SGD(one.parameters(), lr=0.1) for one in expected]
+    for together in (True, False, True):
+        joins_first = int(together) == RANK
+        for everyone in (True, False):
+            if everyone or not joins_first:
+                train(models, RANK, together, 1.0)
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            for rank in range(SIZE):
+                if everyone or rank != int(together):
+                    train(expected, rank, together, 1 / SIZE)
+            for one in plain:
+                one.step()
+                one.zero_grad()
+        last = hvd.join()
+        assert last != int(together)
+        for model, reference in zip(models, expected, strict=True):
+            hvd.broadcast_parameters(model.state_dict(), root_rank=last)
+            assert_same(model, reference, tolerance=1e-6)
+    assert all(torch.equal(param.grad, grad) for param, grad in zip(halved.parameters(), mine, strict=True))
+    loss_of_linear(halved, inputs_of(RANK, 9, 1)).backward()  # the second pass: all ranks reduce
+    accumulating.step()
+    assert len({tuple(row) for row in hvd.allgather(halved[0].weight.detach().reshape(1, -1)).tolist()}) == 1
+    hvd.shutdown()
+
+
+def check_an_optimizer_that_a_joined_rank_lacks_is_an_error() -> None:
+    hvd.init()
+    model = network()
+    if RANK > 0:
+        with pytest.raises(hvd.HorovodInternalError, match=r"needs every rank, and rank\(s\) 0 have called join"):
+            hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    hvd.join()
+    hvd.shutdown()
+
+
+def check_gradients_of_a_rank_that_has_left_are_an_error() -> None:
+    for steps_of_the_first in (0, 2):
+        hvd.init()
+        model = network()
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), named_parameters=model.named_parameters()
+        )
+        for _ in range(steps_of_the_first):
+            loss_of_linear(model, inputs_of(RANK, 0, 0)).backward()
+            optimizer.step()
+        if RANK == 1:
+            hvd.shutdown()
+        else:
+            with pytest.raises(hvd.HorovodInternalError, match="was shut down on rank 1, or the script has ended"):
+                loss_of_linear(model, inputs_of(RANK, 0, 0)).backward()
+        hvd.init()  # meets the ranks anew
+        assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == SIZE
+        hvd.shutdown()
+
+
+def check_optimizers_of_another_operation_are_an_error() -> None:
+    hvd.init()
+    model = network()
+    with pytest.raises(hvd.HorovodInternalError, match="different reduce operations: rank 0 Average, rank 1 Sum"):
+        hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), op=hvd.Sum if RANK else hvd.Average
+        )
+    hvd.shutdown()
+
+
+def check_optimizers_over_process_sets_are_counted_by_set() -> None:
+    hvd.init()
+    models = [network(seed=seed) for seed in (0, 1)]
+    alone = hvd.add_process_set([0, 1]) if SIZE > 2 else hvd.global_process_set
+    optimizers = [
+        hvd.DistributedOptimizer(torch.optim.SGD(one.parameters(), lr=0.1), one.named_parameters(), process_set=ranks)
+        for one, ranks in zip(models, (alone, hvd.global_process_set), strict=True)
+    ]
+    for one, optimizer in zip(models, optimizers, strict=True):
+        loss_of_linear(one, inputs_of(RANK, 0, 0)).backward()
+        optimizer.step()
+    assert len({tuple(row) for row in hvd.allgather(models[1][0].weight.detach().reshape(1, -1)).tolist()}) == 1
+    hvd.shutdown()
