@@ -18,7 +18,10 @@ REFERENCES = ("one", "ddp")
 
 @dataclass
 class Verdict:
-    """``kind`` is AGREE, ALL RAISE, REFUSED, DISAGREE, RAISES, HANG or CRASH. ``notes``: what DDP could not do."""
+    """``kind``: AGREE, ALL RAISE, REFUSED, DISAGREE, RAISES, ONE RAISES, HANG, CRASH or LEAKS.
+
+    ``notes``: what the references could not do.
+    """
 
     kind: str
     findings: list[str] = field(default_factory=list)
@@ -26,7 +29,7 @@ class Verdict:
 
     @property
     def fails(self) -> bool:
-        return self.kind in ("DISAGREE", "RAISES", "HANG", "CRASH", "LEAKS")
+        return self.kind in ("DISAGREE", "RAISES", "ONE RAISES", "HANG", "CRASH", "LEAKS")
 
 
 def judge(program: Program, outcomes: dict[str, Outcome]) -> Verdict:
@@ -53,7 +56,10 @@ def judge(program: Program, outcomes: dict[str, Outcome]) -> Verdict:
         if differences:
             kinds.add("DISAGREE")
             findings += differences[:3]
-    for kind in ("DISAGREE", "HANG", "CRASH", "RAISES", "ALL RAISE"):
+    one = outcomes.get("one")
+    if not kinds and one is not None and one.kind != "ok":  # all strategies trained
+        kinds.add("ONE RAISES")
+    for kind in ("DISAGREE", "HANG", "CRASH", "RAISES", "ONE RAISES", "ALL RAISE"):
         if kind in kinds:
             return Verdict(kind, findings, notes)
     return Verdict(kinds.pop() if kinds else "AGREE", findings, notes)

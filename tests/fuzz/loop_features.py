@@ -33,10 +33,10 @@ STEPPING = {
     "two optimizers": option(2, parts=TWO),
 }
 
-FOREIGN = {  # the state that the optimizer goes on from
+FOREIGN = {  # the state that the optimizer goes on from; DDP would load it as `ring` does, right or wrong
     "none": option(8),
-    "timm's Lamb": option(optimizers="[foreign('Lamb', name, model)]"),
-    "timm's Lars": option(optimizers="[foreign('Lars', name, model)]"),
+    "timm's Lamb": option(without="ddp", optimizers="[foreign('Lamb', name, model)]"),
+    "timm's Lars": option(without="ddp", optimizers="[foreign('Lars', name, model)]"),
 }
 
 BATCHES = {  # of each rank in an epoch

@@ -54,6 +54,8 @@ def settle(program: Program) -> None:
                 program.blocks.append("Linear()")
             program.blocks[:] = ["Linear()" if block == "Dropped()" else block for block in program.blocks]
             plain("freeze")
+    if must_be_refused(program):
+        without("gradient", "hook")  # there is none after backward
     if "by reference" in program.choice("training") and any(word in program.choice("extra") for word in _LOCAL):
         plain("extra")  # a rank that adds to a gradient it keeps changes it for itself
     if program.choice("extra") == "backward between two steps on rank 0" and program.choice("skip") != "none":

@@ -197,21 +197,23 @@ def foreign(kind, name, model):
     parameters = [p for p in model.parameters() if p.requires_grad]
     if kind == "Lamb":
         same = dict(lr=0.01, betas=(0.9, 0.99), eps=1e-6, weight_decay=0.01)
-        optimizer, own = LAMB(parameters, **same), dict(bias_correction=True, max_grad_norm=None, step=3)
+        own = dict.fromkeys(("caution", "decoupled_decay", "corrected_weight_decay"), False)
+        own |= dict(bias_correction=True, grad_averaging=True, max_grad_norm=None, step=3)
+        optimizer = LAMB(parameters, **same)
         state = [{"exp_avg": 0.1 * p.detach(), "exp_avg_sq": p.detach().square()} for p in parameters]
         known = [entry | {"step": torch.tensor(3.0)} for entry in state]
     else:
         same = dict(lr=0.5, momentum=0.9, eps=1e-8, weight_decay=0.01, nesterov=False)
         optimizer, own = LARS(parameters, momentum_form="torch", **same), dict(trust_coeff=0.001, dampening=0)
         known = state = [{"momentum_buffer": 0.1 * p.detach()} for p in parameters]
-    theirs = same | own | dict(trust_clip=False, always_adapt=False, foreach=None, params=list(range(len(state))))
-    try:
-        import timm.optim
-        optimizer = optimizer if name != "one" else getattr(timm.optim, kind)(parameters, lr=0.1)
-        known = state
-    except ImportError:
-        theirs = theirs if name != "one" else optimizer.state_dict()["param_groups"][0]
-    optimizer.load_state_dict({"state": dict(enumerate(known if name == "one" else state)), "param_groups": [theirs]})
+    group = same | own | dict(trust_clip=False, always_adapt=False, foreach=None, params=list(range(len(state))))
+    if name == "one":
+        try:
+            import timm.optim
+            optimizer = getattr(timm.optim, kind)(parameters, lr=0.1)
+        except ImportError:
+            state, group = known, optimizer.state_dict()["param_groups"][0]
+    optimizer.load_state_dict({"state": dict(enumerate(state)), "param_groups": [group]})
     return optimizer
 
 
