@@ -166,6 +166,22 @@ class Unused(Linear):
         return x
 
 
+class Raises(nn.Module):
+    """Its backward raises in every third step, on all ranks."""
+
+    class Fault(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: object, gradient: Tensor) -> Tensor:
+            raise ArithmeticError("planted")
+
+    def forward(self, x: Tensor, raw: Tensor, rank: int, step: int) -> Tensor:
+        return self.Fault.apply(x) if step % 3 == 1 else x
+
+
 class Frozen(Linear):
     def __init__(self) -> None:
         super().__init__()

@@ -19,7 +19,7 @@ from typing import Any
 
 from lightning_ring.job.rendezvous.greeting import reserve_port
 
-AFTER_AN_ERROR = {"ring": 35.0, "ring_sharded": 35.0}  # seconds for the other ranks to raise too (elsewhere 2)
+AFTER_AN_ERROR = dict.fromkeys(("ring", "ring_sharded", "horovod"), 35.0)  # s for other ranks to raise too; else 2
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,7 @@ class Outcome:
     kind: str
     ranks: list[dict[str, Any]] = field(default_factory=list)
     text: str = ""
+    straight: list[dict[str, Any]] = field(default_factory=list)  # of a run without the resuming that `ranks` had
 
     @property
     def errors(self) -> list[dict[str, Any]]:

@@ -23,6 +23,7 @@ BLOCKS = {
     "OnOneRank()": option(unused=True),
     "Unused()": option(unused=True),
     "Frozen()": option(),
+    "Raises()": option(0),  # `rules.settle` puts it in
     "Dropped()": option(0.5, without="one"),
     "Checkpointed(Linear(), reentrant=False)": option(),
     "Checkpointed(Linear(), reentrant=False, calls=2)": option(0.5),
@@ -31,6 +32,7 @@ BLOCKS = {
 }
 
 _STEP = "loss = self.share(batch, self.step_of(batch_idx))"
+TWO, EACH = "[of(layers[:half]), of(layers[half:])]", "[[p] for p in of(layers)]"  # parameters of each optimizer
 _MANUAL = "self.automatic_optimization = False"
 
 
@@ -79,10 +81,31 @@ TRAINING = {
         step=f"optimizer = self.optimizers()\n{_STEP}\noptimizer.zero_grad()\nloss.backward()\noptimizer.step()\n"
         "$log\n$steps",
     ),
-    "manual, two optimizers": option(init=_MANUAL, step=_each(), parts="2"),
-    "manual, two optimizers, toggled": option(unused=True, init=_MANUAL, step=_each(toggle=True), parts="2"),
+    "manual, clipped after each of two backwards": option(
+        rounding=True,
+        init=_MANUAL,
+        step=f"optimizer = self.optimizers()\n{_STEP}\nself.manual_backward(loss / 2)\n"
+        "self.clip_gradients(optimizer, gradient_clip_val=0.05)\n"
+        "if batch_idx % 2:\n    optimizer.step()\n    optimizer.zero_grad()\n$log\n$steps",
+    ),
+    "manual, a backward raises on all ranks": option(  # at the block `Raises`
+        without="ddp",
+        init=_MANUAL,
+        step=f"optimizer = self.optimizers()\n{_STEP}\ntry:\n    self.manual_backward(loss)\n"
+        "except ArithmeticError:\n    optimizer.zero_grad()\n    return\n"
+        "$clip\noptimizer.step()\noptimizer.zero_grad()\n$log\n$steps",
+    ),
+    "manual, optimizers step in backward": option(
+        without="ddp",
+        init=_MANUAL,
+        parts=EACH,
+        train_start="step_in_backward(self.trainer.optimizers)",
+        step=f"{_STEP}\nself.manual_backward(loss)\n$log",
+    ),
+    "manual, two optimizers": option(init=_MANUAL, step=_each(), parts=TWO),
+    "manual, two optimizers, toggled": option(unused=True, init=_MANUAL, step=_each(toggle=True), parts=TWO),
     "manual, two optimizers, one every second step": option(
-        init=_MANUAL, step=_each("batch_idx % (number + 1) == 0"), parts="2"
+        init=_MANUAL, step=_each("batch_idx % (number + 1) == 0"), parts=TWO
     ),
     "manual, gradients of two tasks by reference": option(
         init=_MANUAL,
@@ -179,6 +202,15 @@ HOOKS = {  # what the user's hooks do with gradients and weights; any number of 
         "self.average = now if self.average is None else 0.9 * self.average + 0.1 * now\n"
         "self.seen.append(self.average.abs().sum().item())",
     ),
+    "evaluates a copy of itself": option(
+        batch_end="self.seen.append(copy.deepcopy(self).evaluate(torch.ones(2, 2, 6)).item())"
+    ),
+    "evaluates an AveragedModel": option(
+        init="self.ema = []",
+        batch_end="self.ema = self.ema or [AveragedModel(self, multi_avg_fn=get_ema_multi_avg_fn(0.9))]\n"
+        "self.ema[0].update_parameters(self)\n"
+        "self.seen.append(self.ema[0].module.evaluate(torch.ones(2, 2, 6)).item())",
+    ),
     "gradients are zeros, not None": option(
         methods="def optimizer_zero_grad(self, epoch, batch_idx, optimizer):\n"
         "    optimizer.zero_grad(set_to_none=False)"
@@ -209,7 +241,12 @@ FREEZE = {
     "first layer every other batch": option(
         unused=True, batch_start="self.layers[0].requires_grad_(batch_idx % 2 == 1)"
     ),
-    "finetuning callback": option(unused=True, callbacks="Thaw()", init="Thaw().freeze_before_training(self)"),
+    "finetuning callback": option(
+        unused=True,
+        init="self.backbone = self.layers[0].requires_grad_(False)",
+        callbacks="BackboneFinetuning(1, lambda epoch: 1.5, backbone_initial_lr=0.01, verbose=False)",
+        trained="parts = [[p for p in part if p.requires_grad] for part in parts]",
+    ),
     "new layer in the second epoch": option(
         epoch_start="if self.current_epoch == 1:\n    torch.manual_seed(SEED + 1)\n    new = Linear().to(DTYPE)\n"
         "    self.layers.append(new)\n"

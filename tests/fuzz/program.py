@@ -1,4 +1,4 @@
-"""A random Lightning program, drawn from a seed."""
+"""A random program, drawn from a seed: one that the Trainer runs, a loop by hand, or a loop with Horovod's API."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import dataclasses
 import random
 from dataclasses import dataclass, field
 
+from tests.fuzz.loop_features import HOROVOD, LOOP
 from tests.fuzz.module_features import BLOCKS, HOOKS, MODULE
 from tests.fuzz.option import Option
 from tests.fuzz.rules import settle
 from tests.fuzz.script import render
 from tests.fuzz.trainer_features import TRAINER
 
-AXES = MODULE | TRAINER
+FAMILIES = {"trainer": MODULE | TRAINER, "loop": LOOP, "horovod": HOROVOD}
+AXES = {axis: options for family in FAMILIES.values() for axis, options in family.items()}
 STRATEGIES = ("one", "ddp", "ring", "ring_sharded")
 
 
@@ -21,6 +23,7 @@ class Program:
     """What was drawn for ``seed``. ``choices``: axis -> option; an axis that is not in it has its first option."""
 
     seed: int
+    family: str = "trainer"
     ranks: int = 2
     blocks: list[str] = field(default_factory=lambda: ["Linear()"])
     hooks: list[str] = field(default_factory=list)
@@ -30,14 +33,16 @@ class Program:
         return self.choices.get(axis, next(iter(AXES[axis])))
 
     def options(self) -> list[Option]:
-        chosen = [AXES[axis][self.choice(axis)] for axis in AXES]
+        chosen = [options[self.choice(axis)] for axis, options in FAMILIES[self.family].items()]
         return [BLOCKS[block] for block in self.blocks] + chosen + [HOOKS[hook] for hook in self.hooks]
 
     @property
     def strategies(self) -> list[str]:
         """Those that the program has one meaning under."""
         without = {name for option in self.options() for name in option.without}
-        return [name for name in STRATEGIES if name not in without]
+        return [
+            name for name in (STRATEGIES if self.family != "horovod" else ("one", "horovod")) if name not in without
+        ]
 
     @property
     def source_of(self) -> dict[str, str]:
@@ -45,6 +50,8 @@ class Program:
         names, how = self.strategies, self.choice("again")
         if not how.startswith("resumed"):
             return {}
+        if how == "resumed, and straight":
+            return {name: name for name in names}
         parallel = [name for name in names if name != "one"]
         if how == "resumed on another number of ranks":
             return dict.fromkeys(parallel, "one") | {"one": parallel[-1]}
@@ -55,7 +62,7 @@ class Program:
 
     def description(self) -> str:
         changed = [f"{axis}: {option}" for axis, option in self.choices.items() if option != next(iter(AXES[axis]))]
-        parts = [f"{self.ranks} ranks", " > ".join(self.blocks), *changed]
+        parts = [self.family, f"{self.ranks} ranks", " > ".join(self.blocks), *changed]
         return "; ".join(parts + [f"hook: {hook}" for hook in self.hooks])
 
     def simpler(self) -> list[Program]:
@@ -90,11 +97,14 @@ def draw(seed: int) -> Program:
     def pick(options: dict[str, Option]) -> str:
         return chance.choices(list(options), [option.weight for option in options.values()])[0]
 
-    program = Program(seed, ranks=chance.choices([2, 3], [6, 1])[0])
+    family = ("trainer", "loop", "trainer", "loop", "trainer", "loop", "trainer", "loop", "trainer", "horovod")[
+        seed % 10
+    ]
+    program = Program(seed, family, ranks=chance.choices([2, 3], [6, 1])[0])
     program.blocks = [pick(BLOCKS) for _ in range(chance.randint(2, 4))]
     program.hooks = chance.sample(list(HOOKS), chance.choices([0, 1, 2], [3, 3, 1])[0])
     # half of the other axes stay plain, so that a program can be read and a finding has few causes
-    program.choices = {axis: pick(options) for axis, options in AXES.items() if chance.random() < 0.5}
+    program.choices = {axis: pick(options) for axis, options in FAMILIES[family].items() if chance.random() < 0.5}
     return settled(program)
 
 

@@ -54,6 +54,7 @@ def run(strategy: str, order: Order) -> dict[str, Any]:
     model, trainer = names["fit"](strategy, epochs=1 if order.save else EPOCHS, resume=order.load)
     path = order.save or f"{order.folder}/{strategy}.ckpt"
     trainer.save_checkpoint(path)  # on all ranks
+    getattr(trainer, "close", lambda: None)()
     checkpoint = torch.load(path, weights_only=False) if trainer.is_global_zero else {}
     return {
         "weights": _numbers({name: p.detach() for name, p in model.named_parameters()}),

@@ -1,7 +1,11 @@
-"""Which features of a random program go together: `settle` takes out what has no meaning beside the rest."""
+"""Rules: which features of a random program go together, and which programs lightning_ring refuses.
+
+`settle` takes out what has no meaning beside the rest.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -10,6 +14,7 @@ if TYPE_CHECKING:
 _BY_GRAD = ("adversarial example by autograd.grad", "gradient penalty", "torch.func.grad")
 _FUNCTIONAL = ("Linear()", "Norm()", "Twice()", "Method()", "Large()")
 _LOCAL = ("on rank 0", "some ranks")
+_CHANGES_GRADIENTS = ("scales gradients", "assigns gradients", "post-accumulate hook", "keeps gradients")
 
 
 def settle(program: Program) -> None:
@@ -24,10 +29,19 @@ def settle(program: Program) -> None:
         hooks[:] = [hook for hook in hooks if not any(name in hook for name in names)]
 
     if program.choice("compression") != "none":  # 64-bit gradients are not compressed
-        choices["precision"], choices["optimizer"] = "32-true", "SGD"
+        lossy = "(" in program.choice("compression")
+        choices["precision"], choices["optimizer"] = "32-true", "SGD without momentum" if lossy else "SGD"
+        plain("uneven", "average", "freeze")
+        if lossy:
+            choices["again"] = "resumed, and straight"
+            program.blocks[:] = ["Linear()" if b in ("Complex()", "Dropped()") else b for b in program.blocks]
     _settle_blocks(program)
+    if program.family != "trainer":
+        _settle_loop(program, plain, without)
     if program.choice("training") != "automatic":
         plain("accumulate", "skip", "uneven", "average")
+        if "clipped" in program.choice("training") or "step in backward" in program.choice("training"):
+            plain("clip", "groups", "freeze", "schedule", "again", "average")
         without("every third step", "gradients are zeros")
         if program.choice("clip") == "overridden":
             plain("clip")
@@ -40,6 +54,8 @@ def settle(program: Program) -> None:
                 program.blocks.append("Linear()")
             program.blocks[:] = ["Linear()" if block == "Dropped()" else block for block in program.blocks]
             plain("freeze")
+    if must_be_refused(program):
+        without("gradient", "hook")  # there is none after backward
     if "by reference" in program.choice("training") and any(word in program.choice("extra") for word in _LOCAL):
         plain("extra")  # a rank that adds to a gradient it keeps changes it for itself
     if program.choice("extra") == "backward between two steps on rank 0" and program.choice("skip") != "none":
@@ -62,6 +78,10 @@ def settle(program: Program) -> None:
     if program.choice("schedule") == "one cycle" and program.choice("optimizer") in ("Adagrad", "ASGD", "LBFGS"):
         plain("schedule")  # it cycles a momentum that they lack
     _settle_freezing(program, plain, without)
+    if program.choice("callback") != "none":
+        plain("average", "again", "uneven")
+        if program.choice("callback") != "ModelPruning" and program.choice("validation") == "none":
+            choices["validation"] = "twice an epoch"
     if program.choice("average") == "SWA":
         plain("again", "accumulate", "extra")
     if "Dropped()" in program.blocks and program.choice("again").startswith("resumed"):
@@ -76,15 +96,59 @@ def settle(program: Program) -> None:
         plain("schedule")
 
 
+def _settle_loop(program: Program, plain: Callable[..., None], without: Callable[..., None]) -> None:
+    choices = program.choices
+    without("gradients are zeros", "every third step")  # methods of a LightningModule
+    if program.choice("precision") in ("double module", "bf16-mixed"):
+        plain("precision")
+    if program.choice("optimizer") == "LBFGS":  # it takes a closure
+        plain("optimizer")
+    if program.choice("clip") == "overridden":
+        plain("clip")
+    if program.choice("again") == "fit twice":
+        plain("again")
+    if any(word in program.choice("extra") for word in ("saliency", *_LOCAL)):
+        plain("extra")  # a backward on one rank more
+    if any(word in program.choice("freeze") for word in ("new", "own", "callback")):
+        plain("freeze")
+    if program.choice("stepping").startswith("in backward"):
+        plain("window", "clip", "scaler", "failure", "groups", "again", "foreign", "freeze", "compression")
+    elif program.choice("stepping") == "two optimizers":
+        plain("freeze")
+        if len(program.blocks) < 2:
+            program.blocks.append("Linear()")
+    if program.choice("foreign") != "none":
+        plain("optimizer", "groups", "precision", "stepping", "compression", "again")
+        program.blocks[:] = ["Linear()" if b in ("Complex()", "Embedded(sparse=True)") else b for b in program.blocks]
+    if program.choice("scaler") != "none":
+        program.blocks[:] = ["Linear()" if "sparse" in b or b == "Complex()" else b for b in program.blocks]
+        if "clipped" in program.choice("window"):
+            plain("window")  # a scaler unscales once a step
+    if program.family == "horovod":
+        if program.choice("window") != "1":
+            choices["window"] = "2, the first one local"
+        uncommon = ("EveryOtherStep()", "OnOneRank()", "Unused()", "Embedded(sparse=True)", "Dropped()")
+        program.blocks[:] = ["Linear()" if block in uncommon else block for block in program.blocks]
+        program.hooks[:] = [hook for hook in program.hooks if "after backward" not in hook and "gradient" not in hook]
+
+
 def _settle_blocks(program: Program) -> None:
     blocks, choices = program.blocks, program.choices
+    if "raises" in program.choice("training") + program.choice("failure"):
+        if "Raises()" not in blocks:
+            if len(blocks) < 2:
+                blocks.append("Linear()")
+            blocks.insert(1, "Raises()")
+        blocks[:] = ["Linear()" if "reentrant=True" in block else block for block in blocks]
+    else:
+        blocks[:] = [block for block in blocks if block != "Raises()"]
     if program.choice("extra") in _BY_GRAD:  # reentrant checkpoints work with backward() alone
         blocks[:] = ["Linear()" if "reentrant=True" in block else block for block in blocks]
     if program.choice("extra") == "torch.func.grad" and blocks[0] not in _FUNCTIONAL:
         blocks.insert(0, "Linear()")
     if "Embedded(sparse=True)" in blocks:
         choices["optimizer"], choices["precision"] = "SGD without momentum", "64-true"
-        for axis in ("clip", "extra", "groups", "compression", "average"):
+        for axis in ("clip", "extra", "groups", "compression", "average", "callback"):
             choices.pop(axis, None)
         program.hooks[:] = [hook for hook in program.hooks if hook.startswith("reads")]
         if "by reference" in program.choice("training"):
@@ -95,12 +159,10 @@ def _settle_blocks(program: Program) -> None:
         blocks.append("Linear()")
 
 
-def _settle_freezing(program: Program, plain: object, without: object) -> None:
+def _settle_freezing(program: Program, plain: Callable[..., None], without: Callable[..., None]) -> None:
     freeze = program.choice("freeze")
     if freeze == "none":
         return
-    assert callable(plain)
-    assert callable(without)
     blocks = program.blocks
     if blocks[0] != "Linear()":
         blocks.insert(0, "Linear()")
@@ -117,6 +179,28 @@ def differs_in_one_process(program: Program) -> bool:
     """Whether what a rank does to its own gradients means something else where one process plays all ranks."""
     local = any(word in program.choice("extra") for word in _LOCAL)
     several = program.choice("training") not in ("automatic", "manual") or program.choice("accumulate") != "1"
+    several = several or program.choice("window") != "1"
     counted = any("post-accumulate" in hook for hook in program.hooks)
     reentrant = any("reentrant=True" in block or block == "OnOneRank()" for block in program.blocks)
     return (local and several) or (counted and (reentrant or several))
+
+
+def must_be_refused(program: Program) -> bool:
+    """Whether each rank steps gradients of its own, before they are averaged: an error, and never drift."""
+    return "in backward" in program.choice("stepping") + program.choice("training")
+
+
+def refusals(program: Program, strategy: str) -> dict[str, str]:
+    """Errors that the documentation states for ``program`` under ``strategy``: what, and a pattern of the message."""
+    found = {}
+    if must_be_refused(program):
+        found["an optimizer that steps in backward"] = r"step"
+    if strategy == "ring_sharded":
+        if "(" in program.choice("compression") and not program.choice("compression").startswith("Int8"):
+            found["a compressor without shards"] = r"cannot leave each rank its shard of a sum"
+        if "reads optimizer state" in program.hooks:
+            found["optimizer state between steps"] = r"\.state was used outside of step\(\)"
+        several = program.choice("training") not in ("automatic", "manual") or program.choice("window") != "1"
+        if several and any(hook.startswith(_CHANGES_GRADIENTS) for hook in program.hooks):
+            found["a sum on an average that was changed"] = r"an average that a backward has added to, and that other"
+    return found

@@ -121,15 +121,18 @@ class Session:
     def _run(self, job: Job, index: int, program: Program, saved: dict[tuple[int, str], threading.Event]) -> Outcome:
         script, folder = str(self._folder / f"{index}.py"), self._folder / f"{index}-{job.strategy}"
         folder.mkdir()
+        straight = program.choice("again") == "resumed, and straight" and job.run(Order(script, str(folder)))
         source = program.source_of.get(job.strategy)
-        if source is None:
-            return job.run(Order(script, str(folder)))
+        if source is None or (straight and straight.kind != "ok"):
+            return straight or job.run(Order(script, str(folder)))
         outcome = job.run(Order(script, str(folder), save=str(folder / "saved.ckpt")))
         saved[index, job.strategy].set()
         saved[index, source].wait(3 * self._limit)
         if outcome.kind != "ok":
             return outcome
-        return job.run(Order(script, str(folder), load=str(self._folder / f"{index}-{source}" / "saved.ckpt")))
+        outcome = job.run(Order(script, str(folder), load=str(self._folder / f"{index}-{source}" / "saved.ckpt")))
+        outcome.straight = straight.ranks if straight else []
+        return outcome
 
     def _confirmed(self, program: Program, verdict: Verdict) -> Verdict:
         again = self._alone(program)

@@ -57,10 +57,16 @@ ACCUMULATE = {
 
 CLIP = {
     "none": option(5),
-    "norm": option(2, trainer="gradient_clip_val=0.05", clip="self.clip_gradients(optimizer, gradient_clip_val=0.05)"),
+    "norm": option(
+        2,
+        trainer="gradient_clip_val=0.05",
+        clip="self.clip_gradients(optimizer, gradient_clip_val=0.05)",
+        clip_by_hand="self.clip(self.clip_norm_, 0.05)",
+    ),
     "value": option(
         trainer="gradient_clip_val=0.01, gradient_clip_algorithm='value'",
         clip="self.clip_gradients(optimizer, gradient_clip_val=0.01, gradient_clip_algorithm='value')",
+        clip_by_hand="self.clip(nn.utils.clip_grad_value_, 0.01)",
     ),
     "overridden": option(
         methods="def configure_gradient_clipping(self, optimizer, *_, **__):\n"
@@ -97,11 +103,35 @@ AVERAGE = {
     "SWA": option(0.6, callbacks="StochasticWeightAveraging(swa_lrs=0.02, swa_epoch_start=1)"),
 }
 
+_CHECKPOINTS = "self.seen += checkpoints(self.trainer)"
+
+CALLBACK = {
+    "none": option(6),
+    "ModelCheckpoint, last": option(
+        trainer="enable_checkpointing=True",
+        callbacks="ModelCheckpoint(folder, monitor='val', save_last=True)",
+        fit_end=_CHECKPOINTS,
+    ),
+    "ModelCheckpoint, link to the last": option(
+        trainer="enable_checkpointing=True",
+        callbacks="ModelCheckpoint(folder, monitor='val', mode='max', save_top_k=2, save_last='link')",
+        fit_end=_CHECKPOINTS,
+    ),
+    "ModelCheckpoint every 3 steps": option(
+        trainer="enable_checkpointing=True",
+        callbacks="ModelCheckpoint(folder, every_n_train_steps=3, save_top_k=-1, save_last=True)",
+        fit_end=_CHECKPOINTS,
+    ),
+    "EarlyStopping": option(callbacks="EarlyStopping('val', mode='max', patience=1, min_delta=1e-6)"),
+    "ModelPruning": option(callbacks="ModelPruning('l1_unstructured', amount=0.3)"),
+}
+
 AGAIN = {
     "once": option(7),
     "fit twice": option(0.5),
     "resumed on another strategy": option(1.5),
     "resumed on another number of ranks": option(1),
+    "resumed, and straight": option(1),  # under each strategy the same bits
 }
 
 UNEVEN = {
@@ -120,6 +150,17 @@ COMPRESSION = {
     "none": option(25),
     "bf16": option(ring="compression='bf16'"),
     "fp16": option(ring="compression='fp16'"),
+} | {  # these have no reference: a run that is resumed must equal a straight one
+    name: option(0.5, without="one ddp", ring=f"compression={name}")
+    for name in (
+        "Int8(min_numel=0)",
+        "OneBit(min_numel=0)",
+        "TernGrad(min_numel=0)",
+        "TopK(0.05, min_numel=0)",
+        "DGC(0.05, warmup_steps=5, min_numel=0)",
+        "PowerSGD(rank=1, start_iter=2, min_compression=1)",
+        "ErrorFeedback(Int8(min_numel=0))",
+    )
 }
 
 BACKEND = {"auto": option(3), "gloo": option(ring="backend='gloo'")}
@@ -142,6 +183,7 @@ TRAINER: dict[str, dict[str, Option]] = {
     "log": LOG,
     "validation": VALIDATION,
     "average": AVERAGE,
+    "callback": CALLBACK,
     "again": AGAIN,
     "uneven": UNEVEN,
     "buckets": BUCKETS,
