@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lightning_ring.host.accelerator import COLLECTIVES, gpu_module, started_gpus
 
@@ -27,13 +28,21 @@ def restore_random_state(state: dict[str, Any]) -> None:
     """Undo what was drawn since `collect_random_state`. GPUs' states are restored for as many as there are."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
-    torch.set_rng_state(state["torch"].cpu())
+    torch.set_rng_state(own_memory(state["torch"]))
     if (numpy := _numpy_random()) and "numpy" in state:
         numpy.set_state(tuple(state["numpy"]))
     for kind in COLLECTIVES.keys() & state.keys():
         gpus = gpu_module(torch.device(kind))
         for index, of_one in enumerate(state[kind][: gpus.device_count()]):
-            gpus.set_rng_state(of_one.cpu(), index)
+            gpus.set_rng_state(own_memory(of_one), index)
+
+
+def own_memory(state: Tensor) -> Tensor:
+    """``state`` as torch's ``set_state`` needs it: on the host, at the start of its memory.
+
+    Of a view it reads where the whole memory begins: it would take another rank's state, or end the process.
+    """
+    return state.cpu().clone()
 
 
 def remember_random_state() -> Callable[[], None]:

@@ -135,11 +135,21 @@ class SlicedOptimizer:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load an ordinary state dict: hyper-parameters at once, state when the final buckets are known."""
         self.use_parameters()
-        self.optimizer.load_state_dict(state_dict | {"state": {}})
-        saved_ids = [i for group in state_dict["param_groups"] for i in group["params"]]
+        accepted = dict(state_dict)
+
+        def without_state(_: Optimizer, final: dict[str, Any]) -> dict[str, Any]:
+            accepted.update(final)  # other hooks and the optimizer itself may have changed it
+            return final | {"state": {}}
+
+        hook = self.optimizer.register_load_state_dict_pre_hook(without_state)
+        try:
+            self.optimizer.load_state_dict(state_dict)
+        finally:
+            hook.remove()
+        saved_ids = [i for group in accepted["param_groups"] for i in group["params"]]
         params = [param for group in self.optimizer.param_groups for param in group["params"]]
         by_id = dict(zip(saved_ids, params, strict=True))
-        self._unsharded = {by_id.get(key, key): value for key, value in state_dict["state"].items()}
+        self._unsharded = {by_id.get(key, key): value for key, value in accepted["state"].items()}
 
     def held_state(self) -> State:
         """What this rank has: parts by shard, and by parameter what is not cut."""

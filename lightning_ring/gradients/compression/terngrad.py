@@ -19,6 +19,7 @@ from lightning_ring.gradients.compression import digits
 from lightning_ring.gradients.compression.between_nodes import MIN_NUMEL, BetweenNodes, Part, bounds_of
 from lightning_ring.gradients.compression.compressor import GradientLayout
 from lightning_ring.gradients.compression.registry import ternary_bytes
+from lightning_ring.host.random_state import own_memory
 
 _SMALLEST = 1e-15  # a layer whose largest gradient is smaller is not clipped
 
@@ -65,8 +66,7 @@ class TernGrad(BetweenNodes):
     def all_reduce(self, flat: Tensor, comm: Communicator, *, lost: Tensor | None = None, name: str = "") -> Work:
         if self._generator is None:
             self._generator = torch.Generator(flat.device).manual_seed(1_000_003 * self.seed + comm.rank)
-            if self._loaded is not None:
-                self._generator.set_state(self._loaded)
+            self._continue_generator()
         return super().all_reduce(flat, comm, lost=lost, name=name)
 
     def average(self, part: Part) -> Iterator[Work]:
@@ -106,18 +106,22 @@ class TernGrad(BetweenNodes):
         _scale(values, layers, scalers)
 
     def state_dict(self, comm: Communicator) -> dict[str, Any]:
-        """The random states of all ranks; empty before the first gradient."""
-        if self._generator is None:
+        """The random states of all ranks; empty before the first gradient, unless some were loaded."""
+        state = self._generator.get_state() if self._generator is not None else self._loaded
+        if state is None:
             return {}
-        return {"generators": comm.all_gather(self._generator.get_state(), name="random states of TernGrad")}
+        return {"generators": comm.all_gather(state, name="random states of TernGrad")}
 
     def load_state_dict(self, state: dict[str, Any], rank: int, world_size: int) -> str | None:
         generators = state.get("generators", ())
         if len(generators) == world_size:  # elsewhere other numbers are as good
-            self._loaded = generators[rank]
-            if self._generator is not None:
-                self._generator.set_state(self._loaded)
+            self._loaded = own_memory(generators[rank])
+            self._continue_generator()
         return None
+
+    def _continue_generator(self) -> None:
+        if self._generator is not None and self._loaded is not None:
+            self._generator.set_state(self._loaded)
 
     def _scalers(self, values: Tensor, layers: list[tuple[int, int]]) -> Tensor:
         """s of each layer on this rank; inf where a gradient is not finite."""

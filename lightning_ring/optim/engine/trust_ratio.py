@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -60,6 +60,8 @@ class TrustRatioOptimizer(Optimizer, Rule):
     _parameter_list: ParameterList | None
     _collected: CollectedParameters | None
     _runners: dict[tuple[str, str], PlainRunner]
+    translates: ClassVar[str]
+    """Whose groups `translated_group` knows, and whose it does not, for the error."""
 
     def __init__(
         self,
@@ -87,25 +89,37 @@ class TrustRatioOptimizer(Optimizer, Rule):
         """The numbers of ``group`` that `Rule.scalars` needs, with ``lr``, ``maximize`` and ``adapt`` among them."""
         raise NotImplementedError
 
+    def translated_group(self, group: dict[str, Any], own: dict[str, Any]) -> dict[str, Any] | None:
+        """A saved ``group`` of another library's optimizer in the words of this one, whose group is ``own``.
+
+        It may hold ``step``, where that is saved for a whole group. `None` where the optimizer is not known. Raises
+        `ValueError` where it computes something else.
+        """
+        raise NotImplementedError
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         known = GROUP_KEYS | set(self.defaults)
         unknown = sorted(set(param_group) - known)
         require(not unknown, f"a parameter group has the unknown keys {unknown}; known are {sorted(known)}")
         super().add_param_group(dict(param_group))  # torch fills in defaults: not in the caller's dict
         group = self.param_groups[-1]
-        lr = group["lr"]
         try:
-            self.check_group(group)
-            on_host = not isinstance(lr, Tensor) or lr.device.type == "cpu"
-            require(
-                on_host or self.options.capturable,
-                f"lr is a tensor on {getattr(lr, 'device', 'cpu')}: pass capturable=True, or lr as a float",
-            )
+            self._check(group)
             for name, param in zip(parameter_names([group]), group["params"], strict=True):
                 require(param.is_floating_point(), f"{name} is {param.dtype}; {type(self).__name__} needs real floats")
         except ValueError:
             del self.param_groups[-1]
             raise
+
+    def _check(self, group: dict[str, Any]) -> None:
+        """Raise `ValueError` for the first argument of ``group`` that the constructor would refuse."""
+        self.check_group(group)
+        lr = group["lr"]
+        on_host = not isinstance(lr, Tensor) or lr.device.type == "cpu"
+        require(
+            on_host or self.options.capturable,
+            f"lr is a tensor on {getattr(lr, 'device', 'cpu')}: pass capturable=True, or lr as a float",
+        )
 
     # -- numbers to read between steps
 
@@ -224,7 +238,43 @@ class TrustRatioOptimizer(Optimizer, Rule):
     # -- saving and loading
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        load_precisely(self, state_dict, super().load_state_dict)
+        """Go on from a state dict of this class, or of another library's optimizer that computes the same.
+
+        Raises:
+            ValueError: An argument in it is out of range, or it is of an optimizer that computes something else;
+                nothing was loaded.
+        """
+        load_precisely(self, self._accepted(state_dict), super().load_state_dict)
+
+    def _accepted(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """``state_dict``, in the words of this class."""
+        saved = state_dict["param_groups"]
+        if len(saved) != len(self.param_groups):
+            return state_dict  # torch says so
+        state, groups = dict(state_dict["state"]), []
+        for index, (group, own) in enumerate(zip(saved, self.param_groups, strict=True)):
+            try:
+                if "adapt" not in group:  # which this class has saved in every release
+                    group = self._translated(group, own, state)
+                self._check(self.defaults | group)
+            except ValueError as error:
+                raise ValueError(
+                    f"{type(self).__name__} cannot go on from this state dict: group {index} of it holds {error}. "
+                    "Start without that state, or go on with the optimizer that saved it."
+                ) from None
+            groups.append(group)
+        return {**state_dict, "state": state, "param_groups": groups}
+
+    def _translated(self, group: dict[str, Any], own: dict[str, Any], state: dict[Any, Any]) -> dict[str, Any]:
+        """``group`` in the words of this class; in ``state`` each parameter gets the step count of the group."""
+        translated = self.translated_group(group, own)
+        if translated is None:
+            raise ValueError(f"{sorted(group)}, which are neither of this class nor of {self.translates}")
+        step = translated.pop("step", None)
+        for key in group["params"]:
+            if step is not None and state.get(key):
+                state[key] = state[key] | {"step": torch.tensor(float(step))}
+        return translated
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"options": self.options, "skipped_steps": self.skipped_steps}
@@ -236,6 +286,7 @@ class TrustRatioOptimizer(Optimizer, Rule):
         for group in self.param_groups:
             for name, default in self.defaults.items():
                 group.setdefault(name, default)
+            self._check(group)
 
     def _forget_caches(self) -> None:
         self._parameter_list = self._collected = None

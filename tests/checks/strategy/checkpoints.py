@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_ring import RingStrategy
-from lightning_ring.gradients.compression import PowerSGD
+from lightning_ring.gradients.compression import PowerSGD, TernGrad
 from tests.checks.marks import by_world_size
 from tests.checks.models import RANK, SIZE, Classifier, assert_all_ranks_equal, ddp, fit, loader, parameters, trainer
 from tests.checks.strategy.references import WORLD
@@ -39,7 +39,8 @@ def check_resuming_equals_never_stopping(tmp_path: Path) -> None:
         module = _Drops()
         torch.manual_seed(seed + RANK)  # each rank draws numbers of its own; the resumed run begins with others
         checkpoint = ModelCheckpoint(tmp_path / folder, save_top_k=-1, filename="{epoch}")
-        job = trainer("ring", max_epochs=max_epochs, callbacks=[checkpoint], enable_checkpointing=True)
+        strategy = RingStrategy(compression=TernGrad(min_numel=0))  # it draws numbers too
+        job = trainer(strategy, max_epochs=max_epochs, callbacks=[checkpoint], enable_checkpointing=True)
         job.fit(module, loader(shuffle=True), ckpt_path=ckpt_path)
         return module
 

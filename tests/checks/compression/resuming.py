@@ -1,0 +1,75 @@
+"""A compressor's state goes through a checkpoint, and every rank goes on with the same bits."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from tests.checks.compression.ways import WAYS, assert_same_bits, gradients, make, send
+from tests.checks.world import communicator
+
+
+def through_a_broadcast(state: dict[str, Any]) -> dict[str, Any]:
+    return communicator().broadcast_object(state)
+
+
+def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
+    """Rank 0's, which alone is complete."""
+    file = io.BytesIO()
+    torch.save(communicator().broadcast_object(state), file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def check_every_compressor_goes_on_with_the_same_bits_on_every_rank() -> None:
+    for way in WAYS:
+        goes_on(way, through_a_broadcast, before_the_first_gradient=True)
+        goes_on(way, through_a_file, before_the_first_gradient=True)
+        goes_on(way, through_a_file, before_the_first_gradient=False)
+
+
+def check_ternary_gradients_go_on_from_the_state_that_each_rank_has() -> None:
+    """The states of all ranks are views of one memory there."""
+    goes_on("terngrad", lambda state: state, before_the_first_gradient=True)
+
+
+def goes_on(way: str, travels: Callable[[dict[str, Any]], dict[str, Any]], *, before_the_first_gradient: bool) -> None:
+    comm = communicator()
+    whole, loaded = WAYS[way](), WAYS[way]()
+    reducer, params, _ = make(whole)
+    again, others, _ = make(loaded)
+    sends = partial(send, reducer, params)
+    for step in range(3):
+        sends(gradients(comm.rank, step))
+    state = travels(whole.state_dict(comm))
+    if not before_the_first_gradient:
+        send(again, others, gradients(comm.rank, 7))
+    loaded.load_state_dict(state, comm.rank, comm.world_size)
+    for step in range(3, 6):
+        expected = sends(gradients(comm.rank, step))
+        found = send(again, others, gradients(comm.rank, step))
+        for a, b in zip(found, expected, strict=True):
+            assert (a is None) == (b is None)
+            assert a is None or torch.equal(a, b), (way, travels.__name__, before_the_first_gradient)
+        assert_same_bits(*found)
+
+
+def check_a_state_that_was_loaded_can_be_saved_before_the_first_gradient() -> None:
+    comm = communicator()
+    for way in WAYS:
+        first, loaded = WAYS[way](), WAYS[way]()
+        reducer, params, _ = make(first)
+        for step in range(2):
+            send(reducer, params, gradients(comm.rank, step))
+        state = through_a_broadcast(first.state_dict(comm))
+        make(loaded)
+        loaded.load_state_dict(state, comm.rank, comm.world_size)
+        assert_equal(through_a_broadcast(loaded.state_dict(comm)), state, way)
+
+
+def assert_equal(found: Any, expected: Any, where: str) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, msg=lambda message: f"{where}: {message}")
