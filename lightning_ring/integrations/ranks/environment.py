@@ -84,15 +84,16 @@ class RingEnvironment(ClusterEnvironment):
 
     @functools.cached_property
     def _main(self) -> tuple[str, int]:
-        address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
-        if address and port:
-            return address, int(port)
         if self.creates_processes_externally:
+            address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+            if address and port:
+                return address, int(port)
             raise RankDiscoveryError(
                 "main_address and main_port are not known: the ranks of this launcher meet without them. Set "
                 "MASTER_ADDR to rank 0's host and MASTER_PORT to a free port there if your code needs them."
             )
-        # asked by Lightning's launcher in the parent, before it spawns or forks the ranks
+        # asked by Lightning's launcher in the parent, before it spawns or forks the ranks: on this host, whatever
+        # MASTER_ADDR and MASTER_PORT of another job are in the environment
         self._reserved = reserve_port()
         return self._reserved.getsockname()
 

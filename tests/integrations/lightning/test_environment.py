@@ -80,8 +80,9 @@ def test_lightning_cannot_change_what_the_launcher_started(launched):
 
 
 def test_lightning_numbers_the_processes_it_forks(launched, monkeypatch):
-    launched()
+    launched(MASTER_ADDR="192.0.2.200", MASTER_PORT="1")  # of another job
     environment = RingEnvironment()
+    assert environment.main_address == "127.0.0.1"
     port = environment.main_port
     assert environment.main_port == port > 0  # chosen in the parent, the same for all
     assert pickle.loads(pickle.dumps(environment)).main_port == port  # ``start_method="spawn"``
