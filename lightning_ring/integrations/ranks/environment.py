@@ -153,12 +153,13 @@ class RingEnvironment(ClusterEnvironment):
             return
         raise RankDiscoveryError(
             f"{self._caller}(devices={num_devices}, num_nodes={num_nodes}) asks for {num_devices * num_nodes} ranks, "
-            f"but {self._launcher_name()} started {info.world_size}: {info.local_size} on this node, nodes: "
+            f"but {self.launcher_name()} started {info.world_size}: {info.local_size} on this node, nodes: "
             f"{info.num_nodes}. Leave devices and num_nodes out to take what was started, or set "
             f"devices={info.local_size}, num_nodes={info.num_nodes}."
         )
 
-    def _launcher_name(self) -> str:
+    def launcher_name(self) -> str:
+        """Who started the ranks, for messages."""
         return self._variables.launcher if self._variables is not None else self.discover().source
 
 
