@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.hosts import open_hosts, why_not
+from benchmarks.hosts import INTERFACE, open_hosts, why_not
 from tests.processes import ROOT, clean_env, end_session
 
 SCRIPT = str(ROOT / "tests" / "job" / "rank_script.py")
@@ -87,3 +87,34 @@ def test_both_sides_end_when_the_link_is_cut(tmp_path):
     assert f"(host {hosts.names[1]}" in output
     assert "the link to it is cut" in output
     assert not left, f"{left}\n{output}"
+
+
+@pytest.mark.netns
+def test_hosts_that_have_ipv6_addresses_alone(tmp_path):
+    if (reason := why_not()) is not None:
+        pytest.skip(reason)
+    with open_hosts(2, rate=None) as hosts, contextlib.ExitStack() as cleanup:
+        for number, host in enumerate(hosts.names):
+            for words in ("-4 addr flush", f"addr add fd78::{number + 1}/64 nodad"):
+                subprocess.run(["ip", "-n", host, *words.split(), "dev", INTERFACE], check=True, timeout=20)
+        ranks = []
+        for rank, host in enumerate(hosts.names):
+            process = subprocess.Popen(
+                hosts.on(host, sys.executable, SCRIPT, "finish", str(tmp_path)),
+                env=clean_env(
+                    RANK=str(rank),
+                    WORLD_SIZE="2",
+                    LOCAL_RANK="0",
+                    LOCAL_WORLD_SIZE="1",
+                    MASTER_ADDR="fd78::1",
+                    MASTER_PORT="29400",
+                ),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            )
+            cleanup.callback(end_session, process)
+            ranks.append(process)
+        outputs = [process.communicate(timeout=120)[0] for process in ranks]
+        assert [process.returncode for process in ranks] == [0, 0], outputs

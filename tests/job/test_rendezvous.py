@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import contextlib
+import os
 import socket
 import threading
 import time
@@ -8,16 +10,19 @@ from dataclasses import replace
 from datetime import timedelta
 
 import pytest
-from torch.distributed import HashStore, TCPStore
+from torch.distributed import HashStore, Store, TCPStore
 
 from lightning_ring.errors import RankDiscoveryError
 from lightning_ring.job.ranks import SINGLE, RankInfo
 from lightning_ring.job.rendezvous import store as rendezvous
 from lightning_ring.job.rendezvous.greeting import Greeter, greet, listen, reserve_port
-from lightning_ring.job.rendezvous.interfaces import ipv4_addresses, reachable_candidates
+from lightning_ring.job.rendezvous.interfaces import ipv4_addresses, ipv6_addresses, reachable_candidates
 from lightning_ring.job.rendezvous.store import open_store
+from lightning_ring.job.watch import relay
+from lightning_ring.job.watch.watch import JobWatch
 
 LOOPBACK = "127.0.0.1"
+MINUTE = timedelta(minutes=1)
 
 
 def ranks(world_size: int, source: str) -> list[RankInfo]:
@@ -167,3 +172,66 @@ def test_ranks_of_several_nodes_listen_to_other_hosts(monkeypatch, free_port):
         stores = list(pool.map(lambda info: open_store(info, timedelta(seconds=60)), (zero, one)))
     stores[0].set("key", "value")
     assert stores[1].get("key") == b"value"
+
+
+def own_addresses() -> dict[str, str]:
+    """What a job script may write into MASTER_ADDR, by kind."""
+    found = {"name of loopback": "localhost", "host name": socket.gethostname()}
+    for address in reachable_candidates({}):
+        found.setdefault("IPv4", address)
+    for name, address in ipv6_addresses():
+        kind = "IPv6 loopback" if name == "lo" else "IPv6"
+        if not address.startswith("fe80:"):  # of the link alone
+            found.setdefault(kind, address)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["name of loopback", "host name", "IPv4", "IPv6 loopback", "IPv6"])
+@pytest.mark.parametrize("num_nodes", [1, 2])
+@pytest.mark.parametrize("store_of_torchrun", [False, True])
+def test_ranks_meet_wherever_the_job_says_that_rank_0_is(monkeypatch, kind, num_nodes, store_of_torchrun):
+    """The store, and then the watch, by each kind of address."""
+    address = own_addresses().get(kind, "")
+    if not address:
+        pytest.skip(f"this host has no {kind} address")
+    listeners = []
+    monkeypatch.setattr(relay, "listen", lambda where: listeners.append(listen(where)) or listeners[-1])
+    monkeypatch.setenv("MASTER_ADDR", address)
+    with contextlib.ExitStack() as cleanup:
+        if store_of_torchrun:
+            agent = TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=MINUTE)
+            monkeypatch.setenv("MASTER_PORT", str(agent.port))
+            monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+        else:
+            port = cleanup.enter_context(reserve_port("")).getsockname()[1]
+            monkeypatch.setenv("MASTER_PORT", str(port))
+        infos = [RankInfo(rank, 2, rank, 2, rank if num_nodes == 2 else 0, num_nodes, "torchrun") for rank in range(2)]
+
+        def meet(info: RankInfo) -> tuple[Store, JobWatch]:
+            store = open_store(info, MINUTE)
+            return store, JobWatch(info, store)
+
+        with ThreadPoolExecutor(2) as pool:
+            met = list(pool.map(meet, infos))
+        for _, watch in reversed(met):
+            cleanup.callback(watch.close)
+        assert met[1][1].rank_0["pid"] == os.getpid()
+        assert met[1][1].tell({"kind": "news"}, wait=60)
+        if num_nodes == 1:  # no stranger reaches the watch
+            assert listeners[0].getsockname()[0] in (LOOPBACK, "::1")
+
+
+@pytest.mark.parametrize("port", ["0", "65536", "-1", "29500.0"])
+def test_a_port_that_cannot_be_one_is_refused(monkeypatch, port):
+    monkeypatch.setenv("MASTER_ADDR", LOOPBACK)
+    monkeypatch.setenv("MASTER_PORT", port)
+    for source in ("torchrun", "slurm"):
+        with pytest.raises(RankDiscoveryError, match=f"MASTER_PORT is '{port}'"):
+            open_store(ranks(2, source)[1], timedelta(seconds=1))
+
+
+def test_an_address_of_another_host_is_named_by_rank_0(monkeypatch, free_port):
+    monkeypatch.setenv("MASTER_ADDR", "192.0.2.200")  # an address for documentation
+    monkeypatch.setenv("MASTER_PORT", str(free_port))
+    with pytest.raises(RankDiscoveryError, match=r"MASTER_ADDR=192\.0\.2\.200 is no address of rank 0's host"):
+        open_store(ranks(2, "torchrun")[0], timedelta(seconds=1))

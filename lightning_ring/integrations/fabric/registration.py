@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning_ring.algorithms import ALGORITHMS
-from lightning_ring.errors import ConfigurationError
 from lightning_ring.host.posix import require_posix
-from lightning_ring.integrations.lightning.registration import _after_import
-
-if TYPE_CHECKING:
-    from lightning.fabric.plugins.environments import ClusterEnvironment
+from lightning_ring.integrations.lightning.registration import _after_import, choose_our_environment
 
 
 def register_with_fabric() -> None:
@@ -27,22 +22,7 @@ def _register() -> None:
     for name in ALGORITHMS:
         if name not in STRATEGY_REGISTRY:
             STRATEGY_REGISTRY.register(name, _ring, description="see lightning_ring.RingFabricStrategy", algorithm=name)
-    choose = _Connector._choose_and_init_cluster_environment
-
-    @functools.wraps(choose)
-    def choose_ours_for_ours(connector: _Connector) -> ClusterEnvironment:
-        if not (isinstance(connector._strategy_flag, str) and connector._strategy_flag in ALGORITHMS):
-            return choose(connector)
-        from lightning_ring.integrations.ranks.environment import RingEnvironment
-
-        if (given := connector._cluster_environment_flag) is not None:
-            raise ConfigurationError(
-                f"Fabric(strategy={connector._strategy_flag!r}, plugins=[{type(given).__name__}()]): the strategy "
-                "finds the ranks by itself and would ignore that cluster environment. Leave it out."
-            )
-        return RingEnvironment(caller="Fabric")
-
-    _Connector._choose_and_init_cluster_environment = choose_ours_for_ours  # type: ignore[method-assign, assignment]
+    choose_our_environment(_Connector, tuple(ALGORITHMS), "Fabric")
 
 
 def _ring(**arguments: Any) -> Any:

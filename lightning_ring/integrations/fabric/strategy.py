@@ -169,8 +169,6 @@ class RingFabricStrategy(DDPStrategy):
     def _setup_distributed(self) -> None:
         ignore_deprecations_between_libraries()
         self._set_world_ranks()
-        if self.ring_environment.discover().source == "spawn":
-            os.environ.setdefault("MASTER_ADDR", "127.0.0.1")  # Lightning hands the port alone to what it spawns
         reset_seed()
         self._job, comm = connect_ranks(self.ring_environment.discover(), self.root_device, self.options)
         self._process_group_backend = torch.distributed.get_backend()

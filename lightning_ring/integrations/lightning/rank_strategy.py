@@ -111,8 +111,6 @@ class RankedStrategy(DDPStrategy):
         assert self.accelerator is not None
         ignore_deprecations_between_libraries()
         self.set_world_ranks()
-        if self.ring_environment.discover().source == "spawn":
-            os.environ.setdefault("MASTER_ADDR", "127.0.0.1")  # Lightning hands the port alone to what it spawns
         self.accelerator.setup_device(self.root_device)
         if self._trainer is not None:
             replace_bars(self._trainer)

@@ -13,16 +13,13 @@ from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning_ring.algorithms import ALGORITHMS
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.host.posix import require_posix
 
 ELASTIC = "ring_elastic"
-
-if TYPE_CHECKING:
-    from lightning.fabric.plugins.environments import ClusterEnvironment
 
 
 def register_strategies() -> None:
@@ -39,35 +36,34 @@ def _register() -> None:
             StrategyRegistry.register(name, _ring, description="see lightning_ring.RingStrategy", algorithm=name)
     if ELASTIC not in StrategyRegistry:
         StrategyRegistry.register(ELASTIC, _ring, description="see lightning_ring.RingStrategy", elastic=True)
-    _choose_our_environment()
+    from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
+
+    choose_our_environment(_AcceleratorConnector, (*ALGORITHMS, ELASTIC), "Trainer")
 
 
-def _choose_our_environment() -> None:
-    """Have the Trainer take a `RingEnvironment` for a strategy named by a string, as it does for `RingStrategy()`.
+def choose_our_environment(connector: type, names: Sequence[str], caller: str) -> None:
+    """Have ``connector`` take a `RingEnvironment` for a strategy of ``names``, as it does for `RingStrategy()`.
 
     Lightning chooses a cluster environment before it builds the strategy, and only then takes the strategy's own. By
     then its `SLURMEnvironment` has refused ``srun -n 2`` (it wants ``--ntasks-per-node``), or its `MPIEnvironment` has
-    started MPI in a process that may not be a rank.
+    started MPI in a process that may not be a rank. A cluster environment among the plugins, which Lightning would
+    refuse beside the strategy's, is taken out where it agrees with ours.
     """
-    from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
+    check: Callable[..., None] = connector._check_config_and_set_final_flags  # type: ignore[attr-defined]
 
-    choose = _AcceleratorConnector._choose_and_init_cluster_environment
+    @functools.wraps(check)
+    def check_without_environments(self: Any, *, strategy: Any, plugins: Any, **others: Any) -> None:
+        by_name = isinstance(strategy, str) and strategy.lower() in names
+        if not by_name and not hasattr(type(strategy), "ring_environment"):
+            check(self, strategy=strategy, plugins=plugins, **others)
+            return
+        from lightning_ring.integrations.ranks.given_environment import without_environments
 
-    @functools.wraps(choose)
-    def choose_ours_for_ours(connector: _AcceleratorConnector) -> ClusterEnvironment:
-        if not (isinstance(connector._strategy_flag, str) and connector._strategy_flag in (*ALGORITHMS, ELASTIC)):
-            return choose(connector)
-        from lightning_ring.integrations.ranks.environment import RingEnvironment
+        environment, plugins = without_environments(plugins, strategy, caller)
+        check(self, strategy=strategy, plugins=plugins, **others)
+        self._cluster_environment_flag = environment
 
-        if (given := connector._cluster_environment_flag) is not None:
-            raise ConfigurationError(
-                f"Trainer(strategy={connector._strategy_flag!r}, plugins=[{type(given).__name__}()]): the strategy "
-                "finds the ranks by itself and would ignore that cluster environment. Leave it out. (The requeueing "
-                "that SLURMEnvironment sets up is RingStrategy(requeue_signal=...) here.)"
-            )
-        return RingEnvironment()
-
-    _AcceleratorConnector._choose_and_init_cluster_environment = choose_ours_for_ours  # type: ignore[method-assign, assignment]
+    connector._check_config_and_set_final_flags = check_without_environments  # type: ignore[attr-defined]
 
 
 def _ring(**arguments: Any) -> Any:

@@ -84,15 +84,16 @@ class RingEnvironment(ClusterEnvironment):
 
     @functools.cached_property
     def _main(self) -> tuple[str, int]:
-        address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
-        if address and port:
-            return address, int(port)
         if self.creates_processes_externally:
+            address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+            if address and port:
+                return address, int(port)
             raise RankDiscoveryError(
                 "main_address and main_port are not known: the ranks of this launcher meet without them. Set "
                 "MASTER_ADDR to rank 0's host and MASTER_PORT to a free port there if your code needs them."
             )
-        # asked by Lightning's launcher in the parent, before it spawns or forks the ranks
+        # asked by Lightning's launcher in the parent, before it spawns or forks the ranks: on this host, whatever
+        # MASTER_ADDR and MASTER_PORT of another job are in the environment
         self._reserved = reserve_port()
         return self._reserved.getsockname()
 
@@ -152,12 +153,13 @@ class RingEnvironment(ClusterEnvironment):
             return
         raise RankDiscoveryError(
             f"{self._caller}(devices={num_devices}, num_nodes={num_nodes}) asks for {num_devices * num_nodes} ranks, "
-            f"but {self._launcher_name()} started {info.world_size}: {info.local_size} on this node, nodes: "
+            f"but {self.launcher_name()} started {info.world_size}: {info.local_size} on this node, nodes: "
             f"{info.num_nodes}. Leave devices and num_nodes out to take what was started, or set "
             f"devices={info.local_size}, num_nodes={info.num_nodes}."
         )
 
-    def _launcher_name(self) -> str:
+    def launcher_name(self) -> str:
+        """Who started the ranks, for messages."""
         return self._variables.launcher if self._variables is not None else self.discover().source
 
 

@@ -7,16 +7,20 @@ nothing, as any other program does on a port that was taken. A greeting, all of 
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import socket
 import threading
 import time
+from typing import Any
 
 from lightning_ring.errors import RankDiscoveryError
 
+LOOPBACK = "127.0.0.1"
 ANSWER_SECONDS = 5.0  # a server that accepted has to send its line within this time
 
 
-def reserve_port(address: str = "127.0.0.1") -> socket.socket:
+def reserve_port(address: str = LOOPBACK) -> socket.socket:
     """A socket bound to a port of ``address`` that the system gives to no other program until the socket is closed.
 
     A program that asks for this port by its number, with SO_REUSEADDR as `listen` and torch's store do, may listen
@@ -28,22 +32,40 @@ def reserve_port(address: str = "127.0.0.1") -> socket.socket:
     return reserved
 
 
+def listening_address(num_nodes: int, address: str = LOOPBACK) -> str:
+    """Where rank 0 listens for ranks that come to ``address``; empty for all interfaces.
+
+    Several nodes may reach rank 0's host through any interface. Ranks of one node need no interface but loopback, where
+    nobody else comes, unless the user named an ``address`` that all ranks know beforehand (MASTER_ADDR).
+    """
+    return address if num_nodes == 1 else ""
+
+
 def listen(address: str, port: int = 0) -> socket.socket:
-    """A listening socket on ``address``; port 0 lets the system choose one that is free."""
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    """A listening socket on ``address``, an address or a name; empty for all interfaces, of IPv4 and IPv6.
+
+    Port 0 lets the system choose one that is free.
+    """
     try:
-        # A job that just ended leaves its port in TIME_WAIT; only a live listener is in the way
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((address, port))
-        listener.listen(1024)
+        both = not address and socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both else socket.AF_INET
+        where: Any = (address, port)
+        if address:
+            family, _, _, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+        # sets SO_REUSEADDR: a job that just ended leaves its port in TIME_WAIT; only a live listener is in the way
+        return socket.create_server(where, family=family, backlog=1024, dualstack_ipv6=both)
     except OSError as error:
-        listener.close()
+        if error.errno == errno.EADDRNOTAVAIL or isinstance(error, socket.gaierror):
+            raise RankDiscoveryError(
+                f"MASTER_ADDR={address} is no address of rank 0's host, where all ranks of this job run. Set "
+                "MASTER_ADDR=localhost, or start the ranks with mpirun, torchrun or ringrun, which need none."
+            ) from error
+        reason = os.strerror(error.errno) if error.errno else str(error)
         raise RankDiscoveryError(
-            f"Rank 0 cannot listen on port {port} of {address or 'this host'}: {error.strerror or error}. Another "
+            f"Rank 0 cannot listen on port {port} of {address or 'this host'}: {reason}. Another "
             "program, or a job that is still ending, may have taken it: choose another MASTER_PORT, or start the ranks "
             "with mpirun or ringrun, which need none."
         ) from error
-    return listener
 
 
 class Greeter:

@@ -8,6 +8,7 @@ import socket
 import struct
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
@@ -30,6 +31,16 @@ def ipv4_addresses() -> list[tuple[str, str]]:
     return found
 
 
+def ipv6_addresses() -> list[tuple[str, str]]:
+    """``(interface, address)`` of every IPv6 address, as `ipv4_addresses`."""
+    try:
+        lines = Path("/proc/net/if_inet6").read_text().splitlines()
+    except OSError:  # no IPv6
+        return []
+    fields = [line.split() for line in lines]
+    return [(each[5], socket.inet_ntop(socket.AF_INET6, bytes.fromhex(each[0]))) for each in fields]
+
+
 class _Preferred:
     """The interface that leads to rank 0, known after the rendezvous."""
 
@@ -42,7 +53,7 @@ def prefer_interface(address: str) -> None:
 
     Gloo otherwise resolves the host's name, which on many clusters leads to another interface, or to none.
     """
-    _Preferred.name = next((name for name, known in ipv4_addresses() if known == address), None)
+    _Preferred.name = next((name for name, known in ipv4_addresses() + ipv6_addresses() if known == address), None)
     offer_interface()
 
 

@@ -18,10 +18,9 @@ from lightning_ring.comm.backends.mpi_library import import_mpi
 from lightning_ring.errors import RankDiscoveryError
 from lightning_ring.job.launchers.slurm import first_host
 from lightning_ring.job.ranks import RankInfo
-from lightning_ring.job.rendezvous.greeting import ANSWER_SECONDS, Greeter, greet, listen
+from lightning_ring.job.rendezvous.greeting import ANSWER_SECONDS, LOOPBACK, Greeter, greet, listen, listening_address
 from lightning_ring.job.rendezvous.interfaces import prefer_interface, reachable_candidates
 
-LOOPBACK = "127.0.0.1"
 _PROBE_SECONDS = 5.0  # for one of rank 0's addresses; most are reached, or refused, in milliseconds
 
 
@@ -109,14 +108,18 @@ def _known_address(info: RankInfo) -> tuple[str, int, str]:
         host = first_host(os.environ.get("SLURM_STEP_NODELIST", "")) if info.num_nodes > 1 else LOOPBACK
         # below the range that systems give out by themselves, and another one for each job and step
         port = 15000 + (job * 31 + step) % 16000
-        return os.environ.get("MASTER_ADDR", host), int(os.environ.get("MASTER_PORT", port)), f"{job}.{step}"
+        port = int(_variable("MASTER_PORT")) if "MASTER_PORT" in os.environ else port
+        return os.environ.get("MASTER_ADDR", host), port, f"{job}.{step}"
+    if info.source == "spawn":  # on this host: MASTER_ADDR in the environment is of another job
+        return LOOPBACK, int(_variable("MASTER_PORT")), info.source
     job_name = os.environ.get("TORCHELASTIC_RUN_ID", "") + os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
     return _variable("MASTER_ADDR"), int(_variable("MASTER_PORT")), job_name or info.source
 
 
 def _variable(name: str) -> str:
     value = os.environ.get(name, "")
-    if not value or (name == "MASTER_PORT" and not value.isdigit()):
+    is_port = value.isascii() and value.isdigit() and 0 < int(value) < 65536
+    if not value or (name == "MASTER_PORT" and not is_port):
         raise RankDiscoveryError(
             f"{name} is {value!r}, and without it the ranks cannot find rank 0. Set MASTER_ADDR to rank 0's host and "
             "MASTER_PORT to a free port there, or start the ranks with mpirun, torchrun or ringrun, which do it."
@@ -127,8 +130,9 @@ def _variable(name: str) -> str:
 def _open_at(address: str, port: int, token: str, info: RankInfo, timeout: timedelta) -> Store:
     """Rank 0 greets at ``address``:``port`` and serves the store beside it, on a port of the system's choice."""
     if info.rank == 0:
-        listener = _inherited_listener() or listen("" if info.num_nodes > 1 else address, port)
-        store = _serve("" if info.num_nodes > 1 else address, timeout)
+        where = listening_address(info.num_nodes, address)
+        listener = _inherited_listener() or listen(where, port)
+        store = _serve(where, timeout)
         Greeter(listener, token, info.world_size - 1).start(str(store.port))
         prefer_interface(LOOPBACK if info.num_nodes == 1 else _own_address_towards(address))
         return store
@@ -246,8 +250,9 @@ def _reached(candidates: list[str], ask: Callable[[str], str]) -> dict[str, str]
 def _own_address_towards(host: str) -> str:
     """This host's address on the way to ``host``; nothing is sent."""
     try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, 9))
+        family, kind, protocol, _, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(where)
             address: str = probe.getsockname()[0]
             return address
     except OSError:

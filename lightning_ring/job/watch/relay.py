@@ -14,7 +14,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 
 from lightning_ring.errors import RankDiscoveryError
 from lightning_ring.job.ranks import RankInfo
-from lightning_ring.job.rendezvous.greeting import listen
+from lightning_ring.job.rendezvous.greeting import LOOPBACK, listen, listening_address
 from lightning_ring.job.watch.messages import Message, MessageConnection, in_forked_children
 
 
@@ -23,12 +23,13 @@ def join_relay(info: RankInfo, store: Store) -> tuple[Relay | None, MessageConne
 
     Returns the relay (in rank 0), this rank's connection, and rank 0's ``host`` and ``pid``.
     """
-    address = host_of(store)
+    # on one node MASTER_ADDR may name any of its interfaces
+    address = LOOPBACK if info.num_nodes == 1 else host_of(store)
     store = PrefixStore("lightning_ring/watch", store)
     home = {"host": os.uname().nodename, "pid": os.getpid()}
     relay: Relay | None = None
     if info.rank == 0:
-        listener = listen("127.0.0.1" if info.num_nodes == 1 else "")
+        listener = listen(listening_address(info.num_nodes))
         token = secrets.token_hex(16)
         relay = Relay(listener, token)
         relay.start()
@@ -37,10 +38,15 @@ def join_relay(info: RankInfo, store: Store) -> tuple[Relay | None, MessageConne
         port, token, rank_0 = json.loads(store.get("relay"))
         connection = MessageConnection(socket.create_connection((address, port), timeout=30))
     except (OSError, RuntimeError) as error:  # RuntimeError: the store's timeout
+        advice = (
+            f"The launcher says that all ranks run on one node, and this one runs on {home['host']}: if there are "
+            "several, set LOCAL_WORLD_SIZE to the number of ranks on each."
+            if info.num_nodes == 1
+            else "Otherwise open the hosts' firewalls to each other: ranks talk over ports that the system chooses."
+        )
         raise RankDiscoveryError(
             f"Rank {info.rank} could not reach the job watch in rank 0, on {address}: {str(error).splitlines()[0]}. "
-            "Rank 0 may have failed to start; otherwise open the hosts' firewalls to each other: ranks talk over ports "
-            "that the system chooses."
+            f"Rank 0 may have failed to start. {advice}"
         ) from error
     connection.send({"kind": "hello", "token": token, "rank": info.rank} | home)
     return relay, connection, rank_0
@@ -50,7 +56,7 @@ def host_of(store: Store) -> str:
     """The host of rank 0, by the name or address under which this rank reached it."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
-    return store.host if isinstance(store, TCPStore) else "127.0.0.1"
+    return store.host if isinstance(store, TCPStore) else LOOPBACK
 
 
 class Relay:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from lightning.fabric import Fabric
-from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 
 from lightning_ring import RingFabricStrategy
@@ -105,11 +104,6 @@ def test_bad_arguments_get_one_clear_error(arguments: dict[str, Any], expected: 
     with pytest.raises(ConfigurationError) as caught:
         RingFabricStrategy(**arguments)
     assert expected in str(caught.value)
-
-
-def test_a_cluster_environment_beside_the_name_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"Fabric\(strategy='ring', plugins=\[LightningEnvironment\(\)\]\)"):
-        Fabric(accelerator="cpu", strategy="ring", plugins=[LightningEnvironment()])
 
 
 def test_the_monitor_wants_a_number_of_steps() -> None:
