@@ -6,12 +6,11 @@ import copy
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.callbacks import Callback, ProgressBar
 
 from lightning_ring.comm.communicator import Communicator
 
 _OF_ONE_HOST = ("_last_time_checked",)  # of ModelCheckpoint: the monotonic clock's time, by which rank 0 decides
-_OWN = "lightning_ring."  # this package's callbacks get what they need in other ways
 
 
 def plain_attributes(trainer: pl.Trainer) -> list[dict[str, Any]]:
@@ -57,13 +56,17 @@ def take_attributes(trainer: pl.Trainer, parts: list[dict[str, Any]]) -> None:
         vars(part).update(values)
 
 
+def user_callbacks(trainer: pl.Trainer) -> list[Callback]:
+    """Without those of this package, which get what they need in other ways, and some of them where ranks connect."""
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return [callback for callback in callbacks if not type(callback).__module__.startswith("lightning_ring.")]
+
+
 def _parts(trainer: pl.Trainer) -> list[tuple[Any, bool]]:
     """Each with whether its private attributes are among them."""
-    callbacks = trainer.callbacks  # type: ignore[attr-defined]
     data = getattr(trainer, "datamodule", None)
     public = [trainer, trainer.lightning_module, *([data] if data is not None else [])]
-    shown_on_rank_zero = [one for one in callbacks if isinstance(one, ProgressBar)]
-    private = [one for one in callbacks if one not in shown_on_rank_zero and not type(one).__module__.startswith(_OWN)]
+    private = [callback for callback in user_callbacks(trainer) if not isinstance(callback, ProgressBar)]
     return [*((part, False) for part in public), *((part, True) for part in private)]
 
 

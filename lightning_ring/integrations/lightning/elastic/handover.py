@@ -25,7 +25,7 @@ from lightning_ring.comm.replicate import (
     check_same_optimizer,
 )
 from lightning_ring.errors import ConfigurationError
-from lightning_ring.integrations.lightning.elastic.attributes import changed_on_all, take_attributes
+from lightning_ring.integrations.lightning.elastic.attributes import changed_on_all, take_attributes, user_callbacks
 from lightning_ring.integrations.lightning.elastic.rank_zero_files import names_of, take_names
 from lightning_ring.integrations.lightning.elastic.resize import stay_at_the_end
 from lightning_ring.integrations.lightning.elastic.watchers import log_as_the_others, log_every_n_steps
@@ -84,7 +84,7 @@ def check_newcomers(strategy: ElasticStrategy, fit: ElasticFit, comm: Communicat
     """
     trainer, position = strategy.fit_trainer, fit.step.position
     assert position is not None
-    callbacks = [type(callback).__name__ for callback in trainer.callbacks]  # type: ignore[attr-defined]
+    callbacks = [type(callback).__name__ for callback in user_callbacks(trainer)]
     limits = {"max_epochs": trainer.max_epochs, "max_steps": trainer.max_steps, "order": position.order}
     own = (fit.process.member.number, joins, fit.process.num_fits, position.batch_size, limits, callbacks)
     numbers, new, num_fits, batch_sizes, all_limits, all_callbacks = zip(*comm.all_gather_object(own), strict=True)
