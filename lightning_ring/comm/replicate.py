@@ -114,7 +114,7 @@ def broadcast_optimizer_state(
     """
     if comm.world_size == 1:
         return
-    _check_same_optimizer(optimizer, comm)
+    check_same_optimizer(optimizer, comm)
     params = [param for group in optimizer.param_groups for param in group["params"]]
     tensors: list[Tensor] = []
     new: list[int] = []
@@ -145,13 +145,18 @@ def broadcast_groups(optimizer: Optimizer, comm: Communicator, src: int = 0) -> 
     Raises:
         ModelMismatchError: As `broadcast_optimizer_state`.
     """
-    _check_same_optimizer(optimizer, comm)
+    check_same_optimizer(optimizer, comm)
     groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     for group, values in zip(optimizer.param_groups, comm.broadcast_object(groups, src=src), strict=True):
         group.update(values)
 
 
-def _check_same_optimizer(optimizer: Optimizer, comm: Communicator) -> None:
+def check_same_optimizer(optimizer: Optimizer, comm: Communicator) -> None:
+    """Compare the optimizer's class and the number of parameters in each of its groups over all ranks.
+
+    Raises:
+        ModelMismatchError: They differ; the message is the same on every rank.
+    """
     sizes = [len(group["params"]) for group in optimizer.param_groups]
     kinds = comm.all_gather_object(f"{type(optimizer).__name__} with {sizes} parameters in its groups")
     if len(set(kinds)) > 1:

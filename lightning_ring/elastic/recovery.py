@@ -11,7 +11,7 @@ import torch
 
 from lightning_ring.comm.communicator import Communicator, ReduceOp
 from lightning_ring.elastic.generations import Generations
-from lightning_ring.errors import ConfigurationError, PeerFailedError, RingError, StateLostError
+from lightning_ring.errors import ConfigurationError, ModelMismatchError, PeerFailedError, RingError, StateLostError
 from lightning_ring.job.watch.peers import comes_from_a_peer
 from lightning_ring.membership.agreement import Report
 from lightning_ring.membership.endings import JobEnded, TooFewRanks
@@ -73,6 +73,7 @@ class Recovery:
         self._member = member
         self._generations = generations
         self._some_left_out = False  # newcomers of the view, which are not connected
+        self._untried: tuple[int, ...] = ()  # newcomers of the view, until they have finished a step with the others
 
     def start(self) -> None:
         """Take part: in the first view, or as a newcomer. Blocks until this rank is connected."""
@@ -99,6 +100,9 @@ class Recovery:
         assert self.step is not None
         self.step += 1
         self.complete = False
+        if self._member.number in self._untried:
+            self._member.take_part()
+        self._untried = ()
 
     def pause(self) -> None:
         """Let newcomers in, between two steps. Collective."""
@@ -113,9 +117,14 @@ class Recovery:
             self.pausing = False
 
     def after(self, error: Exception) -> None:
-        """Go on after ``error``, if the view is over; else raise it: the program failed, or calls of ranks diverged."""
-        if not is_from_a_peer(error) or not self._member.is_over(BLAME_SECONDS):
+        """Go on after ``error``, if the view is over, or without newcomers whose first step it is.
+
+        Else raise it: the program failed, or calls of ranks diverged.
+        """
+        if not is_from_a_peer(error):
             raise error
+        if not self._member.is_over(BLAME_SECONDS):
+            self._turn_away(error)
         self._go_on(error)
 
     def _go_on(self, error: Exception | None) -> None:
@@ -130,8 +139,10 @@ class Recovery:
             else:
                 self.training.take_back()
             self.complete = self.newcomers_wait = False
+            self._untried = ()
             try:
                 self.view = connected = self._connected(view)
+                self._untried = connected.newcomers
                 if self._member.number not in connected.members:
                     self._wait_for_the_end_of_the_view()
                     error = None
@@ -140,19 +151,46 @@ class Recovery:
                 if view.last:
                     self._generations.communicator.barrier()  # nobody needs this rank any more
                     raise TooFewRanks(f"The job ends: {view.last}.")
-            except (JobEnded, ConfigurationError, StateLostError):
+            except (JobEnded, StateLostError):
                 raise
-            except (RingError, RuntimeError, TimeoutError) as again:
-                if not self._member.is_over():  # a connection did not come up in time
+            except Exception as again:
+                may_pass = isinstance(again, RingError | RuntimeError | TimeoutError)
+                if isinstance(again, ConfigurationError | ModelMismatchError) or not may_pass:
+                    self._turn_away(again)
+                elif not self._member.is_over():  # a connection did not come up in time
                     attempts += 1
                     if attempts >= NUM_ATTEMPTS or not is_from_a_peer(again):
-                        raise
-                    _log.warning("The ranks connect again, after: %s", again)
+                        self._turn_away(again)
+                    else:
+                        _log.warning("The ranks connect again, after: %s", again)
                 error = again
             else:
                 if self.step is None:
                     self.step = view.step or 0
                 return
+
+    def _turn_away(self, error: Exception) -> None:
+        """Have the newcomers of the view removed, which do not fit, or fail in their first step with the others.
+
+        Raises:
+            JobEnded: This rank is one of them.
+            Exception: ``error``, if there are none, or if it is that of this newcomer's own program.
+        """
+        newcomers = self._untried
+        if not newcomers:
+            raise error
+        if self._member.number not in newcomers:
+            self._member.turn_away(newcomers)
+            if self.view is not None and self.view.members[0] == self._member.number:
+                them = f"Process {newcomers[0]}" if len(newcomers) == 1 else f"Processes {[*newcomers]}"
+                what_follows = "the job goes on without, and starts no other in its place"
+                why = f"{type(error).__name__}: {error}"
+                _log.warning("lightning_ring: %s cannot join, and %s. %s", them, what_follows, why)
+        elif isinstance(error, RingError):
+            self._member.turn_away([self._member.number])
+            raise JobEnded("It cannot join the others, which go on without it.") from error
+        else:
+            raise error
 
     def _connected(self, view: View) -> View:
         """``view`` without its newcomers, unless all other ranks can let them in where they stand."""

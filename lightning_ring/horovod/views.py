@@ -70,6 +70,7 @@ class Views:
             view = self._member.next_view(VIEW_SECONDS)
             try:
                 enter(*self._connect(view))
+                self._member.take_part()
                 return
             except (JobEnded, ConfigurationError):
                 raise

@@ -195,7 +195,7 @@ class ElasticJob:
         if hosts is not None:
             new = self._slots.list_hosts(hosts)
             self._filled -= {slot for slot in new if not any(other.slot == slot for other in self._unended)}
-        if self._steward.membership.finishers:
+        if self._steward.membership.takes_no_more:
             return
         room = (self.limits.max_ranks or sys.maxsize) - len(self._unended) - self._deaths.pending
         for slot in [slot for slot in self._slots.open_slots() if slot not in self._filled][: max(0, room)]:

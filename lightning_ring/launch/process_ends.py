@@ -24,8 +24,9 @@ class ProcessEnds:
     """Tells ``steward`` who is dead, and ends the job where a process of ``processes`` has failed by itself.
 
     The two are told apart by the exit code: a signal's, also as a shell reports it (128 + n), is a death. A process
-    that no view has had yet may fail: the others do not need it. An exit code of 0 is a failure where the rank has not
-    said that it has finished. ``ending()``: whether the job was told to stop, or a process has failed.
+    that joins may fail until it has finished a step: the others do not need it. An exit code of 0 is a failure where
+    the rank has not said that it has finished, and so is each death once a rank has left its fit.
+    ``ending()``: whether the job was told to stop, or a process has failed.
 
     Attributes:
         failing: The process that ended the job without a word.
@@ -114,11 +115,12 @@ class ProcessEnds:
             self.left = self.left or process.name
             return
         others = (other.child.poll() for other in self.processes if other is not process)
-        if (by_signal(code) or is_new) and any(other in (None, 0) for other in others):
+        late = number in steward.membership.late
+        if (by_signal(code) or is_new) and not late and any(other in (None, 0) for other in others):
             process.outlived = True
             self._note_death(process, code)
         elif not finished:
-            self._fail(process, code)
+            self._fail(process, code, ", after the training had ended: what it had yet to do is missing" * late)
 
     def is_outlived(self, process: JobProcess, code: int) -> bool:
         """Whether the job has an exit code of its own although ``process`` ended with ``code``."""
@@ -136,18 +138,19 @@ class ProcessEnds:
             process.child.kill_session()
 
     def _is_new(self, process: JobProcess) -> bool:
-        """Whether it came to a job that trains, and is in no view yet."""
+        """Whether it came to a job that trains, and has finished no step of it yet."""
         return process.joins and not self.steward.membership.was_member(process.number)
 
-    def _fail(self, process: JobProcess, code: int) -> None:
+    def _fail(self, process: JobProcess, code: int, when: str = "") -> None:
         """It may not have said so itself, as an uncaught exception does: os._exit, a C library."""
         if not self.is_over:
             self.failing, self.failed, self.code = process, process.death(code, ""), exit_code(code)
-            self.steward.end(self.failed)
+            self.steward.end(self.failed + when)
 
     def _note_death(self, process: JobProcess, code: int) -> None:
         death = process.death(code, process.removed or self.steward.last_words.get(process.number, ""))
-        trains = (self.begins_again or not self.is_over) and not self.steward.membership.finishers
-        replaced = trains and self.slots.is_open(process.slot)
+        trains = (self.begins_again or not self.is_over) and not self.steward.membership.takes_no_more
+        fits = process.number not in self.steward.turned_away
+        replaced = trains and fits and self.slots.is_open(process.slot)
         rest = self.deaths.add(death, process.slot, time.monotonic() - process.started, replaced=replaced)
         say(f"{death}; {len(self.living)} ranks are left{rest}")

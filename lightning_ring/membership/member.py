@@ -7,7 +7,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lightning_ring.errors import PeerFailedError, RankDiscoveryError
@@ -184,6 +184,18 @@ class Member:
         self._send({"kind": "finished"})
         with self._news:
             self._news.wait_for(lambda: self._finish_is_known or self._lost, FINISH_SECONDS)
+
+    def take_part(self) -> None:
+        """Say that this newcomer has finished its first step. Until then an error of its own counts as its death."""
+        self._send({"kind": "takes_part"})
+
+    def leave_fit(self, left: bool = True) -> None:
+        """Say that this rank has left a fit, so that from now on a death ends the job; or that it begins another."""
+        self._send({"kind": "leaves_fit", "left": left})
+
+    def turn_away(self, members: Sequence[int]) -> None:
+        """Say that the newcomers ``members`` of the view, which may be this one, do not fit: they leave for good."""
+        self._send({"kind": "turns_away", "members": list(members)})
 
     def fail(self, text: str) -> None:
         """Say that this rank failed by an error of its program, which ends the job."""

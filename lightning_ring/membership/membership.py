@@ -28,6 +28,9 @@ class Membership:
         self._gone: set[int] = set()  # removed, or finished
         self.finishers: set[int] = set()  # members that have finished the training
         self._seen: set[int] = set()  # members of any view
+        self._untried: set[int] = set()  # of those: newcomers that have finished no step yet
+        self._outside: set[int] = set()  # members that have left their fit
+        self.late: set[int] = set()  # members that died when a member had left its fit: nobody can go on without them
         self._has_state = False
         self._last = ""  # why the job ends with the next view
 
@@ -56,12 +59,17 @@ class Membership:
     @property
     def finished(self) -> bool:
         """Whether every member of the view that was not removed has finished the training."""
-        return bool(self.finishers) and not self.members
+        return bool(self.finishers) and not self.members and not self.late
+
+    @property
+    def takes_no_more(self) -> bool:
+        """Whether the training is over on some rank, so that a process that starts now comes too late."""
+        return bool(self.finishers or self._outside)
 
     @property
     def below_min_ranks(self) -> bool:
         """Whether nothing but too few ranks is in the way of the next view."""
-        return self._is_settled() and len(self._reports) < self._min_ranks and not self._last
+        return self._is_settled() and len(self._reports) < self._min_ranks and not (self._last or self.late)
 
     @property
     def lacks_ranks(self) -> bool:
@@ -91,8 +99,8 @@ class Membership:
         return (member in self.expected or member in self._seen or member in self._reports) and member not in self._gone
 
     def was_member(self, member: int) -> bool:
-        """Whether ``member`` was in any view."""
-        return member in self._seen
+        """Whether ``member`` was in any view, and has finished a step if it came to a training."""
+        return member in self._seen and member not in self._untried
 
     def expect(self, member: int) -> None:
         """A process was started. The first view waits for all of them."""
@@ -107,7 +115,9 @@ class Membership:
                 return
             self.stopping = True
         self._starts_no_more(member)
-        self._has_state |= report.step is not None
+        if report.step is not None:
+            self._has_state = True
+            self.take_part(member)
         self._reports[member] = report
 
     def remove(self, member: int) -> bool:
@@ -116,6 +126,8 @@ class Membership:
             return False
         if member in self.members:
             self.stopping = True
+            if self._outside and self.was_member(member):
+                self.late.add(member)
         self._drop(member)
         self._unfenced.add(member)
         return True
@@ -124,6 +136,23 @@ class Membership:
         """``member`` was seen to be dead: it writes nothing any more."""
         self.remove(member)
         self._unfenced.discard(member)
+
+    def take_part(self, member: int) -> None:
+        """``member``, a newcomer of a view, has finished its first step."""
+        self._untried.discard(member)
+
+    def leave_fit(self, member: int, left: bool) -> None:
+        """``member`` has ``left`` its fit, and does not join further views before it has begun another one.
+
+        A member that has died in the view, or dies from now on, is missed: this one would have had to take its place.
+        """
+        if not left:
+            self._outside.discard(member)
+            return
+        self._outside.add(member)
+        if self.stopping and self.view is not None:
+            dead = (self._gone - self.finishers).intersection(self.view.members)
+            self.late |= {one for one in dead if self.was_member(one)}
 
     def finish(self, member: int) -> None:
         """``member`` has finished the training; what it has sent is on its way."""
@@ -139,7 +168,7 @@ class Membership:
         """
         if not self._is_settled() or (len(self._reports) < self._min_ranks and not self._last):
             return None
-        if self.last_word:  # newcomers come too late
+        if self.last_word or self.late:  # newcomers come too late; the job has failed
             return None
         members = [*self.members, *([] if self._last else self.newcomers)][: self._max_ranks]
         if self._has_state and all(self._reports[member].step is None for member in members):
@@ -157,6 +186,7 @@ class Membership:
         self.view = View(generation, tuple(order), step, newcomers, self._last)
         self.stopping = False
         self._seen.update(members)
+        self._untried.update(newcomers)
         return self.view
 
     def _is_settled(self) -> bool:

@@ -20,6 +20,7 @@ from lightning_ring.membership.silence import Silence, SilenceLimits
 
 _PING_SECONDS = 1.0
 _LEAVING_SECONDS = 2.0  # between the end of a connection and that of its process
+_MISFIT = "it does not fit the others"
 
 
 class Steward:
@@ -32,6 +33,7 @@ class Steward:
     Attributes:
         ended: Why the job is over, once it is.
         last_words: What processes said about their failure that were in no view.
+        turned_away: Newcomers that did not fit. Others in their place would not fit either.
         resume_from: Checkpoint, and its version, from which the processes are to begin again, once the state is lost.
     """
 
@@ -46,6 +48,7 @@ class Steward:
         self.membership = membership
         self.ended: str | None = None
         self.last_words: dict[int, str] = {}
+        self.turned_away: set[int] = set()
         self.resume_from: tuple[str, int] | None = None
         self._kill = kill
         self._too_few = False  # ranks, for too long: why the job is over
@@ -137,6 +140,13 @@ class Steward:
             self._tell(member, {"kind": "noted"})
             for other in self.membership.members:
                 self._tell(other, {"kind": "finisher"})
+        elif kind == "takes_part":
+            self.membership.take_part(member)
+        elif kind == "leaves_fit":
+            self.membership.leave_fit(member, message["left"])
+        elif kind == "turns_away":
+            for newcomer in message["members"]:
+                self._turn_away(newcomer)
         elif kind == "failed":
             if self.membership.view is not None and not self.membership.was_member(member):
                 self.last_words[member] = message["text"]  # the others go on: it fails on its own host
@@ -194,6 +204,13 @@ class Steward:
             self._kill(member, why, seconds)
             self._silence.forget(member)
             self._connections.hang_up(member)  # it ends by itself where nobody can kill it
+
+    def _turn_away(self, newcomer: int) -> None:
+        if not self.membership.was_member(newcomer) and newcomer not in self.turned_away:
+            self.turned_away.add(newcomer)
+            self.last_words[newcomer] = _MISFIT
+            self._tell_end(newcomer, f"for process {newcomer}, which does not fit the others")
+            self._remove(newcomer, _MISFIT)
 
     def _advance(self) -> None:
         """Whatever follows from the state of the membership."""

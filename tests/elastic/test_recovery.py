@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from lightning_ring.elastic.recovery import Recovery
-from lightning_ring.errors import CollectiveError, PeerFailedError
+from lightning_ring.errors import CollectiveError, ConfigurationError, ModelMismatchError, PeerFailedError
 from lightning_ring.membership.agreement import Report
 from lightning_ring.membership.endings import GenerationOver, JobEnded
 from lightning_ring.membership.view import View
@@ -22,6 +24,7 @@ class Recorder:
     admitted = True
     newcomers_wait = False
     training_is_over = False
+    communicator = SimpleNamespace(barrier=lambda: None)
 
     def __init__(self, *views: View, over: bool = True, opens: tuple[Exception | None, ...] = ()) -> None:
         self.calls: list[Any] = []
@@ -57,6 +60,12 @@ class Recorder:
 
     def finish(self) -> None:
         self.calls.append("finish")
+
+    def take_part(self) -> None:
+        self.calls.append("take part")
+
+    def turn_away(self, newcomers: Sequence[int]) -> None:
+        self.calls.append(("turn away", *newcomers))
 
     def commit(self) -> None:
         self.calls.append("commit")
@@ -122,6 +131,38 @@ def test_connections_that_do_not_come_up_are_tried_again_a_few_times() -> None:
     with pytest.raises(TimeoutError):
         ranks.recovery.start()
     assert ranks.calls.count("close") == 5
+
+
+@pytest.mark.parametrize("error", [ModelMismatchError("other models"), ConfigurationError("other batches")])
+def test_newcomers_that_do_not_fit_are_turned_away_and_the_others_go_on(error: Exception) -> None:
+    views = View(1, (0, 4), 5, (4,)), View(2, (0,), 5)
+    ranks = Recorder(*views, over=False, opens=(error, None))
+    ranks.recovery.step = 5
+    ranks.recovery.pause()
+    assert ranks.calls.count(("turn away", 4)) == 1
+    assert ranks.calls[-1] == "enter 2"
+    newcomer = Recorder(views[0], over=False, opens=(error,))
+    newcomer.number = 4
+    with pytest.raises(JobEnded):
+        newcomer.recovery.start()
+    assert newcomer.calls[-1] == ("turn away", 4)
+
+
+def test_newcomers_are_to_blame_for_an_error_in_their_first_step_and_no_later() -> None:
+    error = CollectiveError("ranks called other collectives")
+    ranks = Recorder(View(1, (0, 4), 5, (4,)), View(2, (0,), 5), over=False)
+    ranks.recovery.step = 5
+    ranks.recovery.pause()
+    ranks.recovery.after(error)
+    assert ("turn away", 4) in ranks.calls
+    joined = Recorder(View(1, (0, 4), 5, (4,)), over=False)
+    joined.number = 4
+    joined.recovery.start()
+    joined.recovery.committed()
+    joined.recovery.committed()
+    assert joined.calls.count("take part") == 1
+    with pytest.raises(CollectiveError):
+        joined.recovery.after(error)
 
 
 @pytest.mark.parametrize("error", [ValueError("no such column"), CollectiveError("ranks called other collectives")])

@@ -142,6 +142,44 @@ def test_who_has_finished_is_not_waited_for() -> None:
     assert membership.finished
 
 
+@pytest.mark.parametrize("order", ["leave dies", "dies leave"])
+def test_a_death_after_a_rank_has_left_its_fit_is_no_end_of_the_training(order: str) -> None:
+    """The rank that has left cannot take the place of the dead one, in no further view."""
+    membership = opened(3)
+    for what in order.split():
+        if what == "leave":
+            membership.leave_fit(0, True)
+        else:
+            membership.fenced(2)
+    membership.report(1, 0, Report(5))
+    membership.finish(0)
+    assert membership.late == {2}
+    assert membership.takes_no_more
+    assert membership.next_view() is None
+    membership.finish(1)
+    assert not membership.finished
+
+
+def test_a_death_in_another_fit_is_survived() -> None:
+    membership = opened(2)
+    membership.leave_fit(0, True)
+    membership.leave_fit(0, False)
+    membership.fenced(1)
+    membership.report(0, 0, Report(5))
+    assert membership.next_view() == View(1, (0,), 5)
+
+
+def test_a_newcomer_is_a_member_once_it_has_finished_a_step() -> None:
+    membership = opened(1)
+    membership.report(1, -1, Report())
+    membership.report(0, 0, Report(5))
+    assert membership.next_view() == View(1, (0, 1), 5, (1,))
+    assert [membership.was_member(member) for member in (0, 1)] == [True, False]
+    assert membership.knows(1)
+    membership.take_part(1)
+    assert membership.was_member(1)
+
+
 @pytest.mark.parametrize("seeds", [range(100), range(100, 200)], ids=str)
 def test_one_history_whatever_happens_in_which_order(seeds: range) -> None:
     for seed in seeds:

@@ -89,6 +89,25 @@ def test_a_newcomer_is_announced_and_let_in_when_the_members_stop() -> None:
         assert not one.newcomers_wait
 
 
+def test_a_newcomer_that_does_not_fit_is_removed_and_a_member_is_not() -> None:
+    with serving() as server:
+        (one,) = first_view(server, 1)
+        two = server.join(1)
+        two.report(Report())
+        wait_for(lambda: one.newcomers_wait, WAIT)
+        one.report(Report(8))
+        for member in (one, two):
+            member.next_view(WAIT)
+        two.turn_away([0])
+        one.turn_away([1])
+        with pytest.raises(JobEnded, match="for process 1, which does not fit the others"):
+            two.next_view(WAIT)
+        assert one.is_over(WAIT)
+        one.report(Report(8))
+        assert one.next_view(WAIT).members == (0,)
+        assert server.steward.turned_away == {1}
+
+
 def test_a_newcomer_gets_another_source_each_time_and_is_called_when_it_is_needed() -> None:
     with serving(min_ranks=2) as server:
         one, two = first_view(server, 2)

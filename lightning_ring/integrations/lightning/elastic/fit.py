@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -12,7 +12,7 @@ from lightning_ring.comm.communicator import Communicator
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.integrations.lightning.elastic.catching_up import CatchingUp
 from lightning_ring.integrations.lightning.elastic.checks import keeps_newcomers_out
-from lightning_ring.integrations.lightning.elastic.handover import hand_over_fit
+from lightning_ring.integrations.lightning.elastic.handover import check_newcomers, hand_over_fit
 from lightning_ring.integrations.lightning.elastic.host_calls import HostCalls
 from lightning_ring.integrations.lightning.elastic.last_checkpoint import save_at_the_end
 from lightning_ring.integrations.lightning.elastic.process import Connecting, elastic_process
@@ -35,6 +35,7 @@ class ElasticFit:
     Attributes:
         step: The current one, and the position in the training data.
         waits_to_join: Whether this process is a newcomer that is not connected yet.
+        first_attributes: The `plain_attributes` with which the training began on this rank.
     """
 
     def __init__(self, strategy: ElasticStrategy) -> None:
@@ -50,12 +51,15 @@ class ElasticFit:
         self.step = ElasticStep(strategy, self.recovery, self.calls, self.catching_up.source)
         self.resize = Resize(options.resize_lr)
         self.waits_to_join = False
+        self.first_attributes: list[dict[str, Any]] = []
         self._keeps_out = ""
         self._said_that_they_wait = False
 
     def start(self) -> None:
         """Take part in the job, or, in a newcomer, set up alone: the others go on meanwhile."""
         self.process.num_fits += 1
+        if self.process.num_fits > 1:
+            self.process.member.leave_fit(False)
         self.process.fitting = True
         trainer = self._strategy.fit_trainer
         if not trainer.lightning_module.automatic_optimization:
@@ -141,6 +145,8 @@ class ElasticFit:
         was_rank_zero = self.recovery.step is None or strategy.is_global_zero
         self._adopt(self._job)
         strategy.timeline.follow(comm)
+        if view.newcomers:
+            check_newcomers(strategy, self, comm, joins=joins)  # before buckets, which are those of equal models
         if joins:
             strategy.attach_newcomer(comm)
         elif strategy.in_fit:

@@ -22,8 +22,10 @@ from lightning_ring.comm.replicate import (
     broadcast_optimizer_state,
     broadcast_tensors,
     check_same_model,
+    check_same_optimizer,
 )
 from lightning_ring.errors import ConfigurationError
+from lightning_ring.integrations.lightning.elastic.attributes import changed_on_all, take_attributes, user_callbacks
 from lightning_ring.integrations.lightning.elastic.rank_zero_files import names_of, take_names
 from lightning_ring.integrations.lightning.elastic.resize import stay_at_the_end
 from lightning_ring.integrations.lightning.elastic.watchers import log_as_the_others, log_every_n_steps
@@ -42,29 +44,17 @@ def hand_over_fit(strategy: ElasticStrategy, fit: ElasticFit, comm: Communicator
     differ. Sharded state comes from the rank that steps it. What a module keeps outside parameters, buffers and
     `on_save_checkpoint` is not sent.
 
-    Raises:
-        ModelMismatchError: The ranks' models or optimizers differ.
-        ConfigurationError: The fit is not the script's first one, or batches differ.
+    `check_newcomers` comes first.
     """
     trainer, model = strategy.fit_trainer, strategy.fit_model
-    batch_size = fit.step.position.batch_size if fit.step.position is not None else 0
-    caught_up = receives and fit.catching_up.has_state
-    standing = comm.all_gather_object((fit.process.num_fits, fit.process.member.number, batch_size, caught_up))
-    num_fits = max(fits for fits, _, _, _ in standing)
-    if num_fits != 1:
-        raise ConfigurationError(
-            f"A process came to a job that is in fit number {num_fits} of its script, and cannot do the earlier ones "
-            "again. Use one fit in an elastic script."
-        )
-    check_batches({number: size for _, number, size, _ in standing})
-    check_same_model(model, comm)
-    sent = None if receives else _state(trainer, strategy, fit)
+    compares = any(comm.all_gather_object(receives and fit.catching_up.has_state))
+    changed = changed_on_all(fit.first_attributes, trainer, comm, receives=receives)
+    sent = None if receives else _state(trainer, strategy, fit) | {"attributes": changed}
     state = comm.broadcast_object(sent if comm.rank == 0 else None)
     assert state is not None
     buffers = list(model.buffers())
     # ranks may have buffers of their own, such as statistics of BatchNorm
     broadcast_tensors(buffers if receives else [buffer.clone() for buffer in buffers], comm)
-    compares = any(has_state for _, _, _, has_state in standing)
     send = _Sending(comm, by_digest=compares, receives=receives)
     counted = strategy.algorithm.let_in(fit.catching_up.parts, receives=receives, compares=compares)
     send([param.detach() for param in model.parameters() if counted is None or not param.requires_grad])
@@ -83,6 +73,42 @@ def hand_over_fit(strategy: ElasticStrategy, fit: ElasticFit, comm: Communicator
     if receives:
         _restore(trainer, strategy, fit, state)
     strategy.timeline.let_in(comm, joins=receives)
+
+
+def check_newcomers(strategy: ElasticStrategy, fit: ElasticFit, comm: Communicator, *, joins: bool) -> None:
+    """Compare all that newcomers have to have in common with the others, and do not get from them. Collective.
+
+    Raises:
+        ModelMismatchError: The ranks' models or optimizers differ.
+        ConfigurationError: The fit is not the script's first one, or batches, limits or callbacks differ.
+    """
+    trainer, position = strategy.fit_trainer, fit.step.position
+    assert position is not None
+    callbacks = [type(callback).__name__ for callback in user_callbacks(trainer)]
+    limits = {"max_epochs": trainer.max_epochs, "max_steps": trainer.max_steps, "order": position.order}
+    own = (fit.process.member.number, joins, fit.process.num_fits, position.batch_size, limits, callbacks)
+    numbers, new, num_fits, batch_sizes, all_limits, all_callbacks = zip(*comm.all_gather_object(own), strict=True)
+    if max(num_fits) != 1:
+        raise ConfigurationError(
+            f"A process came to a job that is in fit number {max(num_fits)} of its script, and cannot do the earlier "
+            "ones again. Use one fit in an elastic script."
+        )
+    check_batches(dict(zip(numbers, batch_sizes, strict=True)))
+    old_callbacks = [names for names, is_new in zip(all_callbacks, new, strict=True) if not is_new]
+    for number, limit, names in zip(numbers, all_limits, all_callbacks, strict=True):
+        if limit != all_limits[0]:
+            raise ConfigurationError(
+                f"Process {number} would train on other data, or to another end, than process {numbers[0]}: {limit} "
+                f"and {all_limits[0]}. Keep the data set as it is while the job runs, and change no limit."
+            )
+        if names not in old_callbacks:
+            raise ConfigurationError(
+                f"Process {number} has other callbacks than the ranks that train: {names} and {old_callbacks[0]}. Give "
+                "the Trainer of each process the same ones, and add none while it trains."
+            )
+    check_same_model(strategy.fit_model, comm)
+    for optimizer in strategy.optimizers:
+        check_same_optimizer(optimizer, comm)
 
 
 def check_batches(sizes: Mapping[int, int]) -> None:
@@ -163,6 +189,7 @@ def _restore(trainer: pl.Trainer, strategy: ElasticStrategy, fit: ElasticFit, st
     strategy.buffers_state = state["buffers"]
     strategy.rank_changes.load_state_dict(state["rank_changes"])
     log_as_the_others(trainer, state["log_every_n_steps"])
+    take_attributes(trainer, state["attributes"])
     assert fit.step.position is not None
     fit.step.position.load_state_dict(state["position"])
     assert fit.recovery.view is not None

@@ -122,6 +122,11 @@ class TrainingPosition:
 
     # -- newcomers
 
+    @property
+    def order(self) -> str:
+        """The order of the samples, and the data set that it is for."""
+        return f"{self._sampler.kind} of {self._sampler.fingerprint}, seed {self._sampler.seed}"
+
     def has_batches_for(self, ranks: int) -> bool:
         """Whether each of ``ranks`` has a batch left after the current step, of this epoch or of one that begins."""
         begins_epoch = self._epoch != self._trainer.current_epoch

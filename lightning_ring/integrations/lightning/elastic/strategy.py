@@ -22,6 +22,7 @@ from lightning_ring.comm.recording import RecordedCommunicator
 from lightning_ring.data.sampling.sampler import OrderedSampler
 from lightning_ring.elastic.rank_changes import RankChanges
 from lightning_ring.errors import ConfigurationError, StateLostError
+from lightning_ring.integrations.lightning.elastic.attributes import plain_attributes
 from lightning_ring.integrations.lightning.elastic.checks import check_fit
 from lightning_ring.integrations.lightning.elastic.fit import ElasticFit
 from lightning_ring.integrations.lightning.elastic.last_checkpoint import go_on_from, lose_state
@@ -242,6 +243,7 @@ class ElasticStrategy(RingStrategy):
         if fit is None:
             return
         fit.step.position = TrainingPosition(trainer)
+        fit.first_attributes = plain_attributes(trainer)
         if not fit.waits_to_join:
             plain = super().broadcast  # rank 0 is asked when it is called: it may be another one the second time
             names = self._call(
@@ -257,13 +259,18 @@ class ElasticStrategy(RingStrategy):
             self._fit.save_at_the_end()
 
     def teardown(self) -> None:
-        self._in_fit.close()
         fit, trainer = self._fit, self._trainer
+        interrupted = trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
+        if self.is_survivable and not interrupted:
+            # who dies before all have come here is replaced as in a step: rank 0 may be another one. Nobody is later
+            self.barrier()
+        self._in_fit.close()
         if fit is not None:
             fit.step.position = None
             fit.catching_up.close()
-            interrupted = trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
             fit.process.fitting = fit.process.fitting and interrupted
+            if not fit.process.fitting:
+                fit.process.member.leave_fit()
             fit.process.was_stopped = self._requests.stops_together
         super().teardown()
 

@@ -1,7 +1,8 @@
 """Fits of a plain script, which ``python ending_rank.py FOLDER FITS [EVENT]`` starts as 3 ranks.
 
 EVENT is NUMBER:STEP:SIGNAL[:PLACE[:FIT]]: process NUMBER sends itself the signal when STEP steps of fit FIT (0) are
-finished; PLACE is ``step``, the training step, or ``hook``, ``on_before_optimizer_step``, where ranks communicate.
+finished; PLACE is ``step``, the training step, ``hook``, ``on_before_optimizer_step``, where ranks communicate,
+``train_end``, or ``after``: the code after the fit, at any step. ``exit3`` for SIGNAL: it ends with exit code 3.
 """
 
 from __future__ import annotations
@@ -33,9 +34,11 @@ class Module(pl.LightningModule):
 
     def happen(self, place: str) -> None:
         for number, step, signum, *where in (event.split(":") for event in EVENT):
-            here = os.environ["RING_MEMBER"] == number and self.global_step == int(step)
+            here = os.environ["RING_MEMBER"] == number and step in ("-", str(self.global_step))
             if here and [*where, *["step", "0"][len(where) :]] == [place, str(self.fit)]:
                 time.sleep(0.5)  # behind a hook: the others have its sum too, and wait for the step to be agreed on
+                if signum == "exit3":
+                    os._exit(3)
                 os.kill(os.getpid(), int(signum))
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
@@ -46,6 +49,9 @@ class Module(pl.LightningModule):
         ranks = self.trainer.strategy.reduce(torch.ones(()), reduce_op="sum")
         assert ranks == self.trainer.world_size, (ranks, self.trainer.world_size)
         self.happen("hook")
+
+    def on_train_end(self) -> None:
+        self.happen("train_end")
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=0.1)
@@ -69,6 +75,8 @@ for fit in range(FITS):
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Module(fit), DataLoader(TensorDataset(SAMPLES), batch_size=4))
+    module = Module(fit)
+    trainer.fit(module, DataLoader(TensorDataset(SAMPLES), batch_size=4))
     told = f"{trainer.world_size} ranks, {trainer.global_step} steps, {strategy.rank_changes.deaths} deaths"
-    print(f"fit {fit}: {told}\n", end="", flush=True)
+    print(f"fit {fit}: {told}, rank {trainer.global_rank}\n", end="", flush=True)
+    module.happen("after")

@@ -13,7 +13,8 @@ to ``FOLDER/NUMBER.log``; step and digest of weights and optimizer state after e
 
 Environment: FIT_SAMPLES: 144 if it is not set. FIT_LOADER: the training loader is this package's. FIT_NODES: so many
 nodes, which processes take by turns. FIT_TRAINER and FIT_STRATEGY are JSON of arguments. FIT_CALLBACKS: further
-callbacks of Lightning, as expressions. FIT_DROPOUT. FIT_MANUAL: manual optimization, two optimizers. FIT_MOMENTUM:
+callbacks, as expressions: of Lightning, and those below. FIT_DROPOUT. FIT_MANUAL: manual optimization, two
+optimizers. FIT_MOMENTUM:
 each training_step lets an encoder follow the first layer. FIT_SCALER: the first scale of a loss scaler. FIT_RESUME: a
 checkpoint. FIT_LATE: NUMBER:STEP of a process that has yet to learn that all agree to this step when a ``late`` death
 comes. FIT_BARRIER: NUMBER:STEP, behind which all ranks call a barrier, and this process has yet to learn that all came
@@ -240,6 +241,42 @@ class Module(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
+class Counting(of_lightning.Callback):
+    """Communicates every fourth batch, by a count that is in no state; logs metrics of single epochs."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.count += 1
+        if self.count % 4 == 0:
+            assert trainer.strategy.reduce(torch.ones(()), reduce_op="sum") == trainer.world_size
+
+    def on_validation_epoch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        for name in ("rising", "higher"):
+            module.log(name, float(trainer.current_epoch), sync_dist=True)
+        if trainer.current_epoch == 1:
+            module.log("late", 1.0, sync_dist=True)
+
+
+class Freezing(of_lightning.Callback):
+    """Freezes a parameter after the first epoch, as the callbacks that finetune unfreeze some."""
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, module: Any) -> None:
+        module.net[1].bias.requires_grad_(False)
+
+
+class Failing(of_lightning.Callback):
+    """Raises in the hook ``where`` of process ``number``."""
+
+    def __init__(self, number: int, where: str) -> None:
+        if number == NUMBER:
+            setattr(self, where, self.fail)
+
+    def fail(self, *_: Any, **__: Any) -> None:
+        raise ValueError("only this process fails")
+
+
 class ManualModule(Module):
     """Steps two optimizers, the second one on what the first one has changed."""
 
@@ -299,7 +336,11 @@ def main() -> None:
         log_every_n_steps=1,
         callbacks=[
             ModelCheckpoint(FOLDER / "checkpoints", monitor="val_loss", save_top_k=2, save_last=True),
-            *(eval(one, vars(of_lightning)) for one in os.environ.get("FIT_CALLBACKS", "").split(";") if one),
+            *(
+                eval(one, vars(of_lightning) | globals())
+                for one in os.environ.get("FIT_CALLBACKS", "").split(";")
+                if one
+            ),
         ],
         enable_progress_bar=False,
         enable_model_summary=False,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import warnings
+from collections import defaultdict
 from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
@@ -215,7 +216,8 @@ def test_one_cycle_of_a_process_that_has_joined_stays_at_its_end_too() -> None:
     configs = [SimpleNamespace(scheduler=scheduler)]
     strategy: Any = MagicMock(fit_model=nn.Linear(1, 1), lr_scheduler_configs=configs)
     trainer: Any = MagicMock(callbacks=[], loggers=[])
-    _restore(trainer, strategy, MagicMock(), MagicMock())
+    state = defaultdict(MagicMock, attributes=[{}, {}, {}])
+    _restore(trainer, strategy, MagicMock(), state)
     for _ in range(30):
         optimizer.step()
         scheduler.step()

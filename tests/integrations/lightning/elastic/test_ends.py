@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,37 @@ def test_a_step_that_is_finished_after_a_death_runs_its_hooks_no_second_time(tmp
     assert code == 0, output
     assert "2 ranks, after 4 steps" in output  # the survivors held the averages, and a hook would find no communicator
     assert output.count("fit 0: 2 ranks, ") == 2
+
+
+@pytest.mark.parametrize(
+    ("event", "fits", "expected", "told"),
+    [
+        (
+            "0:-:9:after",
+            "1",
+            137,
+            r"process 0 \(pid \d+\) was killed by signal 9 \(SIGKILL\), after the training had ended",
+        ),
+        (
+            "1:-:9:after",
+            "2",
+            137,
+            r"process 1 \(pid \d+\) was killed by signal 9 \(SIGKILL\), after the training had ended",
+        ),
+        ("0:-:exit3:after", "1", 3, r"process 0 \(pid \d+\) ended with exit code 3"),
+    ],
+    ids=["before the export", "between two fits", "by an exit code"],
+)
+def test_a_death_after_the_fit_fails_the_job(event: str, fits: str, expected: int, told: str, tmp_path: Path) -> None:
+    code, output = job(tmp_path, fits, event)
+    assert code == expected, output
+    assert re.search(told, output.splitlines()[-1]), output
+
+
+def test_a_rank_that_dies_at_the_end_of_the_fit_is_followed_by_another_rank_0(tmp_path: Path) -> None:
+    code, output = job(tmp_path, "1", "0:8:9:train_end")
+    assert code == 0, output
+    assert sorted(re.findall(r"fit 0: 2 ranks.*rank (\d)", output)) == ["0", "1"]
 
 
 def test_too_few_ranks_save_a_checkpoint_and_say_who_died(tmp_path: Path) -> None:

@@ -231,6 +231,49 @@ def test_a_newcomer_steps_several_optimizers_as_the_others_do(tmp_path: Path) ->
     assert "while the ranks waited, 0.0 of 0.0 MiB" in (tmp_path / "output").read_text()
 
 
+def test_a_newcomer_gets_what_callbacks_keep_outside_their_states(tmp_path: Path) -> None:
+    """Which checkpoint came last, that one is due, how many batches to accumulate, and a count of a callback."""
+    callbacks = (
+        f"ModelCheckpoint('{tmp_path}/last', monitor='rising', save_last=True)",
+        f"ModelCheckpoint('{tmp_path}/link', monitor='higher', save_last='link')",
+        f"ModelCheckpoint('{tmp_path}/late', monitor='late', every_n_train_steps=23, save_on_train_epoch_end=False)",
+        "GradientAccumulationScheduler({0: 1, 1: 2})",
+        "Counting()",
+    )
+    env = {"FIT_CALLBACKS": ";".join(callbacks), "FIT_WAIT": "22", "FIT_NEWCOMER": "2"}
+    ends = fit(tmp_path, "gloo", "1:20:forward", respawn=True, ranks=2, **env)
+    assert [(end["number"], end["rank"], end["caught_up"]) for end in ends] == [(0, 0, False), (2, 1, True)]
+    assert ends[0]["digest"] == ends[1]["digest"]
+    assert len(list((tmp_path / "late").glob("*.ckpt"))) == 1
+
+
+def test_a_newcomer_that_does_not_fit_is_turned_away_and_not_replaced(tmp_path: Path) -> None:
+    """The others have frozen a parameter."""
+    env = {"FIT_CALLBACKS": "Freezing()", "FIT_WAIT": "22", "FIT_NEWCOMER": "2"}
+    (end,) = fit(tmp_path, "gloo", "1:20:forward", respawn=True, ranks=2, **env)
+    assert (end["number"], end["world_size"], end["epoch"]) == (0, 1, EPOCHS)
+    output = (tmp_path / "output").read_text()
+    told = "Process 2 cannot join, and the job goes on without, and starts no other in its place. ModelMismatchError: "
+    assert output.count(told) == 1
+    assert "parameter net.1.bias: rank 0: float32 (32,) on cpu, frozen; rank 1: float32 (32,) on cpu. " in output
+    assert "process 2 ends: " in output
+    assert not (tmp_path / "started3").exists()
+
+
+@pytest.mark.parametrize(
+    ("where", "awaited"), [("setup", "3"), ("on_load_checkpoint", "2"), ("on_train_batch_start", "2")]
+)
+def test_a_newcomer_that_fails_before_its_first_step_is_a_death(where: str, awaited: str, tmp_path: Path) -> None:
+    """Process 2 fails; process 3 takes its place, if it comes before the end."""
+    env = {"FIT_CALLBACKS": f"Failing(2, '{where}')", "FIT_WAIT": "8", "FIT_NEWCOMER": awaited}
+    ends = fit(tmp_path, "gloo", "1:3:forward", respawn=True, ranks=2, **env)
+    check(tmp_path, ends, len(ends))
+    assert [end["number"] for end in ends] in ([0], [0, 3])
+    assert re.search(
+        r"process 2 \(pid \d+\) ended with exit code 1 \(process 2 .*only this", (tmp_path / "output").read_text()
+    )
+
+
 @pytest.mark.parametrize(
     "asked",
     [(), ("0:8:sigterm",), ("1:join:sigterm",)],

@@ -19,6 +19,7 @@ from torch import nn
 from torchmetrics import CatMetric, MeanMetric
 
 from lightning_ring.elastic.undo import remember
+from lightning_ring.integrations.lightning.elastic.attributes import changed_on_all, plain_attributes, take_attributes
 from lightning_ring.integrations.lightning.elastic.host_calls import HostCalls
 from lightning_ring.integrations.lightning.elastic.loops import _validate
 from lightning_ring.integrations.lightning.elastic.rank_zero_files import go_on_with_csv, names_of, take_names
@@ -97,6 +98,41 @@ def test_a_forward_that_is_taken_back_leaves_buffers_and_generators_as_they_were
     for name, value in module.state_dict().items():
         assert torch.equal(value, before[name])
     assert torch.equal(module(batch), first)
+
+
+def test_a_process_that_joins_takes_attributes_that_training_has_changed_alike_on_all_ranks() -> None:
+    def fit(is_main: bool) -> Any:
+        saving, counting = ModelCheckpoint(), Callback()
+        counting.count, counting.is_main, counting.lines, counting.seen = 0, is_main, [], torch.zeros(1)
+        module = pl.LightningModule()
+        module.best = 0.0
+        callbacks = [saving, counting, TQDMProgressBar()]
+        return SimpleNamespace(callbacks=callbacks, lightning_module=module, accumulate_grad_batches=1, _private=0)
+
+    first, other, new = fit(True), fit(False), fit(False)
+    begun = plain_attributes(first)
+    for rank, trainer in enumerate((first, other)):
+        saving, counting, bar = trainer.callbacks
+        saving._last_checkpoint_saved, saving._last_time_checked = "last.ckpt", 7.0
+        counting.count, counting.seen, bar.shown = 3, torch.ones(1), 1
+        counting.lines.append(f"of rank {rank}")
+        trainer.lightning_module.best, trainer.accumulate_grad_batches, trainer._private = 0.5, 2, 1
+    gathered = [*changed_from(begun, first), *changed_from(plain_attributes(fit(False)), other), None]
+    comm: Any = SimpleNamespace(all_gather_object=lambda own: gathered)
+    take_attributes(new, changed_on_all(begun, first, comm, receives=False))
+    saving, counting, bar = new.callbacks
+    assert (saving._last_checkpoint_saved, saving._last_time_checked) == ("last.ckpt", None)
+    assert (counting.count, counting.is_main, counting.lines, float(counting.seen)) == (3, False, [], 0.0)
+    assert (new.lightning_module.best, new.accumulate_grad_batches, new._private) == (0.5, 2, 0)
+    assert not hasattr(bar, "shown")
+
+
+def changed_from(begun: list[dict[str, Any]], trainer: Any) -> list[Any]:
+    """What ``trainer``'s rank sends to the others."""
+    sent: list[Any] = []
+    comm: Any = SimpleNamespace(all_gather_object=lambda own: sent.append(own) or [own])
+    changed_on_all(begun, trainer, comm, receives=False)
+    return sent
 
 
 class Exchanging(Callback):
