@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from time import perf_counter
-from typing import Any, Literal, Protocol, cast, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import numpy.typing as npt
 import torch
@@ -16,7 +16,6 @@ from lightning_ring.data.augment.processes import InProcesses
 from lightning_ring.data.augment.sample import InThreads, SampleTransforms, Transform, TransformFailedError
 from lightning_ring.data.loading.batch_maker import LoaderTimes, Samples
 from lightning_ring.data.loading.buffers import Buffers, Memory
-from lightning_ring.data.loading.generations import Generations, ResumeAt
 from lightning_ring.data.loading.loader import Loader
 from lightning_ring.data.loading.on_device import OnDevice
 from lightning_ring.data.loading.pixels import decode_into
@@ -36,21 +35,16 @@ _CHUNK = 8
 
 
 class ImageSource(Protocol):
-    """Encoded images and their labels: a `ShardDataset`, an `ImageFolder`, or yours. Read by several threads."""
+    """Encoded images and their labels: a `ShardDataset`, an `ImageFolder`, or yours. Read by several threads.
+
+    It may also have ``fingerprint``, which tells its images from others: a training does not resume over others.
+    """
 
     labels: npt.NDArray[Any]
 
     def __len__(self) -> int: ...
     def read_many(self, indices: Sequence[int], /) -> list[bytes]: ...
     def where(self, i: int, /) -> str: ...
-
-
-class RemoteSource(Protocol):
-    """What an `ImageSource` may have besides: it is told which images come next."""
-
-    lookahead: int  # how many images ahead of their reading
-
-    def will_need(self, indices: Sequence[int], /) -> None: ...
 
 
 @dataclass(slots=True)
@@ -114,12 +108,8 @@ class ImageBatches:
         self._buffers = Buffers(self._sizes, pinned=is_gpu(device))
         self.on_device = OnDevice(device, transform, batch_transform, self._buffers)
         self.ahead = self.on_device.on_gpu
-        self.lookahead: int = getattr(source, "lookahead", 0)  # of a set that lies elsewhere
 
     # -- in the thread that takes batches, before
-
-    def announce(self, samples: Samples) -> None:
-        cast(RemoteSource, self.source).will_need(samples.indices.tolist())
 
     def open(self, samples: Samples) -> _Room:
         # of all at once: the calls cost more than the numbers
@@ -219,7 +209,7 @@ class ImageBatches:
 
 def image_loader(
     source: ImageSource,
-    sampler: OrderedSampler | Callable[[Any], OrderedSampler],
+    sampler: OrderedSampler,
     batch_size: int | None = None,
     *,
     crop: Crop | Sequence[Crop],
@@ -234,7 +224,6 @@ def image_loader(
     num_threads: int | None = None,
     ranks_per_node: int = 1,
     prefetch: int = 2,
-    resume_at: ResumeAt = "saved",
 ) -> Loader:
     """Batches ``(images, labels)`` of a `ShardDataset`, an `ImageFolder`, or another `ImageSource`.
 
@@ -247,15 +236,12 @@ def image_loader(
             (Python's lock) or draw from ``random`` and ``numpy.random``. It gives the same images as threads do.
         batch_transform: ``(images, labels) -> (images, labels)``, run on the device after ``transform``, such as MixUp.
             What it draws depends on seed, epoch and the position of the batch's first image.
-        sampler: Of this rank; or a function that makes it for the source, so that a checkpoint can go on with the
-            generation of the set that it was saved at: ``lambda photos: ShuffledSampler(len(photos))``.
+        sampler: Of this rank.
         batch_size: Images of this rank and step; `PKSampler` knows its own.
         drop_last: Leave out a last batch that is smaller.
         num_threads: That decode. Left out: the cores that this process may use, divided by ``ranks_per_node``.
         ranks_per_node: Ranks that share those cores.
         prefetch: Batches that are filled while one is trained on.
-        resume_at: Where the set has changed since a checkpoint was saved: ``"saved"`` goes on with the images as they
-            were, exactly; ``"newest"`` with the images of ``source``.
     """
     num_threads = num_threads or available_cores(ranks_per_node)
     sample_transforms: SampleTransforms | None = None
@@ -263,15 +249,14 @@ def image_loader(
         sample_transforms = (
             InProcesses(sample_transform, num_threads, _CHUNK) if in_processes else InThreads(sample_transform)
         )
-    make_sampler = None if isinstance(sampler, OrderedSampler) else sampler
     maker = ImageBatches(source, crop, transform, device, with_indices, on_error, sample_transforms, batch_transform)
     return Loader(
         maker,
-        sampler if isinstance(sampler, OrderedSampler) else sampler(source),
+        sampler,
         batch_size,
         drop_last=drop_last,
         num_threads=num_threads,
         ranks_per_node=ranks_per_node,
         prefetch=prefetch,
-        generations=Generations(maker, make_sampler, resume_at),
+        images=getattr(source, "fingerprint", None),
     )
