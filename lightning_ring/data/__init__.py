@@ -16,14 +16,20 @@ if TYPE_CHECKING:
     from lightning_ring.data.sampling.pk import PKSampler
     from lightning_ring.data.sampling.sampler import OrderedSampler, ShuffledSampler
     from lightning_ring.data.shards.dataset import ShardDataset
+    from lightning_ring.data.sources.hugging_face import HuggingFaceImages
+    from lightning_ring.data.sources.lance import LanceImages
+    from lightning_ring.data.sources.map_style import MapStyleImages
 
 __all__ = [
     "BalancedSampler",
     "CenterCrop",
     "DeviceTransform",
+    "HuggingFaceImages",
     "ImageFolder",
+    "LanceImages",
     "Loader",
     "LoaderTimes",
+    "MapStyleImages",
     "Mixture",
     "MixtureSampler",
     "OrderedSampler",
@@ -48,6 +54,9 @@ _HOMES = {
     "sampling.pk": ("PKSampler",),
     "sampling.sampler": ("OrderedSampler", "ShuffledSampler"),
     "shards.dataset": ("ShardDataset",),
+    "sources.hugging_face": ("HuggingFaceImages",),
+    "sources.lance": ("LanceImages",),
+    "sources.map_style": ("MapStyleImages",),
 }
 
 

@@ -45,6 +45,7 @@ class Mixture(Dataset[tuple[Any, int]]):
         self._ends = list(accumulate(self.sizes))
         self.classes = list(dict.fromkeys(name for source in named for name in source.classes))
         self.labels: npt.NDArray[np.int32] = np.concatenate([self._labels(source) for source in sources])
+        self.chunk = max(getattr(source, "chunk", 8) for source in sources)
         parts = [str(getattr(source, "fingerprint", len(source))) for source in sources]
         self.fingerprint = hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
 
@@ -71,9 +72,9 @@ class Mixture(Dataset[tuple[Any, int]]):
         source = bisect_right(self._ends, i)
         return source, i - self._ends[source] + self.sizes[source]
 
-    def read_many(self, indices: Sequence[int]) -> list[bytes]:
-        """Encoded images, in the order of ``indices``."""
-        got: list[bytes] = [b""] * len(indices)
+    def read_many(self, indices: Sequence[int]) -> list[Any]:
+        """Images, encoded or as pixels, in the order of ``indices``."""
+        got: list[Any] = [None] * len(indices)
         for source, members in self._by_source(indices).items():
             data = self.sources[source].read_many([inside for _, inside in members])
             for (slot, _), image in zip(members, data, strict=True):

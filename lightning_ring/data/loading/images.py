@@ -8,6 +8,7 @@ from itertools import accumulate, pairwise
 from time import perf_counter
 from typing import Any, Literal, Protocol, get_args
 
+import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
@@ -30,20 +31,23 @@ from lightning_ring.host.cores import available_cores
 OnError = Literal["raise", "skip", "skip_shards"]
 Rows = list[list[float]]
 """Random numbers of each crop of a sample."""
+Data = bytes | npt.NDArray[np.uint8]
+"""An encoded image, or its pixels: height x width x 3."""
 
 _CHUNK = 8
 
 
 class ImageSource(Protocol):
-    """Encoded images and their labels: a `ShardDataset`, an `ImageFolder`, or yours. Read by several threads.
+    """Images and their labels: a `ShardDataset`, an `ImageFolder`, or yours. Read by several threads.
 
-    It may also have ``fingerprint``, which tells its images from others: a training does not resume over others.
+    It may also have ``fingerprint``, which tells its images from others: a training does not resume over others; and
+    ``chunk``, the number of images that a call of `read_many` is best asked for.
     """
 
     labels: npt.NDArray[Any]
 
     def __len__(self) -> int: ...
-    def read_many(self, indices: Sequence[int], /) -> list[bytes]: ...
+    def read_many(self, indices: Sequence[int], /) -> Sequence[Data]: ...
     def where(self, i: int, /) -> str: ...
 
 
@@ -77,8 +81,6 @@ class ImageBatches:
         skipped: The images that were skipped, by index, with the reasons: ``skipped.reasons``.
     """
 
-    chunk: int | None = _CHUNK
-
     def __init__(
         self,
         source: ImageSource,
@@ -96,6 +98,7 @@ class ImageBatches:
         self.on_error = on_error
         self.skipped = Skipped()
         self.source = source
+        self.chunk: int | None = _chunk(source)
         self.with_views = isinstance(crop, Sequence)
         self.crops = list(crop) if isinstance(crop, Sequence) else [crop]
         if not self.crops:
@@ -153,11 +156,11 @@ class ImageBatches:
                 index = int(room.indices[offset + error.place])
                 raise SampleError(f"{self.source.where(index)}: {error.reason}") from error
 
-    def _read(self, indices: list[int]) -> list[bytes | Exception]:
+    def _read(self, indices: list[int]) -> list[Data | Exception]:
         """Encoded images; where they may be skipped, the error of each that cannot be read."""
         try:
             return [*self.source.read_many(indices)]
-        except (ShardError, OSError) as error:
+        except (SampleError, ShardError, OSError) as error:
             self._raise_unless_skipped(error)
             return [error] if len(indices) == 1 else [self._read([index])[0] for index in indices]
 
@@ -166,7 +169,7 @@ class ImageBatches:
         if self.on_error == "raise" or (self.on_error == "skip" and isinstance(error, ShardLostError)):
             raise error
 
-    def _decode(self, places: Sequence[Tensor], index: int, data: bytes | Exception, rows: Rows) -> None:
+    def _decode(self, places: Sequence[Tensor], index: int, data: Data | Exception, rows: Rows) -> None:
         if isinstance(data, Exception):
             raise data
         try:
@@ -207,6 +210,10 @@ class ImageBatches:
         return (tuple(views) if self.with_views else views[0], *numbers)
 
 
+def _chunk(source: ImageSource) -> int:
+    return getattr(source, "chunk", _CHUNK)
+
+
 def image_loader(
     source: ImageSource,
     sampler: OrderedSampler,
@@ -225,7 +232,7 @@ def image_loader(
     ranks_per_node: int = 1,
     prefetch: int = 2,
 ) -> Loader:
-    """Batches ``(images, labels)`` of a `ShardDataset`, an `ImageFolder`, or another `ImageSource`.
+    """Batches ``(images, labels)`` of a `ShardDataset`, an `ImageFolder`, `LanceImages`, or another `ImageSource`.
 
     Args:
         source, crop, transform, device, with_indices, on_error: See `ImageBatches`.
@@ -247,7 +254,7 @@ def image_loader(
     sample_transforms: SampleTransforms | None = None
     if sample_transform is not None:
         sample_transforms = (
-            InProcesses(sample_transform, num_threads, _CHUNK) if in_processes else InThreads(sample_transform)
+            InProcesses(sample_transform, num_threads, _chunk(source)) if in_processes else InThreads(sample_transform)
         )
     maker = ImageBatches(source, crop, transform, device, with_indices, on_error, sample_transforms, batch_transform)
     return Loader(

@@ -76,8 +76,9 @@ class Loader:
         self.batch_size = batch_size
         self.drop_last = drop_last
         self.num_threads = num_threads or available_cores(ranks_per_node)
-        # batches that only whole threads fill keep one thread each
-        self.prefetch = prefetch if maker.chunk else max(prefetch, self.num_threads)
+        # enough batches for all threads: each works on the parts of one
+        parts = -(-batch_size // maker.chunk) if maker.chunk else 1
+        self.prefetch = max(prefetch, -(-self.num_threads // parts))
         self.times = LoaderTimes()
         self.images = images
         self._run: _Run | None = None
