@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import runpy
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,8 +35,11 @@ from lightning_ring.data import (
     ShuffledSampler,
     image_loader,
 )
+from lightning_ring.data.packing.run import pack
+from lightning_ring.data.packing.settings import PackSettings
 from lightning_ring.errors import ConfigurationError, SampleError, ShardLostError
 from tests.data.photos import encode, photo
+from tests.processes import ROOT
 
 CROP = RandomResizedCrop(16, exact=True)  # the pixels of a whole image, whatever it is decoded by
 SAMPLERS: dict[str, Callable[..., Any]] = {
@@ -228,7 +233,7 @@ def test_what_hugging_face_images_cannot_be_made_of_says_why(folder: ImageFolder
     data = datasets.Dataset.from_dict({"image": [1, 2], "label": [-1, 0], "text": ["a", "b"]})
     for given, message in [
         (data.to_iterable_dataset(), "got IterableDataset, expected a datasets.Dataset: one split, not streamed"),
-        (data, r"the column 'image' is Value\('int64'\), expected images"),
+        (data, r"the column 'image' is Value\(.*, expected images"),
         (data.rename_column("image", "picture"), r"the columns picture, label, text, expected 'image' among them"),
     ]:
         with pytest.raises(ConfigurationError, match=message):
@@ -292,3 +297,13 @@ def test_what_a_torch_data_set_gives_that_is_no_image_says_so(folder: ImageFolde
     assert (labelled.labels.tolist(), labelled.classes) == (folder.labels[[4, 2]].tolist(), folder.classes)
     with pytest.raises(ConfigurationError, match="2 images and 1 labels"):
         MapStyleImages(part, [0])
+
+
+def test_the_example_of_the_guide_runs(folder: ImageFolder, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    pack(folder.root, tmp_path / "shards", PackSettings(), 1, lambda *numbers: None)
+    example = ROOT / "docs" / "examples" / "lance_photos.py"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [str(example), "shards", str(folder.root)])
+    runpy.run_path(str(example), run_name="__main__")
+    lines = capsys.readouterr().out.splitlines()
+    assert [lines[0], *lines[-2:]] == ["21 images", "40 images", "21 images in version 1"]
