@@ -201,7 +201,7 @@ class Loader:
         Raises:
             ConfigurationError: The state is of another data set or another kind of sampler.
         """
-        if (saved := state.get("images")) != self.images:
+        if (saved := state.get("images", self.images)) != self.images:
             raise ConfigurationError(
                 f"the checkpoint was saved over the images {saved!r}, but this loader reads {self.images!r}: its "
                 "position means nothing here. Open the images as they were, such as ShardDataset(..., generation=N), "
