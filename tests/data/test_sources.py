@@ -210,8 +210,14 @@ def test_what_lance_images_cannot_be_made_of_says_why(folder: ImageFolder, tmp_p
     with pytest.raises(ConfigurationError, match=r"not stored as blobs"):
         LanceImages(stored)
     missing = pa.table({"image": [b"x", b"y"], "label": pa.array([None, 1])})
-    with pytest.raises(ConfigurationError, match=r"the column 'label' has the label None, expected a whole number"):
+    with pytest.raises(ConfigurationError, match=r"the column 'label' has no label for 1 of 2 images"):
         LanceImages(lance.write_dataset(missing, tmp_path / "missing.lance"))
+    table = pa.table({"image": [b"x"] * 3, "label": pa.array(["a", "b", "c"]).dictionary_encode()})
+    some = LanceImages(lance.write_dataset(table, tmp_path / "codes.lance"), where="label != 'b'", classes=["c", "a"])
+    assert some.labels.tolist() == [1, 0]
+    fractions = lance.write_dataset(pa.table({"image": [b"x"], "label": [0.5]}), tmp_path / "fractions.lance")
+    with pytest.raises(ConfigurationError, match=r"the column 'label' has the label 0\.5, expected a whole number"):
+        LanceImages(fractions)
 
 
 # -- Hugging Face

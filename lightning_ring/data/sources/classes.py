@@ -37,10 +37,9 @@ def numbered(
                 "Leave images without a class out."
             )
         return found.astype(np.int32), None if classes is None else list(classes)
-    strange = next((label for label in found.tolist() if not isinstance(label, str)), None)
-    if found.dtype.kind not in "OUT" or not all(isinstance(label, str) for label in found.tolist()):
+    if strange := [label for label in found.tolist() if not isinstance(label, str)]:
         raise ConfigurationError(
-            f"{what} has the label {strange!r}, expected a whole number or the name of a class for each image."
+            f"{what} has the label {strange[0]!r}, expected a whole number or the name of a class for each image."
         )
     names, numbers = np.unique(found.astype(str), return_inverse=True)
     if classes is None:
@@ -52,6 +51,25 @@ def numbered(
             "end, or leave their images out."
         )
     return np.array([places[name] for name in names.tolist()], np.int32)[numbers], list(classes)
+
+
+def numbered_column(
+    column: Any, classes: Sequence[str] | None, what: str
+) -> tuple[npt.NDArray[np.int32], list[str] | None]:
+    """`numbered` for a chunked array of Arrow; each name is looked at once, however many images there are."""
+    if column.null_count:
+        raise ConfigurationError(
+            f"{what} has no label for {column.null_count} of {len(column)} images, expected one for each. Leave the "
+            "others out."
+        )
+    values = column.combine_chunks()
+    if hasattr(values, "dictionary"):  # which may hold names that no image has
+        values = values.dictionary_decode()
+    if str(values.type).startswith(("int", "uint")):
+        return numbered(values.to_numpy(), classes, what)
+    encoded = values.dictionary_encode()
+    numbers, names = numbered(encoded.dictionary.to_pylist(), classes, what)
+    return numbers[encoded.indices.to_numpy()], names
 
 
 def digest(*parts: object) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_ring.data.sources.classes import digest, numbered
+from lightning_ring.data.sources.classes import digest, numbered_column
 from lightning_ring.errors import ConfigurationError
 
 
@@ -61,7 +61,7 @@ class HuggingFaceImages:
             encoded = dataset.select_columns([image]).cast_column(image, datasets.Image(decode=False))
             self.dataset = encoded.with_format(None)
             self.image = image
-            labels = dataset.select_columns([label]).with_format("arrow")[:][label].to_pylist()
+            labels = dataset.select_columns([label]).with_format("arrow")[:][label]
             ends = self.read_many(sorted({0, len(dataset) - 1})) if len(dataset) else []
         except (TypeError, ValueError, KeyError, NotImplementedError) as error:
             raise ConfigurationError(
@@ -69,7 +69,7 @@ class HuggingFaceImages:
             ) from error
         if classes is None and isinstance(features[label], datasets.ClassLabel):
             classes = features[label].names
-        self.labels, names = numbered(labels, classes, f"the column {label!r}")
+        self.labels, names = numbered_column(labels, classes, f"the column {label!r}")
         if names is not None:
             self.classes = names
         self.fingerprint = digest(image, self.labels, names, np.frombuffer(b"".join(ends), np.uint8))

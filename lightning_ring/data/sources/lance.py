@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_ring.data.sources.classes import digest, numbered
+from lightning_ring.data.sources.classes import digest, numbered_column
 from lightning_ring.errors import ConfigurationError, ShardLostError
 
 
@@ -82,7 +82,7 @@ class LanceImages:
             kept = kept.fill_null(False)
             self._rows = np.flatnonzero(kept.to_numpy())
             table = table.filter(kept)
-        labels, names = numbered(table["label"].to_pylist(), classes, f"{shown}: the column {label!r}")
+        labels, names = numbered_column(table["label"], classes, f"{shown}: the column {label!r}")
         self.labels = labels
         if names is not None:
             self.classes = names
