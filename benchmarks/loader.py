@@ -1,6 +1,6 @@
 """Images per CPU-second of the loader, beside those of torchvision, webdataset, litdata, MosaicML streaming and DALI.
 
-    pip install 'lightning-ring[data,recipes,bench]' webdataset litdata mosaicml-streaming nvidia-dali-cuda120
+    pip install 'lightning-ring[lance,hugging-face,recipes]' webdataset litdata mosaicml-streaming nvidia-dali-cuda120
     python benchmarks/loader.py
 
 RandomResizedCrop 224 and flip of JPEGs of 341 x 256 pixels, which it draws itself (the same every time) and keeps in
@@ -34,7 +34,10 @@ from PIL import Image, ImageDraw, ImageFilter
 
 from lightning_ring.data import (
     DeviceTransform,
+    HuggingFaceImages,
     ImageFolder,
+    LanceImages,
+    MapStyleImages,
     RandomResizedCrop,
     ShardDataset,
     ShuffledSampler,
@@ -85,9 +88,42 @@ def make_images(root: Path, num: int) -> None:
     pack(root / "images", root / "shards", PackSettings(shard_mb=1), 2, lambda done, total, left_out: None)
 
 
-def ours(source: ImageFolder | ShardDataset, workers: int, transform: DeviceTransform | None) -> Iterable[Any]:
+def ours(source: Any, workers: int, transform: DeviceTransform | None) -> Iterable[Any]:
     sampler = ShuffledSampler(len(source), rank=0, world_size=1)
     return image_loader(source, sampler, BATCH, crop=RandomResizedCrop(), transform=transform, num_threads=workers)
+
+
+def encoded_columns(root: Path) -> dict[str, Any]:
+    """What `ours, shards` reads, as columns."""
+    source = ShardDataset(root / "shards", decode=False)
+    return {"image": source.read_many(range(len(source))), "label": source.labels}
+
+
+def our_lance(root: Path, workers: int, transform: DeviceTransform | None) -> Iterable[Any]:
+    import lance
+    import pyarrow
+
+    folder = root / "photos.lance"
+    if not folder.exists():
+        lance.write_dataset(pyarrow.table(encoded_columns(root)), folder)
+    return ours(LanceImages(lance.dataset(folder)), workers, transform)
+
+
+def our_parquet(root: Path, workers: int, transform: DeviceTransform | None) -> Iterable[Any]:
+    import datasets
+    import pyarrow.parquet
+
+    file = root / "photos.parquet"
+    if not file.exists():
+        pyarrow.parquet.write_table(pyarrow.table(encoded_columns(root)), file, row_group_size=100)
+    data = datasets.Dataset.from_parquet(str(file), cache_dir=str(root / "parquet"))
+    return ours(HuggingFaceImages(data), workers, transform)
+
+
+def our_map_style(root: Path, workers: int, transform: DeviceTransform | None) -> Iterable[Any]:
+    from torchvision.datasets import ImageFolder as Folder
+
+    return ours(MapStyleImages(Folder(str(root / "images"))), workers, transform)
 
 
 @lru_cache
@@ -240,6 +276,9 @@ def candidates(root: Path, workers: int) -> dict[str, dict[str, Callable[[], Ite
             "DALI on the CPU, image folder": partial(dali_folder, root, workers, kind),
             "ours, image folder": partial(ours, folder, workers, transform),
             "ours, shards": partial(ours, shards, workers, transform),
+            "ours, Lance": partial(our_lance, root, workers, transform),
+            "ours, Hugging Face, Parquet": partial(our_parquet, root, workers, transform),
+            "ours, torchvision's ImageFolder": partial(our_map_style, root, workers, transform),
         }
     found["uint8"]["webdataset, our decoder"] = partial(webdataset_tar, root, workers, our_decoder)
     return found

@@ -47,10 +47,6 @@ class SampleError(RingError):
     """A sample cannot be read or decoded, or its data set raised; the message names it."""
 
 
-class StoreError(RingError):
-    """An object store refuses or does not answer, or its cache cannot be written; the message names the object."""
-
-
 def check_arguments(name: str, works: bool, expected: str, **given: object) -> None:
     """Raise `ConfigurationError` unless the arguments ``given`` to ``name`` work together."""
     if not works:

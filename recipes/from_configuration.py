@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 class FromConfiguration(L.LightningModule):
     """A module whose checkpoints hold the configuration that it was made from, as hyper-parameters.
 
-    ``load_from_checkpoint(FILE)`` makes it again, without further arguments; `lightning-ring index` does so.
+    ``load_from_checkpoint(FILE)`` makes it again, without further arguments; `recipes/identify.py` does so.
     """
 
     def keep_configuration(self, config: DictConfig) -> None:

@@ -23,7 +23,7 @@ LONG = (
     *("recipes/test_train.py", "recipes/test_sweep.py", "tools/doctor/test_faults.py", "horovod/test_horovod.py"),
     # without ranks, of 5 s or more
     *("algorithms/sharded/test_letting_in.py", "optim/test_battery.py", "job/test_watch.py"),
-    *("data/remote/test_faults.py", "algorithms/sharded/test_sharding.py", "comm/backends/test_thread.py"),
+    *("algorithms/sharded/test_sharding.py", "comm/backends/test_thread.py"),
 )
 OWN_SEGMENTS = pytest.StashKey[str]()
 

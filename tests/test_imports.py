@@ -28,10 +28,10 @@ ALLOWED = {  # room: the rooms that it may import
     "optim": {"errors"},
     "schedules": {"errors"},
     "data": {"errors", "host"},
-    "retrieval": {"data", "errors", "host"},
+    "retrieval": {"errors"},
     "tools": {"algorithms", "comm", "errors", "gradients", "host", "job", "launch", "membership"},
     "monitor": {"comm", "errors", "host", "timeline", "tools"},
-    "cli": {"data", "errors", "host", "job", "launch", "retrieval", "timeline", "tools"},
+    "cli": {"data", "errors", "host", "job", "launch", "timeline", "tools"},
     "elastic": {"algorithms", "comm", "errors", "gradients", "host", "job", "membership"},
     "integrations": {
         *("algorithms", "comm", "data", "elastic", "errors", "gradients", "host", "job", "launch", "membership"),

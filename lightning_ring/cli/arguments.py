@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -49,9 +48,3 @@ def check_plot(path: str | Path | None) -> None:
     if Path(path).suffix not in (".png", ".svg", ".pdf"):
         raise ConfigurationError(f"--plot {path}: the name of the file must end in .png, .svg or .pdf.")
     check_output("--plot", path)
-
-
-def import_from_here() -> None:
-    """Let modules of the working folder be imported, as ``python -m`` does: the user's model may be one."""
-    if (here := os.getcwd()) not in sys.path:
-        sys.path.insert(0, here)

@@ -14,35 +14,11 @@ from lightning_ring.host.posix import require_posix
 COMMANDS = {
     "doctor": ("lightning_ring.cli.doctor", "check the setup: mistakes, and advice"),
     "pack": ("lightning_ring.cli.pack", "pack images into shards that train fast, and check them"),
-    "ls": ("lightning_ring.cli.sets.ls", "list the images of a packed set, or those for which an expression is true"),
-    "stat": ("lightning_ring.cli.sets.stat", "what a packed set holds, and its generations"),
-    "delete": ("lightning_ring.cli.sets.delete", "take images out of a packed set"),
-    "relabel": ("lightning_ring.cli.sets.relabel", "put images of a packed set into other classes"),
-    "annotate": (
-        "lightning_ring.cli.sets.annotate",
-        "give the images of a packed set metadata: labels, boxes, anything",
-    ),
-    "merge": ("lightning_ring.cli.sets.merge", "add packed sets to another one"),
-    "compact": ("lightning_ring.cli.sets.compact", "write shards with deleted images anew, without them"),
-    "prune": ("lightning_ring.cli.sets.prune", "remove old generations of a packed set"),
-    "index": ("lightning_ring.cli.index", "embed photographs with a trained model, to be found again"),
-    "identify": ("lightning_ring.cli.identify", "the photographs of an index that are most similar to others"),
     "bench": ("lightning_ring.cli.bench", "how fast the ring is: bandwidth of every backend, over sizes"),
     "timeline": ("lightning_ring.cli.timeline", "merge the ranks' timelines into one trace, also after a crash"),
     "plan": ("lightning_ring.cli.plan", "how far a recorded job will scale, and what to change first"),
     "report": ("lightning_ring.cli.report", "one HTML page of a run, or of several compared"),
 }
-
-SETS = (
-    "ls",
-    "stat",
-    "delete",
-    "relabel",
-    "annotate",
-    "merge",
-    "compact",
-    "prune",
-)  # like `pack` they run on Windows too
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -59,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     command = parser.parse_args(words[:1]).command
     try:
-        if command not in ("pack", *SETS):
+        if command != "pack":  # it runs on Windows too
             require_posix(f"lightning-ring {command}")
         code: int = importlib.import_module(COMMANDS[command][0]).main(words[1:])
         return code

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import argparse
 import csv
-import os
-import re
+import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_ring.cli.sets.check import check
-from lightning_ring.cli.sets.running import count, exit_code
-from lightning_ring.cli.sets.verify import verify_set
-from lightning_ring.data.remote.options import is_url
-from lightning_ring.errors import ConfigurationError
+from lightning_ring.errors import ConfigurationError, ShardError
 from lightning_ring.host.cores import available_cores
 
 if TYPE_CHECKING:
@@ -25,80 +20,52 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """0; 1 where ``--verify`` found problems, or the disk or the store failed; 130 after Ctrl-C.
+    """0; 1 where ``--verify`` found problems, or the disk failed; 130 after Ctrl-C.
 
     Raises `ConfigurationError`: the command line is wrong, or what it names cannot be packed.
     """
-    parser = _parser()
-    options = parser.parse_args(arguments)
+    options = _parser().parse_args(arguments)
     workers = options.workers if options.workers is not None else available_cores()
     if workers < 1:
         raise ConfigurationError(f"--workers {workers}: expected 1 or more.")
-    chosen = [name for name in ("verify", "check", "append") if getattr(options, name)]
-    if len(chosen) > 1:
-        raise ConfigurationError(f"--{chosen[0]} and --{chosen[1]} were given, expected one of them.")
-
-    if not options.verify:
-        for url in filter(is_url, options.paths):
-            raise ConfigurationError(f"{url} is a URL, expected a folder. Pack into a folder, and copy it there.")
-
-    def run() -> int:
-        if options.verify:
-            with _bar("byte", "reading") as bar:
-                return verify_set(options.paths, workers, bar)
-        if options.check:
-            with _bar("image", "looking") as bar:
-                return check(options, workers, bar)
-        return _pack(options, workers)
-
-    packs = not options.verify and not options.check
-    return exit_code("pack", run, "The same command goes on after the last finished shard." if packs else "")
+    if options.verify and options.append:
+        raise ConfigurationError("--verify and --append were given, expected one of them.")
+    goes_on = "" if options.verify else " The same command goes on after the last finished shard."
+    try:
+        return _verify(options.paths, workers) if options.verify else _pack(options, workers)
+    except ModuleNotFoundError as error:
+        if error.name not in ("numpy", "PIL", "simplejpeg", "tqdm"):
+            raise
+        raise ConfigurationError(f"{error.name} is not installed. Run `pip install 'lightning-ring[data]'`.") from None
+    except KeyboardInterrupt:
+        print(f"\nlightning-ring pack: stopped.{goes_on}", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        sys.stderr.close()  # `| head` has seen enough
+        return 0
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"lightning-ring pack: {where}{error.strerror or error}.{goes_on}", file=sys.stderr)
+        return 1
+    except ShardError as error:
+        print(f"lightning-ring pack: {error}", file=sys.stderr)
+        return 1
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lightning-ring pack",
-        usage="%(prog)s [options] SRC DST\n       %(prog)s --append [options] SRC DST\n       %(prog)s --verify DST\n"
-        "       %(prog)s --check DST [DST ...]",
+        usage="%(prog)s [options] SRC DST\n       %(prog)s --append [options] SRC DST\n       %(prog)s --verify DST",
         description="Pack images into tar shards in WebDataset's layout, with an index for random access "
         "(lightning_ring.data.ShardDataset). SRC is a folder with a folder for each class, or a CSV file with the "
         "columns path and label. What cannot be packed is left out and listed in DST/report.csv.",
         epilog="Images whose shorter side is at most --size are copied byte for byte. Started again after an "
         "interruption, the same command goes on after the last finished shard. --append leaves out images whose names "
-        "the set has or that were deleted from it, and takes the set's settings for those that are not given. New "
-        "classes get the next numbers.",
+        "the set has, and takes the set's settings for those that are not given. New classes get the next numbers.",
     )
-    parser.add_argument("paths", nargs="+", type=_path_or_url, metavar="SRC DST", help=argparse.SUPPRESS)
-    parser.add_argument(
-        "--verify", action="store_true", help="read all of DST, a folder or a URL, and compare it with its checksums"
-    )
-    parser.add_argument(
-        "--check",
-        action="store_true",
-        help="list images of sets that are there twice, look alike, or are in two splits, as CSV",
-    )
-    parser.add_argument(
-        "--distance",
-        type=int,
-        default=4,
-        metavar="BITS",
-        help="of --check: alike are hashes of 64 bits that differ in so many at most (default: 4)",
-    )
-    parser.add_argument("--exact", action="store_true", help="of --check: equal bytes alone")
-    parser.add_argument(
-        "--split-by", metavar="COLUMN", help="of --check: metadata that names the split (default: the set)"
-    )
+    parser.add_argument("paths", nargs="+", type=_folder, metavar="SRC DST", help=argparse.SUPPRESS)
+    parser.add_argument("--verify", action="store_true", help="read all of DST and compare it with its checksums")
     parser.add_argument("--append", action="store_true", help="add SRC to the set in DST, or make one")
-    parser.add_argument("--keep-known", action="store_true", help="with --append: the set is right where SRC differs")
-    parser.add_argument("--restore", action="store_true", help="with --append: also images that were deleted")
-    parser.add_argument(
-        "--prefix", default="", metavar="TEXT", help="put before the name of every image: '2026-11-23/'"
-    )
-    parser.add_argument(
-        "--part",
-        metavar="I/N",
-        help="pack part I of N; the last one to end makes the set. `ranks`: the part of this rank of mpirun or srun",
-    )
     parser.add_argument("--size", type=int, help="shrink to this shorter side, 0: never (default: 256)")
     parser.add_argument("--shard-mb", type=float, metavar="MIB", help="largest shard (default: 256)")
     parser.add_argument("--quality", type=int, help="of JPEGs that are encoded anew (default: 90)")
@@ -121,35 +88,48 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _path_or_url(text: str) -> Path | str:
-    return text if is_url(text) else Path(text)
+def _folder(text: str) -> Path:
+    if "://" in text:
+        raise argparse.ArgumentTypeError(f"{text} is a URL, expected a folder. Pack into a folder, and copy it there.")
+    return Path(text)
+
+
+def _verify(paths: Sequence[Path], workers: int) -> int:
+    """List what is damaged; 1 if that is anything."""
+    if len(paths) != 1:
+        raise ConfigurationError(f"--verify takes DST alone, got {len(paths)} paths.")
+    (root,) = paths
+    from lightning_ring.data.shards.manifest import read_manifest  # deferred: --help needs neither numpy nor Pillow
+    from lightning_ring.data.shards.verify import verify
+
+    manifest = read_manifest(root)
+    with _bar("byte", "reading") as bar:
+
+        def progress(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        problems = verify(root, workers, progress)
+    for problem in problems:
+        print(problem)
+    if problems:
+        found = _count(len(problems), "problem")
+        print(f"{root}: {found}. Restore these files, or pack the images again.", file=sys.stderr)
+        return 1
+    images, shards = _count(manifest.samples, "image"), _count(len(manifest.shards), "shard")
+    print(f"{root}: {images} in {shards}, all as they were packed.")
+    return 0
 
 
 def _pack(options: argparse.Namespace, workers: int) -> int:
     if len(options.paths) != 2:
         raise ConfigurationError(f"expected SRC and DST, got {len(options.paths)} paths. See `lightning-ring pack -h`.")
     source, target = options.paths
-    from lightning_ring.data.packing.classes import read_classes  # deferred: --help needs neither numpy nor Pillow
-    from lightning_ring.data.packing.job import PackJob
-    from lightning_ring.data.packing.run import run_job
+    from lightning_ring.data.packing.classes import read_classes
+    from lightning_ring.data.packing.run import pack
 
-    if not options.append and (options.keep_known or options.restore):
-        raise ConfigurationError("--keep-known and --restore go with --append.")
-    part, parts = _part(options.part)
     classes = read_classes(options.classes) if options.classes else None
     settings = _settings(options, target)
-    job = PackJob(
-        source,
-        target,
-        settings,
-        classes,
-        append=options.append,
-        prefix=options.prefix,
-        keep_known=options.keep_known,
-        restore=options.restore,
-        part=part - 1,
-        parts=parts,
-    )
     with _bar("image", "listing") as bar:
 
         def progress(done: int, total: int, left_out: int) -> None:
@@ -160,11 +140,8 @@ def _pack(options: argparse.Namespace, workers: int) -> int:
             bar.set_postfix({"left out": left_out}, refresh=False)
             bar.update(done - bar.n)
 
-        manifest = run_job(job, workers, progress)
-    if manifest is None:
-        print(f"{target}: part {part} of {parts} is packed; the last part to end makes the set")
-    else:
-        _summarise(manifest, target)
+        manifest = pack(source, target, settings, workers, progress, classes, options.append)
+    _summarise(manifest, target)
     return 0
 
 
@@ -177,28 +154,6 @@ def _settings(options: argparse.Namespace, target: Path) -> PackSettings:
     found = read_manifest(target).settings if options.append and (target / MANIFEST).exists() else {}
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     return PackSettings(**{name: found[name] for name in names if name in found} | given)
-
-
-def _part(text: str | None) -> tuple[int, int]:
-    """Part number (from 1) and parts.
-
-    Raises `ConfigurationError`: ``text`` is neither ``I/N`` nor ``ranks`` in a process that a launcher started.
-    """
-    if text is None:
-        return 1, 1
-    if text == "ranks":
-        from lightning_ring.job.launchers import launcher_variables
-
-        found = launcher_variables(os.environ)
-        if found is None:
-            raise ConfigurationError(
-                "--part ranks: no launcher started this process. Use mpirun or srun, or --part I/N."
-            )
-        return found.rank + 1, found.world_size
-    match = re.fullmatch(r"(\d+)/(\d+)", text)
-    if not match or not 1 <= int(match[1]) <= int(match[2]):
-        raise ConfigurationError(f"--part {text}: expected I/N, with I from 1 to N, or ranks.")
-    return int(match[1]), int(match[2])
 
 
 def _bar(unit: str, doing: str) -> Any:
@@ -216,15 +171,15 @@ def _summarise(manifest: Manifest, target: Path) -> None:
     treated = ("copied", "shrunk", "turned", "converted")
     done = ", ".join(f"{counts[how]} {how}" for how in treated if counts[how]) or "nothing to do"
     print(
-        f"{target}: {count(manifest.samples, 'image')} of {count(len(manifest.classes), 'class')} "
-        f"in {count(len(manifest.shards), 'shard')}, "
+        f"{target}: {_count(manifest.samples, 'image')} of {_count(len(manifest.classes), 'class')} "
+        f"in {_count(len(manifest.shards), 'shard')}, "
         f"{size:.1f} MiB ({done})"
     )
     if "added" in counts:
-        added, there = count(counts["added"], "image"), counts["there"]
-        print(f"generation {manifest.generation}: {added} added, {there} were there already, or deleted")
+        added, there = _count(counts["added"], "image"), counts["there"]
+        print(f"generation {manifest.generation}: {added} added, {there} were there already")
     if number := counts["not turned"]:
-        print(f"not turned: {count(number, 'image')} with an EXIF orientation; --upright turns them")
+        print(f"not turned: {_count(number, 'image')} with an EXIF orientation; --upright turns them")
     report = target / (f"{manifest.index}/report.csv" if manifest.generation else "report.csv")
     if counts.get("added") == 0:
         report = target / NOT_ADDED
@@ -235,3 +190,8 @@ def _summarise(manifest: Manifest, target: Path) -> None:
             with open(report, newline="", encoding="utf-8", errors="backslashreplace") as rows:
                 for row in islice((row for row in csv.reader(rows) if row[0] == what), 3):
                     print(f"  {row[1]}: {row[2]}")
+
+
+def _count(number: int, noun: str) -> str:
+    plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"
+    return f"{number} {noun if number == 1 else plural}"

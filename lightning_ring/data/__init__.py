@@ -11,42 +11,34 @@ if TYPE_CHECKING:
     from lightning_ring.data.loading.loader import Loader
     from lightning_ring.data.loading.transforms import CenterCrop, DeviceTransform, RandomResizedCrop
     from lightning_ring.data.mixture import Mixture
-    from lightning_ring.data.remote.options import Remote
     from lightning_ring.data.sampling.balanced import BalancedSampler
     from lightning_ring.data.sampling.mixture import MixtureSampler
     from lightning_ring.data.sampling.pk import PKSampler
     from lightning_ring.data.sampling.sampler import OrderedSampler, ShuffledSampler
-    from lightning_ring.data.sets.change import annotate_images, delete_images, relabel_images
-    from lightning_ring.data.sets.compact import compact_set
-    from lightning_ring.data.sets.duplicates import find_duplicates
-    from lightning_ring.data.sets.merge import merge_sets
-    from lightning_ring.data.sets.prune import prune_set
     from lightning_ring.data.shards.dataset import ShardDataset
+    from lightning_ring.data.sources.hugging_face import HuggingFaceImages
+    from lightning_ring.data.sources.lance import LanceImages
+    from lightning_ring.data.sources.map_style import MapStyleImages
 
 __all__ = [
     "BalancedSampler",
     "CenterCrop",
     "DeviceTransform",
+    "HuggingFaceImages",
     "ImageFolder",
+    "LanceImages",
     "Loader",
     "LoaderTimes",
+    "MapStyleImages",
     "Mixture",
     "MixtureSampler",
     "OrderedSampler",
     "PKSampler",
     "RandomResizedCrop",
-    "Remote",
     "ShardDataset",
     "ShuffledSampler",
-    "annotate_images",
-    "compact_set",
-    "delete_images",
-    "find_duplicates",
     "image_loader",
     "item_loader",
-    "merge_sets",
-    "prune_set",
-    "relabel_images",
 ]
 
 _HOMES = {
@@ -57,17 +49,14 @@ _HOMES = {
     "loading.items": ("item_loader",),
     "loading.loader": ("Loader",),
     "mixture": ("Mixture",),
-    "remote.options": ("Remote",),
     "sampling.balanced": ("BalancedSampler",),
     "sampling.mixture": ("MixtureSampler",),
     "sampling.pk": ("PKSampler",),
     "sampling.sampler": ("OrderedSampler", "ShuffledSampler"),
-    "sets.change": ("annotate_images", "delete_images", "relabel_images"),
-    "sets.compact": ("compact_set",),
-    "sets.duplicates": ("find_duplicates",),
-    "sets.merge": ("merge_sets",),
-    "sets.prune": ("prune_set",),
     "shards.dataset": ("ShardDataset",),
+    "sources.hugging_face": ("HuggingFaceImages",),
+    "sources.lance": ("LanceImages",),
+    "sources.map_style": ("MapStyleImages",),
 }
 
 

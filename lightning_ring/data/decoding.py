@@ -24,7 +24,7 @@ def decode_rgb(data: bytes | bytearray | memoryview) -> npt.NDArray[np.uint8]:
         except ValueError:
             pass  # CMYK, or damage that Pillow may tolerate
     try:
-        return _decode_with_pillow(data)
+        return rgb_pixels(Image.open(BytesIO(data)))
     except (ValueError, OSError, MemoryError):
         raise
     except Exception as error:  # SyntaxError, DecompressionBombError, ...: Pillow's plugins raise of every kind
@@ -37,8 +37,12 @@ def has_16_bits(image: Any) -> bool:
     return image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM"))
 
 
-def _decode_with_pillow(data: bytes | bytearray | memoryview) -> npt.NDArray[np.uint8]:
-    image: Any = Image.open(BytesIO(data))
+def rgb_pixels(image: Any) -> npt.NDArray[np.uint8]:
+    """Pixels of an image of Pillow, height x width x 3.
+
+    Raises:
+        ValueError: The range of its pixels is not known.
+    """
     if has_16_bits(image):
         gray = (np.asarray(image).astype(np.uint32) >> 8).astype(np.uint8)  # Pillow's own conversion clips at 255
         return np.repeat(gray[..., None], 3, axis=2)

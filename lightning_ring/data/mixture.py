@@ -29,7 +29,6 @@ class Mixture(Dataset[tuple[Any, int]]):
         labels: Class number of every image, int32.
         classes: Names of the classes, in the order of their numbers; empty if the sets name none.
         fingerprint: Equal for two mixtures of equal sets in the same order.
-        generation: That of each set, None for a set that has none; None if no set has one.
     """
 
     def __init__(self, sources: Sequence[Any]) -> None:
@@ -46,9 +45,7 @@ class Mixture(Dataset[tuple[Any, int]]):
         self._ends = list(accumulate(self.sizes))
         self.classes = list(dict.fromkeys(name for source in named for name in source.classes))
         self.labels: npt.NDArray[np.int32] = np.concatenate([self._labels(source) for source in sources])
-        generations: list[int | None] = [getattr(source, "generation", None) for source in sources]
-        self.generation = None if set(generations) == {None} else generations
-        self.lookahead: int = max(getattr(source, "lookahead", 0) for source in sources)
+        self.chunk = max(getattr(source, "chunk", 8) for source in sources)
         parts = [str(getattr(source, "fingerprint", len(source))) for source in sources]
         self.fingerprint = hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
 
@@ -58,11 +55,6 @@ class Mixture(Dataset[tuple[Any, int]]):
             return labels
         numbers = {name: number for number, name in enumerate(self.classes)}
         return np.array([numbers[name] for name in source.classes], dtype=np.int32)[labels]
-
-    def at(self, generation: Sequence[int | None]) -> Mixture:
-        """This mixture with each set at the generation of that number (see `ShardDataset.at`)."""
-        pairs = zip(self.sources, generation, strict=True)
-        return Mixture([source if number is None else source.at(number) for source, number in pairs])
 
     def __len__(self) -> int:
         return self._ends[-1]
@@ -80,19 +72,14 @@ class Mixture(Dataset[tuple[Any, int]]):
         source = bisect_right(self._ends, i)
         return source, i - self._ends[source] + self.sizes[source]
 
-    def read_many(self, indices: Sequence[int]) -> list[bytes]:
-        """Encoded images, in the order of ``indices``."""
-        got: list[bytes] = [b""] * len(indices)
+    def read_many(self, indices: Sequence[int]) -> list[Any]:
+        """Images, encoded or as pixels, in the order of ``indices``."""
+        got: list[Any] = [None] * len(indices)
         for source, members in self._by_source(indices).items():
             data = self.sources[source].read_many([inside for _, inside in members])
             for (slot, _), image in zip(members, data, strict=True):
                 got[slot] = image
         return got
-
-    def will_need(self, indices: Sequence[int]) -> None:
-        for source, members in self._by_source(indices).items():
-            if getattr(self.sources[source], "lookahead", 0):
-                self.sources[source].will_need([inside for _, inside in members])
 
     def where(self, i: SupportsIndex) -> str:
         """Image ``i`` for an error message."""

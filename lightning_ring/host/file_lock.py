@@ -26,17 +26,6 @@ def claim(file: int) -> bool:
     return locked is True
 
 
-def share(file: int) -> bool:
-    """Lock the open ``file`` against `claim`, in this process and its forks, until it is closed by ``os.close``.
-
-    False if another process has claimed it. A claim of this process becomes a shared lock.
-    """
-    if _lock(file, shared=True) is False:
-        return False
-    _held.discard(file)
-    return True
-
-
 def release(file: int) -> None:
     """Close ``file``, claimed or not."""
     _held.discard(file)
@@ -55,12 +44,12 @@ def is_claimed(path: Path) -> bool:
         os.close(file)
 
 
-def _lock(file: int, shared: bool = False) -> bool | None:
+def _lock(file: int) -> bool | None:
     """None: there are no locks."""
     if fcntl is None:
         return None
     try:
-        fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as error:

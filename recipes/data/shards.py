@@ -53,8 +53,6 @@ class Shards(L.LightningDataModule):
         resize: For evaluation, the shorter side before the centre is cut out.
         seed: Of the order and of the crops.
         indices: Give the third part of a batch.
-        resume_at: Where a set has changed since the checkpoint was saved: ``"saved"`` goes on with the images that the
-            training had, exactly; ``"newest"`` with those of now.
         find_training_images: Where there is ``unseen``, ``train`` is the third loader of the test, uncropped: images
             for a gallery of all classes.
         num_threads: That decode, on each rank; its share of the cores by default.
@@ -77,13 +75,12 @@ class Shards(L.LightningDataModule):
         resize: int = 256,
         seed: int = 0,
         indices: bool = False,
-        resume_at: Literal["saved", "newest"] = "saved",
         find_training_images: bool = False,
         num_threads: int | None = None,
         packing: str = "lightning-ring pack IMAGES/{split} {folder}/{split}",
     ) -> None:
         super().__init__()
-        self.save_hyperparameters("image_size", "resize", logger=False)  # for `lightning-ring index`
+        self.save_hyperparameters("image_size", "resize", logger=False)  # for recipes/identify.py
         if sampler not in ("uniform", "balanced", "pxk"):
             raise ConfigurationError(f"data.sampler={sampler}, expected uniform, balanced or pxk.")
         if mixup and (sampler == "pxk" or indices):
@@ -103,7 +100,6 @@ class Shards(L.LightningDataModule):
         self.mixup = v2.MixUp(alpha=mixup, num_classes=num_classes) if mixup else None
         self.seed = seed
         self.indices = indices
-        self.resume_at = resume_at
         self.find_training_images = find_training_images
         self.num_threads = num_threads
         self.packing = packing
@@ -147,14 +143,14 @@ class Shards(L.LightningDataModule):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Number the classes as the checkpoint does, by their names; Lightning calls it after `setup`.
 
-        A training goes on with the generation of its images that the checkpoint names, or with ``resume_at="newest"``.
+        A training goes on with the images that it had, without those that were appended since.
 
         Raises:
             ConfigurationError: An image's class is none of the checkpoint's.
-            ShardError: The generation is gone.
+            ShardError: The set is another one, which was never appended to as often.
         """
         fitting = self.trainer is not None and self.trainer.state.fn == "fit"
-        if fitting and self.resume_at == "saved":
+        if fitting:
             for split, generation in state_dict.get("generations", {}).items():
                 if split in self.datasets and self.datasets[split].generation != generation:
                     self.datasets[split] = ShardDataset(self.datasets[split].root, generation=generation)
@@ -255,7 +251,6 @@ class Shards(L.LightningDataModule):
             batch_size,
             device=self.trainer.strategy.root_device if self.trainer else Device("cpu"),
             with_indices=self.indices,
-            resume_at=self.resume_at,
             num_threads=self.num_threads,
             ranks_per_node=self.trainer.num_devices if self.trainer else 1,
             **options,

@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import lance
 import lightning as L
 import numpy as np
+import pyarrow as pa
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
@@ -18,12 +20,14 @@ from lightning_ring.data import (
     BalancedSampler,
     DeviceTransform,
     ImageFolder,
+    LanceImages,
     Loader,
     PKSampler,
     RandomResizedCrop,
     ShuffledSampler,
     image_loader,
 )
+from lightning_ring.errors import ConfigurationError
 from tests.checks.models import RANK, SIZE, ddp, trainer
 from tests.images import write_folder
 
@@ -100,7 +104,10 @@ def check_samplers_in_an_ordinary_dataloader() -> None:
 
 
 def images(folder: Path, **ranks: int) -> Loader:
-    source = ImageFolder(folder)
+    return loader_of(ImageFolder(folder), **ranks)
+
+
+def loader_of(source: Any, **ranks: int) -> Loader:
     return image_loader(
         source,
         ShuffledSampler(len(source), seed=5, **ranks),  # type: ignore[arg-type]
@@ -169,3 +176,36 @@ def check_it_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
         sampler.set_epoch(epoch)
         expected += list(sampler)
     assert before + order == expected
+
+
+def check_a_lance_data_set_that_has_grown_is_resumed_at_its_version(tmp_path: Path) -> None:
+    folder, uri, path = ImageFolder(folder_of_images(tmp_path)), tmp_path / "photos.lance", tmp_path / "half.ckpt"
+
+    def append() -> None:
+        if RANK == 0:
+            table = pa.table({"image": folder.read_many(range(24)), "label": folder.labels})
+            lance.write_dataset(table, uri, mode="append" if uri.exists() else "create", max_rows_per_file=10)
+        WORLD.Barrier()
+
+    def fit(version: int | None, **options: Any) -> Recorder:
+        trained = module()
+        photos = LanceImages(lance.dataset(uri, version=version))
+        trainer("ring", max_epochs=2).fit(trained, loader_of(photos), weights_only=False, **options)
+        return trained
+
+    append()
+    from_files = module()
+    trainer("ring", max_epochs=2).fit(from_files, images(folder.root))
+    assert fit(1).steps == from_files.steps
+    begun, photos = module(), LanceImages(lance.dataset(uri))
+    ended(trainer("ring", max_epochs=2, callbacks=[EndAt(3, path)]), begun, loader_of(photos))
+    append()
+    try:
+        fit(None, ckpt_path=path)
+    except ConfigurationError as error:
+        told = WORLD.allgather(str(error))
+        assert set(told) == {told[0]}
+        assert "saved over the images 'version 1, " in told[0]
+    else:
+        raise AssertionError("a position in other images was taken")
+    assert begun.steps + fit(1, ckpt_path=path).steps == from_files.steps

@@ -172,7 +172,7 @@ def test_the_epoch_is_looked_at_with_the_first_batch(folder: ImageFolder) -> Non
     assert first[2].tolist() == list(loader.sampler)[:4]
     assert loader.state_dict()["sampler"]["epoch"] == 3
     loader.sampler.set_epoch(4)
-    assert loader.state_dict() == {"sampler": loader.sampler.state_dict(), "batches": 0}
+    assert loader.state_dict() == {"sampler": loader.sampler.state_dict(), "batches": 0, "images": folder.fingerprint}
     del iterator
 
 
@@ -246,7 +246,7 @@ def test_shards_give_what_their_folder_gives(folder: ImageFolder, tmp_path: Path
     loader = image_loader(shards, sampler, 4, crop=RandomResizedCrop(16), transform=None, with_indices=True)
     ours = make(folder, sampler=BalancedSampler(folder.labels, rank=0, world_size=1))
     assert_same(batches(loader), batches(ours))
-    with pytest.raises(ConfigurationError, match="fingerprint"):
+    with pytest.raises(ConfigurationError, match="saved over the images"):
         loader.load_state_dict(ours.state_dict())
 
 

@@ -101,7 +101,7 @@ def test_it_resumes_on_another_number_of_ranks_with_the_same_images(sets: tuple[
     got += [sorted(a + b + c) for a, b, c in zip(*shares, strict=True)]
     assert got == [sorted(batch) for batch in expected]
     other = loader(Mixture(sets[::-1]), 0, 1, 12)
-    with pytest.raises(ConfigurationError, match="fingerprint"):
+    with pytest.raises(ConfigurationError, match="saved over the images"):
         other.load_state_dict(state)
 
 

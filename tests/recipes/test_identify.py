@@ -1,45 +1,57 @@
-"""``lightning-ring index`` on checkpoints of the recipes."""
+"""``recipes/identify.py`` on a checkpoint of the recipes."""
 
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from omegaconf import OmegaConf
+from PIL import Image
 
-import recipes.data.shards
+import recipes.identify
 import recipes.train
-from lightning_ring.cli.main import main
-from lightning_ring.data import ImageFolder, ShuffledSampler
-from lightning_ring.retrieval.photos.index import PhotoIndex
+from lightning_ring.data import CenterCrop, ShardDataset
 from recipes.recogniser import Recogniser
-from tests.images import write_folder
 from tests.recipes.test_configs import TINY_CATALOGUE
 
 
-@pytest.mark.parametrize("loss", [pytest.param("triplet", marks=pytest.mark.ranks), "sharded"])
-def test_embeddings_are_those_of_the_runs_evaluation(loss, composed, catalogue, tmp_path, monkeypatch):
-    config = composed("experiment=scan_to_identify", f"loss={loss}", *TINY_CATALOGUE, catalogue, "test=false")
+def test_it_finds_the_nearest_images_of_the_run_and_draws_them(composed, catalogue, tmp_path, monkeypatch, capsys):
+    config = composed("experiment=scan_to_identify", *TINY_CATALOGUE, catalogue, "test=false")
     recipes.train.train(config)
-    write_folder(tmp_path / "photos")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    assert main(["index", "checkpoints/last.ckpt", "photos"]) == 0
-    index = PhotoIndex.load(Path("photographs.index"))
+    (tmp_path / ".hydra").mkdir()
+    OmegaConf.save(config, tmp_path / ".hydra" / "config.yaml")
+    checkpoint = str(tmp_path / "checkpoints" / "last.ckpt")
+    known = ShardDataset(f"{config.data.folder}/shards/test")
+    photo = tmp_path / "asked.jpg"
+    photo.write_bytes(known.read(3))
 
-    model, data = recipes.train.model_and_data(config)
-    model.load_state_dict(torch.load("checkpoints/last.ckpt")["state_dict"])
-    photos = ImageFolder("photos")
-    data.datasets = {"val": photos}
-    sampler = ShuffledSampler(21, shuffle=False, rank=0, world_size=1)
-    loader = data._loader("val", sampler, 8, crop=data.val_crop, transform=recipes.data.shards.DeviceTransform())
-    with torch.no_grad():
-        expected = torch.cat([model.eval()(batch[0]) for batch in loader])
-    assert index.files == [photos.name(i) for i in range(21)]
-    torch.testing.assert_close(index.embeddings, expected)
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["identify.py", checkpoint, *map(str, arguments)])
+        recipes.identify.main()
+        return capsys.readouterr().out.splitlines()
 
-    changed = Recogniser.load_from_checkpoint(
-        "checkpoints/last.ckpt", metric_loss=None, label_smoothing=0.5, strict=False
-    )
-    assert (changed.metric_loss, changed.label_smoothing) == (None, 0.5)
+    capsys.readouterr()
+    said = run(photo, photo, "-k", 3, "-o", tmp_path / "found.png")
+    assert said[0] == str(photo)
+    assert said[1].startswith(f"  1. 1.000  {known.classes[known.labels[3]]}  ")
+    assert known.name(3) in said[1]
+    assert len(said) == 2 * 4 + 1
+    assert Image.open(tmp_path / "found.png").width > 500
+
+    model = Recogniser.load_from_checkpoint(checkpoint).eval()
+    found = recipes.identify.embeddings(model, known, CenterCrop(32, resize=32))
+    nearest = (found @ found[3]).topk(2)
+    of_test = run(photo, "--gallery", known.root, "-k", 2, "-o", tmp_path / "found.png")
+    assert [known.name(i) in line for i, line in zip(nearest.indices.tolist(), of_test[1:3], strict=True)] == [
+        True,
+        True,
+    ]
+    assert [float(line.split()[1]) for line in of_test[1:3]] == pytest.approx(nearest.values.tolist(), abs=1e-3)
+    assert torch.allclose(found.norm(dim=1), torch.ones(len(known)))
+
+    (tmp_path / "text.jpg").write_text("some words")
+    with pytest.raises(SystemExit, match=r"image 0 of list: cannot be decoded"):
+        run(tmp_path / "text.jpg")
+    with pytest.raises(SystemExit, match=r"nowhere\.jpg"):
+        run(tmp_path / "nowhere.jpg")

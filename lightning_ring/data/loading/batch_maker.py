@@ -61,10 +61,6 @@ class BatchMaker(Protocol):
 
     chunk: int | None  # samples that one call of `fill` takes; `None`: the whole batch
     ahead: bool  # whether to start batch n + 1, once it is filled, before handing over n
-    lookahead: int  # samples that are announced before they are asked for; 0: none is
-
-    def announce(self, samples: Samples) -> None:
-        """Start getting ``samples``, which `fill` will be asked for; returns at once."""
 
     def open(self, samples: Samples) -> Any:
         """Room for a batch of ``samples``."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from time import perf_counter
-from typing import Any, Literal, Protocol, cast, get_args
+from typing import Any, Literal, Protocol, get_args
 
+import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
@@ -16,7 +17,6 @@ from lightning_ring.data.augment.processes import InProcesses
 from lightning_ring.data.augment.sample import InThreads, SampleTransforms, Transform, TransformFailedError
 from lightning_ring.data.loading.batch_maker import LoaderTimes, Samples
 from lightning_ring.data.loading.buffers import Buffers, Memory
-from lightning_ring.data.loading.generations import Generations, ResumeAt
 from lightning_ring.data.loading.loader import Loader
 from lightning_ring.data.loading.on_device import OnDevice
 from lightning_ring.data.loading.pixels import decode_into
@@ -31,26 +31,24 @@ from lightning_ring.host.cores import available_cores
 OnError = Literal["raise", "skip", "skip_shards"]
 Rows = list[list[float]]
 """Random numbers of each crop of a sample."""
+Data = bytes | npt.NDArray[np.uint8]
+"""An encoded image, or its pixels: height x width x 3."""
 
 _CHUNK = 8
 
 
 class ImageSource(Protocol):
-    """Encoded images and their labels: a `ShardDataset`, an `ImageFolder`, or yours. Read by several threads."""
+    """Images and their labels: a `ShardDataset`, an `ImageFolder`, or yours. Read by several threads.
+
+    It may also have ``fingerprint``, which tells its images from others: a training does not resume over others; and
+    ``chunk``, the number of images that a call of `read_many` is best asked for.
+    """
 
     labels: npt.NDArray[Any]
 
     def __len__(self) -> int: ...
-    def read_many(self, indices: Sequence[int], /) -> list[bytes]: ...
+    def read_many(self, indices: Sequence[int], /) -> Sequence[Data]: ...
     def where(self, i: int, /) -> str: ...
-
-
-class RemoteSource(Protocol):
-    """What an `ImageSource` may have besides: it is told which images come next."""
-
-    lookahead: int  # how many images ahead of their reading
-
-    def will_need(self, indices: Sequence[int], /) -> None: ...
 
 
 @dataclass(slots=True)
@@ -83,8 +81,6 @@ class ImageBatches:
         skipped: The images that were skipped, by index, with the reasons: ``skipped.reasons``.
     """
 
-    chunk: int | None = _CHUNK
-
     def __init__(
         self,
         source: ImageSource,
@@ -102,6 +98,7 @@ class ImageBatches:
         self.on_error = on_error
         self.skipped = Skipped()
         self.source = source
+        self.chunk: int | None = _chunk(source)
         self.with_views = isinstance(crop, Sequence)
         self.crops = list(crop) if isinstance(crop, Sequence) else [crop]
         if not self.crops:
@@ -114,12 +111,8 @@ class ImageBatches:
         self._buffers = Buffers(self._sizes, pinned=is_gpu(device))
         self.on_device = OnDevice(device, transform, batch_transform, self._buffers)
         self.ahead = self.on_device.on_gpu
-        self.lookahead: int = getattr(source, "lookahead", 0)  # of a set that lies elsewhere
 
     # -- in the thread that takes batches, before
-
-    def announce(self, samples: Samples) -> None:
-        cast(RemoteSource, self.source).will_need(samples.indices.tolist())
 
     def open(self, samples: Samples) -> _Room:
         # of all at once: the calls cost more than the numbers
@@ -163,11 +156,11 @@ class ImageBatches:
                 index = int(room.indices[offset + error.place])
                 raise SampleError(f"{self.source.where(index)}: {error.reason}") from error
 
-    def _read(self, indices: list[int]) -> list[bytes | Exception]:
+    def _read(self, indices: list[int]) -> list[Data | Exception]:
         """Encoded images; where they may be skipped, the error of each that cannot be read."""
         try:
             return [*self.source.read_many(indices)]
-        except (ShardError, OSError) as error:
+        except (SampleError, ShardError, OSError) as error:
             self._raise_unless_skipped(error)
             return [error] if len(indices) == 1 else [self._read([index])[0] for index in indices]
 
@@ -176,7 +169,7 @@ class ImageBatches:
         if self.on_error == "raise" or (self.on_error == "skip" and isinstance(error, ShardLostError)):
             raise error
 
-    def _decode(self, places: Sequence[Tensor], index: int, data: bytes | Exception, rows: Rows) -> None:
+    def _decode(self, places: Sequence[Tensor], index: int, data: Data | Exception, rows: Rows) -> None:
         if isinstance(data, Exception):
             raise data
         try:
@@ -217,9 +210,13 @@ class ImageBatches:
         return (tuple(views) if self.with_views else views[0], *numbers)
 
 
+def _chunk(source: ImageSource) -> int:
+    return getattr(source, "chunk", _CHUNK)
+
+
 def image_loader(
     source: ImageSource,
-    sampler: OrderedSampler | Callable[[Any], OrderedSampler],
+    sampler: OrderedSampler,
     batch_size: int | None = None,
     *,
     crop: Crop | Sequence[Crop],
@@ -234,9 +231,8 @@ def image_loader(
     num_threads: int | None = None,
     ranks_per_node: int = 1,
     prefetch: int = 2,
-    resume_at: ResumeAt = "saved",
 ) -> Loader:
-    """Batches ``(images, labels)`` of a `ShardDataset`, an `ImageFolder`, or another `ImageSource`.
+    """Batches ``(images, labels)`` of a `ShardDataset`, an `ImageFolder`, `LanceImages`, or another `ImageSource`.
 
     Args:
         source, crop, transform, device, with_indices, on_error: See `ImageBatches`.
@@ -247,31 +243,27 @@ def image_loader(
             (Python's lock) or draw from ``random`` and ``numpy.random``. It gives the same images as threads do.
         batch_transform: ``(images, labels) -> (images, labels)``, run on the device after ``transform``, such as MixUp.
             What it draws depends on seed, epoch and the position of the batch's first image.
-        sampler: Of this rank; or a function that makes it for the source, so that a checkpoint can go on with the
-            generation of the set that it was saved at: ``lambda photos: ShuffledSampler(len(photos))``.
+        sampler: Of this rank.
         batch_size: Images of this rank and step; `PKSampler` knows its own.
         drop_last: Leave out a last batch that is smaller.
         num_threads: That decode. Left out: the cores that this process may use, divided by ``ranks_per_node``.
         ranks_per_node: Ranks that share those cores.
         prefetch: Batches that are filled while one is trained on.
-        resume_at: Where the set has changed since a checkpoint was saved: ``"saved"`` goes on with the images as they
-            were, exactly; ``"newest"`` with the images of ``source``.
     """
     num_threads = num_threads or available_cores(ranks_per_node)
     sample_transforms: SampleTransforms | None = None
     if sample_transform is not None:
         sample_transforms = (
-            InProcesses(sample_transform, num_threads, _CHUNK) if in_processes else InThreads(sample_transform)
+            InProcesses(sample_transform, num_threads, _chunk(source)) if in_processes else InThreads(sample_transform)
         )
-    make_sampler = None if isinstance(sampler, OrderedSampler) else sampler
     maker = ImageBatches(source, crop, transform, device, with_indices, on_error, sample_transforms, batch_transform)
     return Loader(
         maker,
-        sampler if isinstance(sampler, OrderedSampler) else sampler(source),
+        sampler,
         batch_size,
         drop_last=drop_last,
         num_threads=num_threads,
         ranks_per_node=ranks_per_node,
         prefetch=prefetch,
-        generations=Generations(maker, make_sampler, resume_at),
+        images=getattr(source, "fingerprint", None),
     )

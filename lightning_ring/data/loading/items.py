@@ -30,10 +30,6 @@ class ItemBatches:
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any] = default_collate) -> None:
         self.items = dataset
         self.collate = collate
-        self.lookahead = getattr(dataset, "lookahead", 0)
-
-    def announce(self, samples: Samples) -> None:
-        self.items.will_need(samples.indices.tolist())
 
     def open(self, samples: Samples) -> list[Any]:
         return []

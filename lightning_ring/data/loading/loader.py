@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from lightning_ring.data.loading.batch_maker import BatchMaker, LoaderTimes, Samples
-from lightning_ring.data.loading.generations import Generations
 from lightning_ring.data.sampling.sampler import OrderedSampler
 from lightning_ring.errors import ConfigurationError
 from lightning_ring.host.cores import available_cores
@@ -46,6 +45,7 @@ class Loader:
 
     Attributes:
         times: Where the time went, so far.
+        images: Fingerprint of the images, where they have one: a state over other images is refused.
     """
 
     batch_sampler = None  # Lightning asks the loaders of an evaluation for it
@@ -60,7 +60,7 @@ class Loader:
         num_threads: int | None = None,
         ranks_per_node: int = 1,
         prefetch: int = 2,
-        generations: Generations | None = None,
+        images: str | None = None,
     ) -> None:
         wanted = getattr(sampler, "batch_size", batch_size)
         if wanted is None or batch_size not in (None, wanted):
@@ -76,10 +76,11 @@ class Loader:
         self.batch_size = batch_size
         self.drop_last = drop_last
         self.num_threads = num_threads or available_cores(ranks_per_node)
-        # batches that only whole threads fill keep one thread each
-        self.prefetch = prefetch if maker.chunk else max(prefetch, self.num_threads)
+        # enough batches for all threads: each works on the parts of one
+        parts = -(-batch_size // maker.chunk) if maker.chunk else 1
+        self.prefetch = max(prefetch, -(-self.num_threads // parts))
         self.times = LoaderTimes()
-        self.generations = generations
+        self.images = images
         self._run: _Run | None = None
         self._resumed: tuple[int, int, int] | None = None  # epoch, position, batches before it
 
@@ -130,7 +131,7 @@ class Loader:
 
     def _submitted(self, pool: ThreadPoolExecutor) -> Iterator[tuple[Any, list[Future[LoaderTimes]], int]]:
         maker = self.maker
-        for samples in self._announced(self._cut()):
+        for samples in self._cut():
             room, size = maker.open(samples), maker.chunk or len(samples)
             parts = range(0, len(samples), size)
             yield (
@@ -138,18 +139,6 @@ class Loader:
                 [pool.submit(maker.fill, room, start, samples.part(start, start + size)) for start in parts],
                 len(samples),
             )
-
-    def _announced(self, batches: Iterator[Samples]) -> Iterator[Samples]:
-        """``batches``, each announced to the maker before it comes."""
-        num = -(-self.maker.lookahead // self.batch_size)
-        waiting: deque[Samples] = deque()
-        for samples in batches:
-            if num:
-                self.maker.announce(samples)
-            waiting.append(samples)
-            if len(waiting) > num:
-                yield waiting.popleft()
-        yield from waiting
 
     def _cut(self) -> Iterator[Samples]:
         """The sampler's blocks as batches."""
@@ -196,28 +185,29 @@ class Loader:
     def trained_state(self, not_trained: int) -> dict[str, Any]:
         """Where training stands if it has yet to be trained on the last ``not_trained`` batches handed over."""
         run, sampler = self._run, self.sampler
-        of_set = {} if self.generations is None else self.generations.state_dict()
+        images = {} if self.images is None else {"images": self.images}
         if run is None or run.epoch != sampler.epoch:
-            return {"sampler": sampler.state_dict(), "batches": self._batches_before()} | of_set
+            return {"sampler": sampler.state_dict(), "batches": self._batches_before()} | images
         batches = max(0, run.batches - not_trained)
         num = batches * self.batch_size
         with sampler.placed(*run.place):
             position = sampler.advanced(run.began["position"], num)
         state = run.began | {"position": position, "taken": run.began["taken"] + num}
-        return {"sampler": state, "batches": run.batches_before + batches} | of_set
+        return {"sampler": state, "batches": run.batches_before + batches} | images
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on at the sample after the last one trained on, with this loader's batch size and number of ranks.
 
-        Where the set of images has changed since, `Generations` says what happens.
-
         Raises:
             ConfigurationError: The state is of another data set or another kind of sampler.
         """
-        other_data = False
-        if self.generations is not None:
-            self.sampler, other_data = self.generations.resumed(state, self.sampler)
-        self.sampler.load_state_dict(state["sampler"], other_data=other_data)
+        if (saved := state.get("images", self.images)) != self.images:
+            raise ConfigurationError(
+                f"the checkpoint was saved over the images {saved!r}, but this loader reads {self.images!r}: its "
+                "position means nothing here. Open the images as they were, such as ShardDataset(..., generation=N), "
+                "or start a new training from the checkpoint's weights."
+            )
+        self.sampler.load_state_dict(state["sampler"])
         self._run = None
         self._resumed = self.sampler.epoch, self.sampler.position, state["batches"]
         whole = self._num_batches(self.sampler.num_left(0))

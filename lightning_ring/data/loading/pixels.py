@@ -41,7 +41,10 @@ _scratch = _Scratch()
 
 
 def decode_into(
-    outs: Sequence[Tensor], data: bytes, crops: Sequence[Crop], uniforms: Sequence[Sequence[float]]
+    outs: Sequence[Tensor],
+    data: bytes | npt.NDArray[np.uint8],
+    crops: Sequence[Crop],
+    uniforms: Sequence[Sequence[float]],
 ) -> None:
     """Decode the image ``data`` once, and resize the part that each of ``crops`` chooses into its place in ``outs``.
 
@@ -52,6 +55,7 @@ def decode_into(
 
     Args:
         outs: 1 x 3 x height x width each, uint8, channels last, RGB.
+        data: Encoded, or its pixels: height x width x 3.
         uniforms: Of each crop.
 
     Raises:
@@ -70,8 +74,10 @@ def decode_into(
 
 
 def _decode(
-    data: bytes, crops: Sequence[Crop], uniforms: Sequence[Sequence[float]]
+    data: bytes | npt.NDArray[np.uint8], crops: Sequence[Crop], uniforms: Sequence[Sequence[float]]
 ) -> tuple[npt.NDArray[np.uint8], list[Box]]:
+    if isinstance(data, np.ndarray):
+        return data, _boxes(data.shape[0], data.shape[1], crops, uniforms)
     if data[:2] == b"\xff\xd8":
         try:
             height, width, _, _ = simplejpeg.decode_jpeg_header(data)

@@ -50,18 +50,16 @@ def of_shards(root: Path, manifest: Manifest) -> Listed:
     return Listed(manifest.classes, index.labels, index.column("stamps"), index.name, left_out)
 
 
-def already_there(was: Listed, now: Listed, target: Path, keep: bool) -> npt.NDArray[np.bool_]:
+def already_there(was: Listed, now: Listed, target: Path) -> npt.NDArray[np.bool_]:
     """For each image of ``now`` whether ``was`` has it, by its name.
 
-    Raises `ConfigurationError`: the name is there with another class, length or time; unless ``keep`` is given.
+    Raises `ConfigurationError`: the name is there with another class, length or time.
     """
     _, old, new = np.intersect1d(was.keys(), now.keys(), return_indices=True)
     same_name = np.fromiter((was.name(i) == now.name(j) for i, j in zip(old, new, strict=True)), bool, len(old))
     old, new = old[same_name], new[same_name]  # two names may have one hash
     there = np.zeros(len(now.labels), bool)
     there[new] = True
-    if keep:
-        return there
     order = np.argsort(new)
     old, new = old[order], new[order]
     names = np.array([*was.classes, ""], object), np.array([*now.classes, ""], object)
@@ -74,9 +72,8 @@ def already_there(was: Listed, now: Listed, target: Path, keep: bool) -> npt.NDA
     ]
     if found := "; ".join(change for change in changes if change):
         raise ConfigurationError(
-            f"{target} has images of these names that are others: {found}. Nothing was written. --keep-known "
-            "leaves them as the set has them; `lightning-ring relabel` changes classes; --prefix gives the images of "
-            "the source other names."
+            f"{target} has images of these names that are others: {found}. Nothing was written. Give new images other "
+            "names, or pack them into another folder (`Mixture` reads several); a packed image never changes."
         )
     return there
 

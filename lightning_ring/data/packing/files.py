@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import StringIO
@@ -54,14 +53,3 @@ def sync_folder(folder: Path) -> None:
 def write_whole(path: Path, data: bytes) -> None:
     with whole_file(path) as file:
         file.write(data)
-
-
-def link_or_copy(source: Path, target: Path) -> None:
-    """Give the file ``source``, which never changes, a second name; a copy where the file system has no links."""
-    try:
-        os.link(source.resolve(), target)  # a link to a symbolic link may lead nowhere
-    except FileExistsError:
-        raise
-    except OSError:
-        with whole_file(target) as copy, open(source, "rb") as file:
-            shutil.copyfileobj(file, copy, 2**20)

@@ -1,93 +1,91 @@
-"""The end of a packing: records of the shards become the rows of a generation."""
+"""The end of a packing: records of the shards become an index, in a folder of its own, and the manifest.
+
+Whatever ends it before the manifest has its name leaves the generation before as it was; the same packing can then be
+finished by the same command.
+"""
 
 from __future__ import annotations
 
-import os
+import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from lightning_ring.data.packing.files import HEADER, report_row
+from lightning_ring.data.packing.files import HEADER, report_row, sync_folder, whole_file, write_whole
 from lightning_ring.data.packing.job import PackJob
 from lightning_ring.data.packing.shard_loop import Rest
 from lightning_ring.data.packing.shard_writer import ShardRecord
 from lightning_ring.data.packing.sources import Sources
-from lightning_ring.data.sets.generation import images, write_generation
-from lightning_ring.data.sets.rows import Rows, SetRows
-from lightning_ring.data.shards.columns import Column
-from lightning_ring.data.shards.manifest import Manifest, Shard
+from lightning_ring.data.shards.index import COLUMNS, NAMES, ShardIndex
+from lightning_ring.data.shards.manifest import MANIFEST, REPORT, Manifest, file_sha256, index_folder
 
 COUNTED = ("copied", "shrunk", "turned", "converted", "not turned", "left out")
 
 
-class PackedRows:
-    """Images that were packed just now (a `Rows`)."""
-
-    metadata: Mapping[str, Column] = {}
-
-    def __init__(self, sources: Sources, records: Sequence[ShardRecord]) -> None:
-        self._sources = sources
-        self._records = records
-        self.shards: Sequence[Shard] = [record.shard for record in records]
-
-    def __len__(self) -> int:
-        return sum(shard.samples for shard in self.shards)
-
-    def column(self, name: str) -> Iterator[npt.NDArray[Any]]:
-        for record in self._records:
-            if name == "stamps":
-                yield self._sources.stamps[self._sources.order[record.columns["positions"]]]
-            else:
-                yield record.columns[name]
-
-    def names(self) -> Iterator[tuple[bytes, npt.NDArray[np.int64]]]:
-        for record in self._records:
-            names = [self._sources.name(position) for position in record.columns["positions"]]
-            yield b"".join(name + b"\n" for name in names), np.fromiter(map(len, names), np.int64, len(names))
-
-
-def write_manifest(
-    job: PackJob, base: Manifest | None, sources: Sources, parts: Sequence[Sequence[ShardRecord]], rest: Rest
+def write_generation(
+    job: PackJob, base: Manifest | None, sources: Sources, records: Sequence[ShardRecord], rest: Rest
 ) -> Manifest:
-    """Write the generation of ``base`` (None: there is none) and the records of every part of a packing."""
-    records = [record for part in parts for record in part]
-    rows: list[Rows] = [PackedRows(sources, records)]
-    deleted: set[str] = set()
-    if base is not None:
-        there = SetRows(job.target, base)
-        rows.insert(0, there)
-        deleted = set(there.index.deleted)
-        if deleted and job.restore:
-            deleted -= {
-                os.fsdecode(sources.name(i)) for record in records for i in record.columns["positions"].tolist()
-            }
+    """Write the generation of ``base`` (None: there is none) and the new ``records``; the manifest last."""
+    root, folder = job.target, index_folder(job.generation)
+    shutil.rmtree(root / folder, ignore_errors=True)  # of a packing that never finished
+    (root / folder).mkdir(parents=True)
+    sync_folder((root / folder).parent)
+    _write_index(root / folder, None if base is None else ShardIndex(root, base), sources, records)
+    written = [f"{folder}/{name}" for name in [NAMES, *(f"{column}.npy" for column in COLUMNS)]]
+
     empty, report = _report(base, sources, records, rest)
-    counts = sum((Counter(record.counts) for record in records), Counter(rest.counts) + Counter(_listed(sources)))
-    added, old = sum(record.shard.samples for record in records), 0 if base is None else len(base.classes)
-    plan = Manifest(
+    written.append(REPORT if base is None else f"{folder}/{REPORT}")
+    with whole_file(root / written[-1]) as file:
+        file.writelines(report)
+
+    counts = Counter(rest.counts) + Counter({"left out": sources.left_out})
+    for record in records:
+        counts += Counter(record.counts)
+    kept = {} if base is None else {name: sha256 for name, sha256 in base.files.items() if name == REPORT}
+    manifest = Manifest(
         classes=sources.classes,
-        shards=[],
-        files={},
+        shards=[*([] if base is None else base.shards), *(record.shard for record in records)],
+        files=kept | {name: file_sha256(root / name) for name in sorted(written)},
         source=str(job.source),
         identity=sources.identity,
-        settings=asdict(job.settings) | ({"prefix": job.prefix} if job.prefix else {}),
+        settings=asdict(job.settings),
         counts={name: counts[name] for name in COUNTED} | {"empty classes": empty},
         generation=job.generation,
-        change="pack" if base is None else f"append {images(added)} of {job.source}",
-        next_shard=job.first_shard + max(map(len, parts)),
-        next_key=job.first_key + (added if job.parts == 1 else len(sources)),
     )
     if base is not None:
-        plan.counts.update({"added": added, "there": sources.there, "new classes": len(sources.classes) - old})
-    return write_generation(job.target, plan, rows, base, report, deleted)
+        added = sum(record.shard.samples for record in records)
+        manifest.counts.update({"added": added, "there": sources.there})
+    text = manifest.to_json().encode()
+    write_whole(root / folder / MANIFEST, text)  # of this generation, when there is a later one
+    write_whole(root / MANIFEST, text)
+    return manifest
 
 
-def _listed(sources: Sources) -> dict[str, int]:
-    return {"left out": sources.left_out}
+def _write_index(folder: Path, base: ShardIndex | None, sources: Sources, records: Sequence[ShardRecord]) -> None:
+    """The rows of ``base`` and those of ``records`` behind them, as `lightning_ring.data.shards.index` has them."""
+    if base is not None:
+        base.check_all()  # the checksums of the copy would take damage for whole
+    positions = np.concatenate([record.columns["positions"] for record in records])
+    names = [sources.name(position) for position in positions.tolist()]
+    new: dict[str, npt.NDArray[Any]] = {
+        name: np.concatenate([record.columns[name] for record in records]) for name in ("labels", "places")
+    }
+    new["stamps"] = sources.stamps[sources.order[positions]]
+    new["name_ends"] = np.cumsum([len(name) + 1 for name in names]) - 1
+    # One name a line. A name may hold a line feed, so readers go by the ends.
+    with whole_file(folder / NAMES) as file:
+        if base is not None:
+            new["name_ends"] += file.write(base.names[0].data)
+        file.writelines(name + b"\n" for name in names)
+    for column, (dtype, _) in COLUMNS.items():
+        rows = [new[column]] if base is None else [base.column(column), new[column]]
+        with whole_file(folder / f"{column}.npy") as file:
+            np.save(file, np.concatenate(rows).astype(dtype))
 
 
 def _report(

@@ -50,7 +50,7 @@ def scan_folder(folder: Path) -> Iterator[Found | LeftOut]:
 def _scan_class(folder: Path, class_name: str) -> Iterator[Found | LeftOut]:
     loops: list[LeftOut] = []
     # sorted() as ImageFolder has it, which is not the order of a walk through sorted folders ("a-b" before "a/c").
-    for root, files in sorted(walk(str(folder), class_name, loops)):
+    for root, files in sorted(_walk(str(folder), class_name, loops)):
         for file in sorted(files):
             name = os.path.relpath(os.path.join(root, file), folder)
             if file.lower().endswith(EXTENSIONS):
@@ -60,13 +60,10 @@ def _scan_class(folder: Path, class_name: str) -> Iterator[Found | LeftOut]:
     yield from loops
 
 
-def walk(folder: str, class_name: str, loops: list[LeftOut], hidden: bool = True) -> Iterator[tuple[str, list[str]]]:
+def _walk(folder: str, class_name: str, loops: list[LeftOut]) -> Iterator[tuple[str, list[str]]]:
     """The folders at and below ``folder/class_name``, with their files. Links are followed.
 
     Those that lead back to a folder that they are in are not: they are added to ``loops``.
-
-    Args:
-        hidden: Whether folders whose names begin with a dot are looked into.
     """
 
     def fail(error: OSError) -> None:
@@ -74,8 +71,6 @@ def walk(folder: str, class_name: str, loops: list[LeftOut], hidden: bool = True
 
     for root, folders, files in os.walk(os.path.join(folder, class_name), onerror=fail, followlinks=True):
         here = os.path.realpath(root) + os.sep
-        if not hidden:
-            folders[:] = [name for name in folders if not name.startswith(".")]
         for name in list(folders):
             path = os.path.join(root, name)
             if os.path.islink(path) and here.startswith(os.path.realpath(path) + os.sep):
@@ -116,7 +111,7 @@ def read_csv(file: Path) -> Iterator[Found | LeftOut]:
         yield Found(row.path, row.label)
 
 
-def one_spelling(path: str) -> str:
+def _one_spelling(path: str) -> str:
     """``./a//b.jpg`` and ``a/b.jpg`` are one path; ``..`` stays: behind a link it leads elsewhere."""
     path = path.strip()
     return str(PurePath(path)) if "./" in path or "//" in path else path
@@ -143,6 +138,6 @@ def _rows(file: Path) -> Iterator[_Row]:
             for cells in reader:
                 if cells:
                     cells += [""] * len(columns)
-                    yield _Row(reader.line_num, one_spelling(cells[path]), cells[label].strip())
+                    yield _Row(reader.line_num, _one_spelling(cells[path]), cells[label].strip())
         except csv.Error as error:
             raise ConfigurationError(f"{file}, line {reader.line_num}, is not CSV: {error}.") from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import tempfile
@@ -11,11 +12,14 @@ from contextlib import suppress
 from pathlib import Path
 
 from lightning_ring.data.packing.changes import Listed, describe_changes, of_shards, of_sources
-from lightning_ring.data.packing.job import PackJob
+from lightning_ring.data.packing.job import PACKING, PackJob
+from lightning_ring.data.packing.lock import clear, only_one
 from lightning_ring.data.packing.sources import list_sources
-from lightning_ring.data.sets.lock import PACKING, changing
 from lightning_ring.data.shards.manifest import Manifest
 from lightning_ring.errors import ConfigurationError
+
+SETTINGS = "settings.json"
+"""In the folder of what is unfinished: of a packing that has begun."""
 
 
 def check_paths(job: PackJob) -> None:
@@ -37,17 +41,25 @@ def check_empty(target: Path) -> None:
         )
 
 
+def is_left_over(state: Path, base: Manifest | None) -> bool:
+    """Whether ``state`` is of a packing that has made its generation, and was ended before it removed the folder."""
+    with suppress(FileNotFoundError):
+        begun: int = json.loads((state / SETTINGS).read_bytes())["generation"]
+        return base is not None and begun <= base.generation
+    return False
+
+
 def finished(job: PackJob, manifest: Manifest) -> Manifest:
     """``manifest``, if it is what ``job`` would write."""
     if manifest.generation:
         raise ConfigurationError(
-            f"{job.target} is a set of generation {manifest.generation} ({manifest.change}). `lightning-ring pack "
-            "--append` adds images to it; choose another folder for another set."
+            f"images were appended to {job.target} (generation {manifest.generation}). `lightning-ring pack --append` "
+            "adds further images; choose another folder for another set."
         )
     refuse_other({"source": manifest.source, **manifest.settings}, job, "packed already")
-    if (job.target / PACKING).exists():
-        with suppress(ConfigurationError), changing(job.target):
-            pass  # it clears what is left where the manifest was written, and then something ended the process
+    if is_left_over(job.state, manifest):
+        with suppress(ConfigurationError), only_one(job.state, job.target):
+            clear(job.state, ignore_errors=True)
     refuse_changed(manifest.identity, lambda: of_shards(job.target, manifest), job, None, "packed already")
     return manifest
 
@@ -56,15 +68,14 @@ def refuse_changed(identity: str, was: Callable[[], Listed], job: PackJob, base:
     """List the source again; an error where it is not what was listed."""
     with tempfile.TemporaryDirectory(prefix="lightning-ring-") as folder:
         first = () if base is None else base.classes
-        now = list_sources(job.source, Path(folder), True, job.classes, first, job.prefix)
+        now = list_sources(job.source, Path(folder), True, job.classes, first)
         if now.identity == identity:
             return
         changes = describe_changes(was(), of_sources(now))
     what_next = (
         "To pack them as they are now, choose another folder, or remove this one."
         if base is None
-        else "To append them as they are now, give up those that are half packed: `lightning-ring prune --unfinished "
-        f"{job.target}`."
+        else f"To append them as they are now, remove {job.state}: it holds the append that is half finished."
     )
     raise ConfigurationError(
         f"{job.target} is {state}, and {job.source} has changed since: {changes}. Nothing was written; {job.target} "
@@ -80,7 +91,7 @@ def refuse_other(was: dict[str, object], job: PackJob, state: str) -> None:
     ]:
         raise ConfigurationError(
             f"{job.target} is {state} with another command: {'; '.join(changed)}. Give the same arguments, choose "
-            "another folder, or remove this one."
+            f"another folder, or remove {job.target if not job.generation else job.state}."
         )
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from lightning_ring.data.packing.files import report_row, whole_file
 from lightning_ring.data.packing.image import PackedImage
 from lightning_ring.data.packing.job import PackJob
-from lightning_ring.data.packing.shard_writer import ShardRecord, ShardWriter, write_record
+from lightning_ring.data.packing.shard_writer import ShardRecord, ShardWriter, shard_name, write_record
 from lightning_ring.data.packing.sources import Sources
 from lightning_ring.data.shards.manifest import Shard
 
@@ -38,13 +38,12 @@ def write_shards(
     rest: Rest,
 ) -> Iterator[ShardRecord]:
     """Write the shards that follow ``records``, yielding each once it is on the disk; fills ``rest``."""
-    positions, shard_bytes = job.positions(len(sources)), job.settings.shard_bytes
-    number, start = len(records), job.first_key + (positions.start if job.parts > 1 else 0)
-    first = start + sum(record.shard.samples for record in records)
+    number, shard_bytes = len(records), job.settings.shard_bytes
+    first = job.first_key + sum(record.shard.samples for record in records)
     left_out = sum(record.counts.get("left out", 0) for record in records)
     pending = next(images, None)
     while pending is not None:
-        name, counts, rows = job.shard_name(number), Counter[str](), list[bytes]()
+        name, counts, rows = shard_name(job.first_shard + number), Counter[str](), list[bytes]()
         try:
             with whole_file(job.target / name, through=job.state / "shard.part") as file:
                 shard = ShardWriter(file, first)
@@ -62,7 +61,7 @@ def write_shards(
                         shard.add(image.data, image.extension, sources.label(position), position)
                         if image.note:
                             rows.append(report_row("converted", os.fsdecode(sources.name(position)), image.note))
-                    progress(position + 1 - positions.start, len(positions), left_out)
+                    progress(position + 1, len(sources), left_out)
                     pending = next(images, None)
                 sha256 = shard.finish()
                 if not shard.samples:
@@ -71,7 +70,7 @@ def write_shards(
             rest.counts, rest.report = dict(counts), b"".join(rows)
             return
         done = Shard(name, shard.bytes, shard.samples, sha256)
-        following = positions.stop if pending is None else pending[0]
+        following = len(sources) if pending is None else pending[0]
         record = ShardRecord(done, following, dict(counts), b"".join(rows), shard.arrays())
         write_record(job.state, number, record)
         yield record

@@ -7,7 +7,6 @@ import json
 import tarfile
 import zlib
 from array import array
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -90,8 +89,8 @@ class ShardRecord:
     columns: dict[str, npt.NDArray[Any]]
 
 
-def shard_name(number: int, part: int | None = None) -> str:
-    return f"shard-{number:06d}.tar" if part is None else f"shard-{number:06d}-part-{part:03d}.tar"
+def shard_name(number: int) -> str:
+    return f"shard-{number:06d}.tar"
 
 
 def write_record(folder: Path, number: int, record: ShardRecord) -> None:
@@ -105,10 +104,13 @@ def write_record(folder: Path, number: int, record: ShardRecord) -> None:
         np.savez(file, **arrays)
 
 
-def read_records(folder: Path, shards: Path, name: Callable[[int], str] = shard_name) -> list[ShardRecord]:
+def read_records(folder: Path, shards: Path, first: int = 0) -> list[ShardRecord]:
     """Records of finished shards, from the first on; one whose tar is not as long as it was ends the list.
 
     Those after it are removed: they follow a shard that may be written anew with other images.
+
+    Args:
+        first: Number of the first shard.
     """
     records: list[ShardRecord] = []
     while _record_path(folder, len(records)).exists():
@@ -117,7 +119,7 @@ def read_records(folder: Path, shards: Path, name: Callable[[int], str] = shard_
             columns = {name: file[name] for name in file.files if name not in ("head", "report")}
         record = ShardRecord(Shard(**head["shard"]), head["next_position"], head["counts"], report, columns)
         tar = shards / record.shard.name
-        if record.shard.name != name(len(records)):
+        if record.shard.name != shard_name(first + len(records)):
             break  # of another packing
         if not tar.exists() or tar.stat().st_size != record.shard.bytes:
             break

@@ -76,26 +76,22 @@ class Sources:
     ends: npt.NDArray[np.int64]
     names: npt.NDArray[np.uint8]
     stamps: npt.NDArray[np.uint64]
-    prefix: str = ""
     there: int = 0
 
     def __len__(self) -> int:
         return len(self.order)
 
     def name(self, position: int) -> bytes:
-        """The name at ``position``: the file's, as the folder or the CSV has it, in its encoding, behind the prefix."""
+        """The name at ``position``: the file's, as the folder or the CSV has it, in its encoding."""
         return self.listed_name(int(self.order[position]))
 
     def listed_name(self, i: int) -> bytes:
         """The ``i``-th of the list, which is not mixed."""
-        return os.fsencode(self.prefix) + self._file_name(i)
-
-    def _file_name(self, i: int) -> bytes:
         start = int(self.ends[i - 1]) if i else 0
         return self.names[start : int(self.ends[i])].tobytes()
 
     def path(self, position: int) -> Path:
-        return self.folder / os.fsdecode(self._file_name(int(self.order[position])))
+        return self.folder / os.fsdecode(self.name(position))
 
     def label(self, position: int) -> int:
         return int(self.labels[self.order[position]])
@@ -107,7 +103,6 @@ def list_sources(
     group_by_class: bool,
     classes: Sequence[str] | None = None,
     first: Sequence[str] = (),
-    prefix: str = "",
 ) -> Sources:
     """Write the list of ``source`` to the folder ``into``, ``sources.json`` last, and load it.
 
@@ -147,7 +142,7 @@ def list_sources(
     for part in (labels, columns["ends"], np.memmap(into / "names", mode="r"), stamps):
         identity.update(np.ascontiguousarray(part).view(np.uint8).data)
     head = {"folder": str(folder), "classes": classes, "left_out": listed.left_out, "identity": identity.hexdigest()}
-    write_whole(into / "sources.json", json.dumps(head | {"prefix": prefix, "there": 0}).encode())
+    write_whole(into / "sources.json", json.dumps(head | {"there": 0}).encode())
     sources = load_sources(into)
     assert sources is not None
     return sources
@@ -233,7 +228,6 @@ def load_sources(folder: Path) -> Sources | None:
         ends=np.load(folder / "ends.npy", mmap_mode="r"),
         names=np.memmap(folder / "names", mode="r"),
         stamps=np.load(folder / "stamps.npy", mmap_mode="r"),
-        prefix=head["prefix"],
         there=head["there"],
     )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +17,6 @@ from lightning_ring.errors import ConfigurationError
 
 log = logging.getLogger(__name__)
 
-_LENGTH = re.compile(r", \d+ draws$")  # in a kind: it differs between data sets
 Remainder = Literal["repeat", "drop", "keep"]
 
 
@@ -138,21 +136,14 @@ class OrderedSampler(DistributedSampler[int]):
             "taken": self._taken + trained,
         }
 
-    def load_state_dict(self, state: dict[str, Any], *, other_data: bool = False) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was called, also with another number of ranks. The state's seed replaces this one's.
-
-        Args:
-            other_data: The data set may be another one. Then the epoch goes on at its position, but in the order of
-                this data set: until the next epoch, samples may come twice, or not at all.
 
         Raises:
             ConfigurationError: The state is of another data set, or of an order with other settings.
         """
         checked = {"kind": self.kind, "fingerprint": self.fingerprint}
         saved = {name: state.get(name) for name in checked}
-        if other_data:
-            checked = {"kind": _LENGTH.sub("", self.kind)}
-            saved = {"kind": _LENGTH.sub("", str(saved["kind"]))}
         for name, mine in checked.items():
             if saved[name] != mine:
                 raise ConfigurationError(
@@ -186,10 +177,6 @@ class StridedSampler(OrderedSampler):
         if self.remainder == "keep":
             return self.length
         return self.num_left(0) * self.num_replicas
-
-    def load_state_dict(self, state: dict[str, Any], *, other_data: bool = False) -> None:
-        super().load_state_dict(state, other_data=other_data)
-        self.position = min(self.position, self.length)  # of another data set, which may be smaller
 
     def advanced(self, position: int, num: int) -> int:
         return min(position + num * self.num_replicas, self.length)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import threading
-import zlib
 from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 
 from lightning_ring.data.shards.index import ByteRange
 from lightning_ring.data.shards.manifest import Shard
-from lightning_ring.errors import ShardError, ShardLostError
+from lightning_ring.errors import ShardLostError
 from lightning_ring.host.open_files import most_open_files
 
 _LOOK_AFTER = "Look after the disk or the network file system, then start the job again."
@@ -50,9 +49,6 @@ class ShardFiles:
     All data sets of a process together keep ``max_open`` files open, by default a quarter of the process's limit.
     """
 
-    more_reads = 0  # where bytes are not those that were packed: reading again gives the same
-    lookahead = 0  # samples to announce: the kernel is asked for a batch at a time
-
     def __init__(self, root: Path, shards: Sequence[Shard], max_open: int | None = None) -> None:
         self._number = next(_numbers)
         self._root = root
@@ -71,8 +67,7 @@ class ShardFiles:
                 file = _OpenFile(self.path(shard))
             except FileNotFoundError:
                 raise ShardLostError(
-                    f"{self.path(shard)} is gone since it was opened. Open the newest generation, if `lightning-ring "
-                    "prune` has removed this one; else restore the file."
+                    f"{self.path(shard)} is gone since the set was opened. Restore the file, then start the job again."
                 ) from None
             except OSError as error:
                 raise ShardLostError(f"{self.path(shard)} cannot be opened: {error.strerror}. {_LOOK_AFTER}") from error
@@ -103,8 +98,6 @@ class ShardFiles:
             )
         return data
 
-    read_again = read
-
     def will_need(self, places: Sequence[ByteRange]) -> None:
         """Tell the kernel to start reading ``places``, all at once; returns before it has."""
         if hasattr(os, "posix_fadvise"):
@@ -114,13 +107,3 @@ class ShardFiles:
 
     def path(self, shard: int) -> Path:
         return self._root / self._shards[shard].name
-
-    def read_whole(self, place: ByteRange) -> bytes:
-        """`read`. Raises `ShardError` also where the bytes are not those that were packed, by their CRC-32."""
-        data = self.read(place)
-        if zlib.crc32(data) != place.crc32:
-            raise ShardError(
-                f"{self.path(place.shard)} at offset {place.offset}, {place.size} bytes: they are not those that were "
-                f"packed (CRC-32). `lightning-ring pack --verify {self._root}` finds everything that is damaged."
-            )
-        return data

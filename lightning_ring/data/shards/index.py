@@ -15,7 +15,6 @@ when the first one is asked for. A damaged place leads to bytes that have not th
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_right
 from collections.abc import Callable
 from functools import cached_property, partial
@@ -27,13 +26,11 @@ from typing import Any, NamedTuple, SupportsIndex
 import numpy as np
 import numpy.typing as npt
 
-from lightning_ring.data.shards.columns import Column, file_names, load_column
 from lightning_ring.data.shards.manifest import Manifest, file_sha256
 from lightning_ring.errors import ShardError
 
 BLOCK = 512
 NAMES = "names.txt"
-DELETED = "deleted.json"
 # dtype, and values a row
 COLUMNS: dict[str, tuple[np.dtype[Any], int]] = {
     "labels": (np.dtype("<i4"), 1),
@@ -89,29 +86,6 @@ class ShardIndex:
         return values
 
     @cached_property
-    def deleted(self) -> list[str]:
-        """Names of images that were deleted, so that an append does not bring them back."""
-        if f"{self._manifest.index}/{DELETED}" not in self._manifest.files:
-            return []
-        self._check(DELETED)
-        found: list[str] = json.loads(self._path(DELETED).read_bytes())
-        return found
-
-    @cached_property
-    def metadata(self) -> dict[str, Column]:
-        """Columns of the metadata, by name; each is checked when it is opened."""
-        found = {}
-        for name, kind in self._manifest.columns.items():
-            for file in file_names(name, kind):
-                self._check(file)
-            load = partial(self._mapped, load=partial(np.load, mmap_mode="r"))
-            column = load_column(name, kind, load, lambda file: json.loads(self._path(file).read_bytes()))
-            if len(column) != self._samples:
-                raise ShardError(f"{self._path('columns')}/{name} has {len(column)} rows, expected {self._samples}.")
-            found[name] = column
-        return found
-
-    @cached_property
     def names(self) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
         """All names, a byte between any two, and where each of them ends."""
         ends = self.column("name_ends")
@@ -159,15 +133,6 @@ class ShardIndex:
         if not size:  # the CRC-32 of no bytes is 0: a page of zeros would pass for an image
             raise ShardError(f"{self._path('places.npy')} is damaged: image {i} has no bytes in it. Restore it.")
         return ByteRange(bisect_right(self._starts, i) - 1, block * BLOCK, size, crc32)
-
-    def names_in(self, rows: slice) -> list[str]:
-        """The names of images ``rows.start`` to ``rows.stop``: faster than one by one."""
-        names, ends = self.names
-        first = int(ends[rows.start - 1]) + 1 if rows.start else 0
-        stops = (np.asarray(ends[rows]) - first).tolist()
-        text = names[first : first + (stops[-1] if stops else 0)].tobytes()
-        starts = [0, *(stop + 1 for stop in stops[:-1])]
-        return [text[a:b].decode("utf-8", "surrogateescape") for a, b in zip(starts, stops, strict=False)]
 
     def name(self, i: SupportsIndex) -> str:
         """Where image ``i`` came from: a path as the image folder or the CSV had it."""

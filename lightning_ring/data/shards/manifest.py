@@ -7,9 +7,9 @@ index/000000/names.txt    where each image came from, one a line
 index/000000/manifest.json  that of this generation, when there are later ones
 report.csv                images that were left out, and changes beyond shrinking
 
-Shards and indices never change once they are written. The number in ``index/000000`` is the generation: what changes a
-set writes another index, perhaps further shards, and then puts a manifest that names them in the place of the old one.
-A generation that is newer than ``manifest.json`` was never finished, and nobody reads it.
+Shards and indices never change once they are written. The number in ``index/000000`` is the generation: `pack --append`
+writes further shards and the next index, and then renames a manifest that names them to ``manifest.json``. A generation
+that is newer than ``manifest.json`` was never finished, and nobody reads it.
 """
 
 from __future__ import annotations
@@ -18,33 +18,28 @@ import hashlib
 import json
 import os
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from lightning_ring.data.shards.columns import Kind
 from lightning_ring.errors import ShardError
 
 MANIFEST = "manifest.json"
 REPORT = "report.csv"
 FORMAT = "lightning_ring shards"
 STAMPS = "stamps.npy"
-VERSION = 2
+VERSION = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One tar file: its length in bytes, its images, and the SHA-256 of the whole file (as ``sha256sum``).
-
-    ``samples`` are the images that the index has, ``deleted`` those that are in the file and no longer in the index.
-    """
+    """One tar file: its length in bytes, its images, and the SHA-256 of the whole file (as ``sha256sum``)."""
 
     name: str
     bytes: int
     samples: int
     sha256: str
-    deleted: int = 0
 
 
 @dataclass(frozen=True)
@@ -56,9 +51,7 @@ class Manifest:
         source: Where the images came from; ``identity`` is of what lay there (`packing.sources.Sources.identity`).
         settings: Of the packing.
         counts: Numbers of images by treatment, of the packing that made this generation; for people.
-        change: What made this generation from the one before, for people.
-        next_shard, next_key: `free_shard` and `free_key`; None: the numbers after its last shard and image.
-        columns: Kinds of the metadata, by name (`lightning_ring.data.shards.columns`).
+        generation: How often images were appended.
     """
 
     classes: list[str]
@@ -69,24 +62,10 @@ class Manifest:
     settings: dict[str, Any]
     counts: dict[str, int]
     generation: int = 0
-    change: str = "pack"
-    next_shard: int | None = None
-    next_key: int | None = None
-    columns: dict[str, Kind] = field(default_factory=dict)
 
     @property
     def samples(self) -> int:
         return sum(shard.samples for shard in self.shards)
-
-    @property
-    def free_shard(self) -> int:
-        """A number that no shard of the set ever had."""
-        return len(self.shards) if self.next_shard is None else self.next_shard
-
-    @property
-    def free_key(self) -> int:
-        """A number that no image of the set ever had."""
-        return self.samples if self.next_key is None else self.next_key
 
     @cached_property
     def fingerprint(self) -> str:
@@ -107,7 +86,6 @@ class Manifest:
 
 
 _OTHERS = ("classes", "files", "source", "identity", "settings", "counts", "generation")
-_LATER = ("change", "next_shard", "next_key", "columns")  # a set that never changed may lack them
 
 
 def index_folder(generation: int) -> str:
@@ -132,10 +110,7 @@ def read_manifest(root: Path, generation: int | None = None) -> Manifest:
     path = root / index_folder(generation) / MANIFEST
     if generation > newest.generation or not path.exists():
         there = ", ".join(map(str, generations(root)))
-        raise ShardError(
-            f"{root} has no generation {generation}: it has {there}. Open one of them; `lightning-ring prune` removes "
-            "old ones, and a generation that is gone cannot be made again."
-        )
+        raise ShardError(f"{root} has no generation {generation}: it has {there}. Open one of them.")
     return _read(root, path)
 
 
@@ -153,8 +128,7 @@ def _read(root: Path, path: Path) -> Manifest:
         raise ShardError(f"{path} has version {found}, expected {VERSION}: pack the images again with this version.")
     try:
         shards = [Shard(**shard) for shard in fields["shards"]]
-        others = {name: fields[name] for name in (*_OTHERS, *(name for name in _LATER if name in fields))}
-        manifest = Manifest(shards=shards, **others)
+        manifest = Manifest(shards=shards, **{name: fields[name] for name in _OTHERS})
         if manifest.fingerprint != fields["fingerprint"]:
             raise KeyError("fingerprint (it does not fit the rest: the file was edited or damaged)")
     except (KeyError, TypeError) as error:

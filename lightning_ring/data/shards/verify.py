@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,22 +21,19 @@ def verify(root: Path, workers: int, progress: Progress) -> list[str]:
     `ShardError`: there is no manifest to compare with, or that of a generation cannot be read.
     """
     manifests = [read_manifest(root, number) for number in generations(root)]
-    newest_with = {shard.name: manifest for manifest in manifests for shard in manifest.shards}
-    shards = list({shard.name: shard for manifest in manifests for shard in manifest.shards}.values())
-    problems = check_lengths(root, shards)
-    strangers = sorted(path for path in root.glob("*.tar") if path.name not in newest_with)
+    newest = manifests[-1]  # has the shards of all others
+    problems = check_lengths(root, newest.shards)
+    names = {shard.name for shard in newest.shards}
+    strangers = sorted(path for path in root.glob("*.tar") if path.name not in names)
     problems += [f"{path} is not in the manifest; a reader of *.tar reads it too" for path in strangers]
-    digest = _Digests()
-    wrong = {name: line for manifest in manifests for name, line in _check_files(root, manifest, digest)}
+    wrong = dict(found for manifest in manifests for found in _check_files(root, manifest))
     problems += wrong.values()
+    is_whole = not any(name.startswith(newest.index) for name in wrong)  # else it would blame images that are
 
     def look(shard: Shard) -> list[str]:
-        manifest = newest_with[shard.name]
-        is_whole = not any(name.startswith(manifest.index) for name in wrong)  # else it would blame images that are
-        index = partial(ShardIndex, root, manifest) if is_whole else None
-        return check_shard(root / shard.name, shard, manifest, index)
+        return _check_shard(root / shard.name, shard, newest, partial(ShardIndex, root, newest) if is_whole else None)
 
-    shards = [shard for shard in shards if (root / shard.name).exists()]
+    shards = [shard for shard in newest.shards if (root / shard.name).exists()]
     done, total = 0, sum(shard.bytes for shard in shards)
     with ThreadPoolExecutor(workers) as pool:
         for shard, found in zip(shards, pool.map(look, shards), strict=True):
@@ -47,25 +43,11 @@ def verify(root: Path, workers: int, progress: Progress) -> list[str]:
     return problems
 
 
-class _Digests:
-    """SHA-256 of files, each read once: generations share files of their indices as hard links."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[int, int], str] = {}
-
-    def __call__(self, path: Path) -> str:
-        status = os.stat(path)
-        key = status.st_dev, status.st_ino
-        if key not in self._known:
-            self._known[key] = file_sha256(path)
-        return self._known[key]
-
-
-def _check_files(root: Path, manifest: Manifest, digest: Callable[[Path], str]) -> Iterator[tuple[str, str]]:
+def _check_files(root: Path, manifest: Manifest) -> Iterator[tuple[str, str]]:
     """Names and problems of the files beside the shards."""
     for name, sha256 in manifest.files.items():
         try:
-            found = digest(root / name)
+            found = file_sha256(root / name)
         except OSError as error:
             yield name, f"{root / name} cannot be read: {error.strerror}"
             continue
@@ -73,21 +55,18 @@ def _check_files(root: Path, manifest: Manifest, digest: Callable[[Path], str]) 
             yield name, f"{root / name} has SHA-256 {found}, expected {sha256}"
 
 
-def check_shard(
-    path: Path, shard: Shard, manifest: Manifest, index: Callable[[], ShardIndex] | None, shown: str | None = None
-) -> list[str]:
-    """Problems of the file ``path``, which errors call ``shown``; where ``index`` opens one, also of its images."""
-    shown = shown or str(path)
+def _check_shard(path: Path, shard: Shard, manifest: Manifest, index: Callable[[], ShardIndex] | None) -> list[str]:
+    """Problems of the file ``path``; if ``index`` opens one, also those of its images."""
     try:
         if (found := file_sha256(path)) == shard.sha256:
             return []
-        images = () if index is None else _damaged_images(path, shown, manifest, shard, index())
-        return [*images, f"{shown} has SHA-256 {found}, expected {shard.sha256}"]
+        images = () if index is None else _damaged_images(path, manifest, shard, index())
+        return [*images, f"{path} has SHA-256 {found}, expected {shard.sha256}"]
     except OSError as error:  # a bad sector must not hide what is wrong elsewhere
-        return [f"{shown} cannot be read: {error.strerror}"]
+        return [f"{path} cannot be read: {error.strerror}"]
 
 
-def _damaged_images(path: Path, shown: str, manifest: Manifest, shard: Shard, index: ShardIndex) -> Iterator[str]:
+def _damaged_images(path: Path, manifest: Manifest, shard: Shard, index: ShardIndex) -> Iterator[str]:
     first = sum(before.samples for before in manifest.shards[: manifest.shards.index(shard)])
     with open(path, "rb") as file:
         for i in range(first, first + shard.samples):
@@ -96,6 +75,6 @@ def _damaged_images(path: Path, shown: str, manifest: Manifest, shard: Shard, in
             data = file.read(size)
             if zlib.crc32(data) != crc32:
                 found = "cut short" if len(data) < size else "its bytes are not those that were packed (CRC-32)"
-                yield f"{shown}, offset {offset}, {size} bytes, image {i}: {found}"
+                yield f"{path}, offset {offset}, {size} bytes, image {i}: {found}"
             if len(data) < size:
                 return  # the file has ended, and so would every image after this one

@@ -1,4 +1,4 @@
-"""All ranks read the same generation of a set of images: one may have been appended while they started."""
+"""All ranks read the same images: some may have been appended while ranks started."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ def check_same_images(dataloader: Any, comm: Communicator) -> None:
 
     Raises `ConfigurationError`: on every rank, if two of them read different images.
     """
-    generations = getattr(dataloader, "generations", None)
-    if generations is None:
+    if getattr(dataloader, "images", None) is None:
         return
-    mine = generations.generation, dataloader.sampler.fingerprint
+    mine = dataloader.images, dataloader.sampler.fingerprint
     found: list[Any] = comm.all_gather_object(mine)
     if other := next((rank for rank, theirs in enumerate(found) if theirs != found[0]), None):
-        shown = [f"rank {rank} reads generation {found[rank][0]} ({found[rank][1][:12]})" for rank in (0, other)]
+        shown = [f"rank {rank} reads {found[rank][0]!r} in the order of {found[rank][1]!r}" for rank in (0, other)]
         raise ConfigurationError(
             f"ranks read different images: {', '.join(shown)}. A set may have changed while they started. Start the "
-            "job again, or name the generation: ShardDataset(..., generation=N)."
+            "job again, or name the state of the set: ShardDataset(..., generation=N)."
         )

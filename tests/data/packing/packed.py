@@ -14,8 +14,8 @@ class Stop(Exception):
     pass
 
 
-def pack(source, target, settings=SETTINGS, workers=2, progress=lambda done, total, left_out: None):
-    return run.pack(Path(source), Path(target), settings, workers, progress)
+def pack(source, target, settings=SETTINGS, workers=2, progress=lambda done, total, left_out: None, append=False):
+    return run.pack(Path(source), Path(target), settings, workers, progress, append=append)
 
 
 def contents(folder):

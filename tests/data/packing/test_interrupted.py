@@ -44,7 +44,7 @@ def test_an_interrupted_packing_goes_on_to_the_same_bytes(source, packed, tmp_pa
     assert contents(tmp_path / "dst") == contents(packed)
 
 
-@pytest.mark.parametrize("step", ["write_record", "write_manifest"])
+@pytest.mark.parametrize("step", ["write_record", "write_generation"])
 def test_ended_between_two_files_it_goes_on_to_the_same_bytes(source, packed, tmp_path, step, monkeypatch):
     def stop(*arguments):
         raise Stop
@@ -99,7 +99,7 @@ def test_a_source_that_vanishes_stops_the_packing(tmp_path):
 
 
 def test_a_shard_that_is_written_anew_takes_those_after_it_along(source, tmp_path):
-    state = tmp_path / "dst" / run.PACKING
+    state = tmp_path / "dst" / ".packing"
 
     def stop(done, total, left_out):
         if done == 30:

@@ -1,1 +1,0 @@
-"""Commands for packed sets: ``lightning-ring ls | stat | delete | relabel | annotate | merge | compact | prune``."""

@@ -1,0 +1,1 @@
+"""Images that lie in the formats of other libraries, as sources of `image_loader`."""

@@ -1,0 +1,363 @@
+"""Images appended to a set: the next generation has them, and the one before stays what it was."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from typing import Any
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+
+from lightning_ring.cli.main import main
+from lightning_ring.data import CenterCrop, Mixture, ShardDataset, ShuffledSampler, image_loader
+from lightning_ring.data.packing import run
+from lightning_ring.data.packing.lock import only_one
+from lightning_ring.data.shards.manifest import generations, read_manifest
+from lightning_ring.data.shards.verify import verify
+from lightning_ring.errors import ConfigurationError, ShardError
+from lightning_ring.host import file_lock
+from lightning_ring.integrations.lightning.same_images import check_same_images
+from tests.data.packing.packed import SETTINGS, Stop, contents, pack
+from tests.data.photos import encode, photo
+from tests.processes import clean_env
+from tests.thread_ranks import run_ranks
+
+FIRST = {f"{kind}/{i}.jpg": 10 * i + len(kind) for kind in ("bird", "cat") for i in range(6)}
+SECOND = {f"{kind}/{i}.jpg": 1000 + 10 * i + len(kind) for kind in ("ant", "bird") for i in range(6, 10)}
+
+
+def draw(folder, names):
+    """A picture for each name, drawn from its seed."""
+    for name, seed in names.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(encode(photo(seed, 40, 30)))
+    return folder
+
+
+def append(source, target, **options):
+    return pack(source, target, append=True, **options)
+
+
+def images_of(root, **options):
+    """Class and bytes of every image, by name."""
+    dataset = ShardDataset(root, decode=False, **options)
+    return {dataset.name(i): (dataset.classes[dataset.labels[i]], dataset.read(i)) for i in range(len(dataset))}
+
+
+def stop_at(number):
+    def progress(done, total, left_out):
+        if done == number:
+            raise Stop
+
+    return progress
+
+
+@pytest.fixture
+def source(tmp_path):
+    return draw(tmp_path / "src", FIRST)
+
+
+@pytest.fixture
+def target(source, tmp_path):
+    append(source, tmp_path / "dst")
+    return tmp_path / "dst"
+
+
+def test_an_append_adds_what_is_new_and_changes_no_file_that_was_there(source, target):
+    old, before, files = ShardDataset(target, decode=False), images_of(target), contents(target)
+    manifest = append(draw(source, SECOND), target)
+    assert (manifest.generation, manifest.counts["added"], manifest.counts["there"]) == (1, 8, 12)
+    expected = {name: (name.split("/")[0], (source / name).read_bytes()) for name in {**FIRST, **SECOND}}
+    assert images_of(target) == expected
+    assert images_of(target, generation=0) == before
+    assert manifest.classes == ["bird", "cat", "ant"]  # numbers stay; new ones follow
+    assert [old.read(i) for i in range(len(old))] == [before[old.name(i)][1] for i in range(len(old))]
+    now = contents(target)
+    del files["manifest.json"]
+    assert {name: now[name] for name in files} == files
+    assert verify(target, 1, lambda *numbers: None) == []
+    dataset = ShardDataset(target)
+    assert [dataset.key(i) for i in range(20)] == [f"{i:09d}" for i in range(20)]
+    np.testing.assert_array_equal(dataset.labels[:12], old.labels)
+    assert not (target / ".packing").exists()
+    with pytest.raises(ShardError, match=r"has no generation 2: it has 0, 1\."):
+        ShardDataset(target, generation=2)
+
+
+def test_nothing_new_makes_no_generation(source, target):
+    before = contents(target)
+    manifest = append(source, target)
+    assert (manifest.generation, manifest.counts["added"], manifest.counts["there"]) == (0, 0, 12)
+    (source / "cat" / "broken.jpg").write_bytes(b"no image")
+    assert append(source, target).counts["left out"] == 1
+    now = contents(target)
+    assert b"cat/broken.jpg" in now.pop("index/left-out.csv")
+    assert now == before
+
+
+def test_a_name_of_the_set_with_another_class_or_file_is_an_error(source, target):
+    before = contents(target)
+    (source / "cat" / "1.jpg").write_bytes(encode(photo(99, 50, 40)))
+    with pytest.raises(ConfigurationError, match=r"1 image with another length or time \(cat/1.jpg\)\. Nothing was"):
+        append(source, target)
+    draw(source, {"Cat/x.jpg": 1})
+    with pytest.raises(ConfigurationError, match="two classes of one name"):
+        append(source, target)
+    listed = source.parent / "listed.csv"
+    listed.write_text(f"path,label\n{source / 'cat/2.jpg'},bird\n")
+    append(listed, target)  # the path is another name
+    listed.write_text(f"path,label\n{source / 'cat/2.jpg'},cat\n")
+    with pytest.raises(ConfigurationError, match=r"1 image in another class \(.*cat/2.jpg: 'bird', now 'cat'\)"):
+        append(listed, target)
+    now = contents(target)
+    assert {name: now[name] for name in before if name != "manifest.json"}.items() <= before.items()
+    assert not (target / ".packing").exists()
+
+
+def test_a_half_finished_append_goes_on_or_is_given_up(source, target):
+    before = images_of(target)
+    draw(source, SECOND)
+    with pytest.raises(Stop):
+        append(source, target, progress=stop_at(8))
+    assert images_of(target) == before
+    draw(source, {"ant/new.jpg": 5})
+    with pytest.raises(ConfigurationError, match=r"1 image added \(ant/new.jpg\).*remove .*dst/\.packing"):
+        append(source, target)
+    (source / "ant/new.jpg").unlink()
+    done = []
+    append(source, target, progress=lambda n, total, left_out: done.append(n))
+    assert done[0] > 1  # it went on
+    assert images_of(target).keys() == {*FIRST, *SECOND}
+    draw(source, {f"ant/more {i}.jpg": i for i in range(8)})
+    with pytest.raises(Stop):
+        append(source, target, progress=stop_at(8))
+    other = draw(source.parent / "other", {"cat/7.jpg": 7})
+    with pytest.raises(ConfigurationError, match=r"half packed with another command: source .*remove .*dst/\.packing"):
+        append(other, target)
+    for path in (target / ".packing").iterdir():
+        path.unlink()
+    append(other, target)
+    assert images_of(target).keys() == {*FIRST, *SECOND, "cat/7.jpg"}
+
+
+def test_a_generation_that_was_never_finished_is_not_read_and_made_anew(source, target, monkeypatch):
+    draw(source, SECOND)
+    append(source, target)
+    whole = contents(target)
+    first = (target / "index/000000/manifest.json").read_bytes()
+    (target / "manifest.json").write_bytes(first)  # as if killed before the last rename
+    assert generations(target) == [0]
+    assert len(ShardDataset(target)) == 12
+    append(source, target)
+    assert contents(target) == whole
+    draw(source, {"cat/8.jpg": 8})
+    with monkeypatch.context() as patched:  # as if killed between the manifest and the end
+        patched.setattr(run, "clear", lambda path, **options: None)
+        append(source, target)
+    assert (target / ".packing" / "settings.json").exists()
+    assert append(draw(source, {"cat/7.jpg": 7}), target).counts["added"] == 1
+    assert images_of(target).keys() == {*FIRST, *SECOND, "cat/7.jpg", "cat/8.jpg"}
+
+
+@pytest.mark.ranks
+def test_killed_at_any_time_it_goes_on_to_the_same_bytes(source, target, tmp_path):
+    draw(source, {f"{kind}/{i}.jpg": i for kind in ("ant", "cat") for i in range(20, 320)})
+    code = "import sys; from lightning_ring.cli.pack import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, "--append", str(source), str(target)]
+    process = subprocess.Popen(command, env=clean_env(), stderr=subprocess.DEVNULL)
+    deadline, had = time.monotonic() + 60, len(list(target.glob("*.tar")))
+    while len(list(target.glob("*.tar"))) < had + 3 and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.001)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait(60) == -signal.SIGKILL, "it ended before it could be killed"
+    assert images_of(target).keys() == FIRST.keys()
+    append(source, target)
+    assert verify(target, 2, lambda *numbers: None) == []
+    assert images_of(target) == {
+        str(path.relative_to(source)): (path.parent.name, path.read_bytes()) for path in source.rglob("*.jpg")
+    }
+
+
+def test_a_damaged_index_is_not_copied_into_the_next_generation(source, target):
+    path = target / "index/000000/places.npy"
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ShardError, match=r"places\.npy is not as it was packed"):
+        append(draw(source, SECOND), target)
+    assert read_manifest(target).generation == 0
+
+
+def test_old_generations_are_verified_too(source, target):
+    append(draw(source, SECOND), target)
+    stamps = target / "index/000000/stamps.npy"
+    data = bytearray(stamps.read_bytes())
+    data[-1] ^= 1
+    stamps.write_bytes(data)
+    (problem,) = verify(target, 1, lambda *numbers: None)
+    assert str(stamps) in problem
+
+
+def test_the_command_takes_the_sets_settings_and_says_what_it_added(source, target, capsys):
+    draw(source, SECOND)
+    (source / "ant" / "large.jpg").write_bytes(encode(photo(3, 200, 100)))
+    assert main(["pack", "--append", str(source), str(target)]) == 0
+    assert "generation 1: 9 images added, 12 were there already" in capsys.readouterr().out
+    assert read_manifest(target).settings["size"] == SETTINGS.size
+    dataset = ShardDataset(target)
+    (large,) = (i for i in range(len(dataset)) if dataset.name(i) == "ant/large.jpg")
+    assert tuple(dataset[large][0].shape) == (3, 40, 80)
+    assert main(["pack", str(source), str(target)]) == 2
+    assert "images were appended to" in capsys.readouterr().err
+    assert main(["pack", "--append", "--verify", str(source)]) == 2
+    with pytest.raises(SystemExit):
+        main(["pack", str(source), "s3://bucket/set"])
+    assert "s3://bucket/set is a URL, expected a folder" in capsys.readouterr().err
+
+
+# -- locks
+
+
+def test_nobody_gets_the_lock_while_what_was_packed_by_is_removed(tmp_path, monkeypatch):
+    real, entered, probing = os.unlink, [], False
+
+    def unlink(*arguments, **options):
+        nonlocal probing
+        real(*arguments, **options)
+        if not probing:
+            probing = True
+            with suppress(ConfigurationError), only_one(tmp_path / "dst/.packing", tmp_path / "dst"):
+                entered.append(os.listdir(tmp_path / "dst/.packing"))
+            probing = False
+
+    source = draw(tmp_path / "src", {"cat/1.jpg": 1})
+    monkeypatch.setattr(os, "unlink", unlink)
+    append(source, tmp_path / "dst")
+    append(draw(source, {"cat/2.jpg": 2}), tmp_path / "dst")
+    assert entered
+    assert all(names == ["lock"] for names in entered)
+    assert not (tmp_path / "dst/.packing").exists()
+
+
+def test_packing_again_what_is_packed_does_not_disturb_an_append(source, target):
+    state = target / ".packing"
+    with only_one(state, target):
+        (state / "settings.json").write_text('{"generation": 1}')
+        pack(source, target)
+        assert sorted(os.listdir(state)) == ["lock", "settings.json"]
+    (state / "settings.json").write_text('{"generation": 0}')  # as if killed after the manifest
+    pack(source, target)
+    assert not state.exists()
+
+
+def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch, caplog):
+    with only_one(tmp_path / "a", tmp_path):
+        assert not caplog.messages
+    monkeypatch.setattr(file_lock, "fcntl", None)
+    with only_one(tmp_path / "b", tmp_path):
+        assert caplog.messages == [f"lightning_ring: {tmp_path} has no locks. See to it that one process alone packs."]
+
+
+# -- trainings that go on
+
+
+def loader(photos: Any, **options: Any) -> Any:
+    sampler = ShuffledSampler(len(photos), rank=0, world_size=1)
+    return image_loader(photos, sampler, 4, crop=CenterCrop(8, resize=8), transform=None, with_indices=True, **options)
+
+
+def test_a_data_set_travels_with_its_generation(source, target):
+    old = ShardDataset(target, decode=False)
+    data = pickle.dumps(old)
+    append(draw(source, SECOND), target)
+    copy = pickle.loads(data)
+    assert (copy.generation, len(copy), copy[3]) == (0, 12, old[3])
+    assert ShardDataset(target).fingerprint != copy.fingerprint == ShardDataset(target, generation=0).fingerprint
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_training_goes_on_over_its_images_and_no_others(source, target, mixed):
+    def opened(**options: Any) -> Any:
+        photos = ShardDataset(target, **options)
+        return Mixture([photos, photos]) if mixed else photos
+
+    began = loader(opened())
+    whole = [batch[2].tolist() for batch in loader(opened())]
+    iterator = iter(began)
+    head = [next(iterator)[2].tolist()]
+    state = began.state_dict()
+    iterator.close()
+    append(draw(source, SECOND), target)
+    with pytest.raises(ConfigurationError, match=r"saved over the images '.*ShardDataset\(\.\.\., generation=N"):
+        loader(opened()).load_state_dict(state)
+    resumed = loader(opened(generation=0))
+    resumed.load_state_dict({"sampler": state["sampler"], "batches": 1})  # as elastic jobs hand it on: the images stay
+    resumed.load_state_dict(state)
+    assert head + [batch[2].tolist() for batch in resumed] == whole
+
+
+def test_ranks_that_opened_different_generations_are_told(source, target):
+    old = ShardDataset(target)
+    append(draw(source, SECOND), target)
+    sets = [old, ShardDataset(target), ShardDataset(target)]
+
+    def check(comm: Any, photos: list[ShardDataset]) -> str:
+        try:
+            check_same_images(loader(photos[comm.rank]), comm)
+        except ConfigurationError as error:
+            return str(error)
+        return "the same"
+
+    told = run_ranks(3, lambda comm: check(comm, sets))
+    assert len(set(told)) == 1
+    assert "ranks read different images: rank 0 reads 'generation 0, " in told[0]
+    assert "rank 1 reads 'generation 1, " in told[0]
+    assert run_ranks(3, lambda comm: check(comm, sets[1:2] * 3)) == ["the same"] * 3
+
+
+class Remembers(L.LightningModule):
+    def __init__(self, photos: ShardDataset, folder: Any, stop: bool) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+        self.photos, self.folder, self.stop = photos, folder, stop
+        self.seen: list[int] = []
+
+    def train_dataloader(self) -> Any:
+        return loader(self.photos)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.seen += batch[2].tolist()
+        if self.stop and batch_idx == 1:
+            self.trainer.save_checkpoint(self.folder / "mid.ckpt")
+            self.trainer.should_stop = True
+            self.trainer.fit_loop.epoch_loop.max_steps = 2
+        return self.layer(torch.ones(1)).sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_lightning_resumes_over_the_generation_that_it_trained_on(source, target, tmp_path):
+    def fit(photos: ShardDataset, stop: bool = False, ckpt_path: Any = None) -> list[int]:
+        model = Remembers(photos, tmp_path, stop)
+        quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_checkpointing", "enable_model_summary"), False)
+        trainer = L.Trainer(max_epochs=2, accelerator="cpu", devices=1, **quiet)
+        trainer.fit(model, ckpt_path=ckpt_path, weights_only=False)
+        return model.seen
+
+    old = ShardDataset(target)
+    whole = fit(old)
+    fit(old, stop=True)
+    append(draw(source, SECOND), target)
+    with pytest.raises(ConfigurationError, match="was saved over the images"):
+        fit(ShardDataset(target), ckpt_path=tmp_path / "mid.ckpt")
+    assert fit(ShardDataset(target, generation=0), ckpt_path=tmp_path / "mid.ckpt") == whole[8:]
