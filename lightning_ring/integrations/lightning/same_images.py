@@ -17,7 +17,7 @@ def check_same_images(dataloader: Any, comm: Communicator) -> None:
     if generations is None:
         return
     mine = generations.generation, dataloader.sampler.fingerprint
-    found: list[Any] = comm.all_gather_object(mine)
+    found: list[Any] = comm.all_gather_object(mine, name="images of a loader")
     if other := next((rank for rank, theirs in enumerate(found) if theirs != found[0]), None):
         shown = [f"rank {rank} reads generation {found[rank][0]} ({found[rank][1][:12]})" for rank in (0, other)]
         raise ConfigurationError(
