@@ -63,7 +63,8 @@ class Communicator(Protocol):
     Every method is collective: all ranks call it in the same order, with tensors of equal dtype and matching sizes.
     Methods that return a `Work` are asynchronous: the tensors handed in belong to the communicator until `Work.wait`.
     Tensors are contiguous and live on a device that the backend serves; those of two collectives that are under way
-    share no memory. The optional ``name`` of a collective (such as ``"bucket 3"``) appears in errors and traces.
+    share no memory. The optional ``name`` of a collective (such as ``"bucket 3"``) appears in errors and traces, and is
+    the same on all ranks: those that call for different things get an error, and not each other's objects.
     Objects and barriers travel as CPU tensors, which every backend serves.
 
     Attributes:
@@ -165,34 +166,35 @@ class Communicator(Protocol):
         """
         return average(flat, self)
 
-    def broadcast_object(self, obj: T, *, src: int = 0) -> T:
+    def broadcast_object(self, obj: T, *, src: int = 0, name: str = "") -> T:
         """Rank ``src``'s picklable ``obj``, on every rank. Blocks."""
         check_rank(src, self.world_size, "src")
         if self.world_size == 1:
             return obj
         message = _pickled(obj if self.rank == src else None)
         size = torch.tensor([message.numel()])
-        self.broadcast_(size, src=src, name="size of an object").wait()
+        self.broadcast_(size, src=src, name=f"size of {name or 'an object'}").wait()
         if self.rank != src:
             message = torch.empty(int(size), dtype=torch.uint8)
-        self.broadcast_(message, src=src, name="object").wait()
+        self.broadcast_(message, src=src, name=name or "object").wait()
         value = _unpickled(message, src)
         return obj if self.rank == src else value
 
-    def all_gather_object(self, obj: Any) -> list[Any]:
+    def all_gather_object(self, obj: Any, *, name: str = "") -> list[Any]:
         """Every rank's picklable ``obj``, by rank. Blocks. Messages are padded to the longest."""
         if self.world_size == 1:
             return [obj]
         message = _pickled(obj)
-        sizes = [int(size) for size in self.all_gather(torch.tensor([message.numel()]), name="sizes of objects")]
+        by_rank = self.all_gather(torch.tensor([message.numel()]), name=f"sizes of {name or 'objects'}")
+        sizes = [int(size) for size in by_rank]
         padded = message.new_zeros(max(sizes))
         padded[: message.numel()] = message
-        rows = self.all_gather(padded, name="objects")
+        rows = self.all_gather(padded, name=name or "objects")
         return [_unpickled(row[:size], rank) for rank, (row, size) in enumerate(zip(rows, sizes, strict=True))]
 
-    def barrier(self) -> None:
+    def barrier(self, *, name: str = "") -> None:
         """Block until every rank is here."""
-        self.all_reduce_(torch.zeros(1), name="barrier").wait()
+        self.all_reduce_(torch.zeros(1), name=f"barrier {name}".rstrip()).wait()
 
     def copy_to_host(self, tensor: Tensor) -> HostCopy:
         """Start a copy of ``tensor``. Not collective; nothing waits before `HostCopy.value`."""

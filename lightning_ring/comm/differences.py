@@ -22,10 +22,10 @@ def broadcast_differing(
     shapes and dtypes. Collective.
     """
     own = digests_of(tensors) if compares or comm.rank == 0 else []
-    digests = comm.broadcast_object(own if comm.rank == 0 else None)
+    digests = comm.broadcast_object(own if comm.rank == 0 else None, name="digests of tensors")
     assert digests is not None
     differing = {*new, *(index for index, digest in enumerate(own) if digest != digests[index])}
-    on_any = sorted(set().union(*comm.all_gather_object(differing)))
+    on_any = sorted(set().union(*comm.all_gather_object(differing, name="tensors that differ")))
     broadcast_tensors([tensors[index] for index in on_any], comm)
     return sum(tensors[index].nbytes for index in on_any)
 

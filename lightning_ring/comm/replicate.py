@@ -120,7 +120,9 @@ def broadcast_optimizer_state(
     new: list[int] = []
     state = {index: optimizer.state[param] for index, param in enumerate(params) if param in optimizer.state}
     groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    outlined = comm.broadcast_object(outline((state, groups), tensors) if comm.rank == src else None, src=src)
+    outlined = comm.broadcast_object(
+        outline((state, groups), tensors) if comm.rank == src else None, src=src, name="optimizer state"
+    )
     if comm.rank != src:
         device = params[0].device if params else torch.device("cpu")
         own = (state, groups) if send is not None else None
@@ -147,7 +149,9 @@ def broadcast_groups(optimizer: Optimizer, comm: Communicator, src: int = 0) -> 
     """
     check_same_optimizer(optimizer, comm)
     groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    for group, values in zip(optimizer.param_groups, comm.broadcast_object(groups, src=src), strict=True):
+    for group, values in zip(
+        optimizer.param_groups, comm.broadcast_object(groups, src=src, name="parameter groups"), strict=True
+    ):
         group.update(values)
 
 
@@ -158,7 +162,9 @@ def check_same_optimizer(optimizer: Optimizer, comm: Communicator) -> None:
         ModelMismatchError: They differ; the message is the same on every rank.
     """
     sizes = [len(group["params"]) for group in optimizer.param_groups]
-    kinds = comm.all_gather_object(f"{type(optimizer).__name__} with {sizes} parameters in its groups")
+    kinds = comm.all_gather_object(
+        f"{type(optimizer).__name__} with {sizes} parameters in its groups", name="kinds of optimizers"
+    )
     if len(set(kinds)) > 1:
         raise ModelMismatchError(f"the ranks have different optimizers: {by_rank(kinds)}. Build the same on all.")
 
@@ -173,8 +179,8 @@ def check_same_model(module: nn.Module, comm: Communicator) -> None:
         ModelMismatchError: They differ; the message is the same on every rank.
         ConfigurationError: They agree, but hold no values yet (see `broadcast_module`).
     """
-    if comm.world_size > 1 and len(set(comm.all_gather_object(digest_of_model(module)))) > 1:
-        raise ModelMismatchError(_difference(comm.all_gather_object(_description(module))))
+    if comm.world_size > 1 and len(set(comm.all_gather_object(digest_of_model(module), name="digests of models"))) > 1:
+        raise ModelMismatchError(_difference(comm.all_gather_object(_description(module), name="models")))
     _require_values(dict(chain(module.named_parameters(), module.named_buffers())))
 
 

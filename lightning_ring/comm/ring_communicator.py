@@ -129,9 +129,9 @@ class RingCommunicator(Communicator):
         what = describe("broadcast", f"from rank {src}", flat.dtype, f"{flat.numel()} elements", name=name)
         return self._start(what, lambda channel: exchange.broadcast_(flat, channel, src), flat.nbytes)
 
-    def barrier(self) -> None:
+    def barrier(self, *, name: str = "") -> None:
         assert self._checked, "the exchange of headers is the barrier"
-        self._start(describe("barrier"), nothing).wait()
+        self._start(describe("barrier", name=name), nothing).wait()
 
     def open_requests(self, answer: Answer) -> Requests:
         transports = self.transport.duplicate(self._policy), self.transport.duplicate(self._policy)

@@ -37,7 +37,7 @@ class GradientParts:
 
     def agree(self, comm: Communicator) -> None:
         """After the first backward: end the overlap if some rank has gradients in several parts. Collective."""
-        if any(comm.all_gather_object(self._found)):
+        if any(comm.all_gather_object(self._found, name="gradients in parts")):
             self.overlaps = False
             self._warn(
                 "backward produces a gradient in several parts (reentrant checkpointing of a module that is used more "

@@ -80,7 +80,7 @@ class BucketLayout:
             order, self._order = self._order, None
             if self._auto is not None:
                 self._auto.forget()  # the first backward is slower than all that follow
-            return self._sort(self._comm.broadcast_object(order))
+            return self._sort(self._comm.broadcast_object(order, name="order of gradients"))
         return False
 
     def settle(self) -> bool:

@@ -70,11 +70,11 @@ class SparseGradients:
             return set()
         self._agreed = True
         seen, self._seen = self._seen, {}
-        wanted = set().union(*self._comm.all_gather_object({names[param] for param in seen}))
+        wanted = set().union(*self._comm.all_gather_object({names[param] for param in seen}, name="sparse gradients"))
         found = {param: name for param, name in names.items() if name in wanted}
         if found:
             mine = {name for param, name in found.items() if param in fresh and param not in seen}
-            dense = set().union(*self._comm.all_gather_object(mine))
+            dense = set().union(*self._comm.all_gather_object(mine, name="dense gradients"))
             sparse = {param: name for param, name in found.items() if name not in dense}
             if sparse:
                 average_gradients(sparse, seen, set(seen), self._comm, active_ranks, prefix=prefix)

@@ -253,7 +253,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     assert global_process_set.gradients is not None
     global_process_set.negotiation.meet("add_process_set")
-    asked: list[list[int]] = global_process_set.gradients.all_gather_object(added.ranks)
+    asked: list[list[int]] = global_process_set.gradients.all_gather_object(added.ranks, name="process sets")
     if any(ranks != asked[0] for ranks in asked):
         told = ", ".join(f"rank {rank} {ranks}" for rank, ranks in enumerate(asked))
         raise ValueError(f"the ranks asked for different process sets: {told}. All ranks add the same, in one order.")

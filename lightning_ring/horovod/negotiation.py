@@ -331,7 +331,7 @@ class Negotiation:
         """Exchange names that some rank submits for the first time, or with another tensor than before."""
         now = time.monotonic()
         mine = [(request.name, request.meta, now - request.since) for request in self._told]
-        told: list[list[tuple[str, Meta, float]]] = self.comm.all_gather_object(mine)
+        told: list[list[tuple[str, Meta, float]]] = self.comm.all_gather_object(mine, name="negotiation")
         for rank, entries in enumerate(told):
             for name, meta, age in entries:
                 if meta.kind == JOIN:

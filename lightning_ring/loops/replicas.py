@@ -140,7 +140,7 @@ class Replicas:
     def load_optimizer_state_dict(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Load an ordinary, full state dict. Collective: all ranks have read the same one, or rank 0's counts."""
         if self.comm is not None and self.algorithm.sharded:
-            state = self.comm.broadcast_object(state)  # a shard of each is kept
+            state = self.comm.broadcast_object(state, name="load_optimizer_state_dict")  # a shard of each is kept
         self.algorithm.load_optimizer_state_dict(optimizer, state)
         if self.comm is not None and not self.algorithm.sharded:
             broadcast_optimizer_state(optimizer, self.comm)

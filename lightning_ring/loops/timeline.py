@@ -41,7 +41,7 @@ class LoopTimeline:
         self._listeners = listeners
         self._device = device
         if comm is not None:  # plain mpirun hands no RING_TIMELINE to other hosts
-            settings = comm.broadcast_object(settings)
+            settings = comm.broadcast_object(settings, name="timeline settings")
         if settings.path is None:
             return
         clock = DeviceClock(device) if is_gpu(device) else None

@@ -96,12 +96,12 @@ class Training(Replicas):
 
     def broadcast(self, obj: T, src: int = 0) -> T:
         """Rank ``src``'s picklable ``obj``, on every rank."""
-        return obj if self.comm is None else self.comm.broadcast_object(obj, src=src)
+        return obj if self.comm is None else self.comm.broadcast_object(obj, src=src, name="broadcast of the loop")
 
     def barrier(self) -> None:
         """Return when every rank is here."""
         if self.comm is not None:
-            self.comm.barrier()
+            self.comm.barrier(name="of the loop")
 
     def state_dict(self) -> dict[str, Any]:
         """State of the algorithm itself, such as a compressor's residuals; on rank 0 for all ranks."""

@@ -173,7 +173,7 @@ class RingProfile(Callback):
         gradients = self._gradients(module)
         phases = self._phases(max(gradient.ready for gradient in gradients), trainer)
         if comm is not None:
-            everyones = comm.all_gather_object((phases, gradients))
+            everyones = comm.all_gather_object((phases, gradients), name="profiles")
             phases, gradients = max(everyones, key=lambda own: own[0].forward + own[0].backward)
         level, link = measure_link(comm, trainer)
         on_gpu = is_gpu(trainer.strategy.root_device)

@@ -121,7 +121,9 @@ class StepTimeline:
             return
         if self.number is not None and self.settings.path is not None:
             recorded = self.call_together(
-                lambda: self._comm.all_gather_object(session is not None) if self._comm else []
+                lambda: (
+                    self._comm.all_gather_object(session is not None, name="timeline: sessions") if self._comm else []
+                )
             )
             if session is not None and not all(recorded):
                 session.close()  # one that joined could not: `lightning-ring timeline` merges the others
@@ -147,7 +149,7 @@ class StepTimeline:
         """A fit is set up; what cannot be written is an error now. Collective."""
         self._trainer, self._comm, self._batches = trainer, comm, 0
         if comm is not None:  # plain mpirun hands no RING_TIMELINE to other hosts, and starting is collective
-            self.settings = comm.broadcast_object(self.settings)
+            self.settings = comm.broadcast_object(self.settings, name="timeline: settings")
         if self.settings.path is not None and self.settings.switch is None and not self.waits:
             self.start()
 
@@ -210,7 +212,7 @@ class StepTimeline:
             return
         on = switch.exists()
         if self._comm is not None:
-            on = self._comm.broadcast_object(on)
+            on = self._comm.broadcast_object(on, name="timeline: on")
         if not on:
             self._refused = False
             self.stop()

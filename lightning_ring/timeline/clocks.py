@@ -57,14 +57,14 @@ def read_clocks(
     comm: Communicator, *, clock: Callable[[], float] = time.perf_counter, identity: Callable[[], str] = clock_identity
 ) -> list[ClockReading]:
     """Every rank's clock beside rank 0's, the same on every rank. Collective: 40 barriers, 1 if there is one clock."""
-    names: list[str] = comm.all_gather_object(identity())
+    names: list[str] = comm.all_gather_object(identity(), name="timeline: clocks")
     came: list[float] = []
     left: list[float] = []
     for _ in range(ROUNDS if len(set(names)) > 1 else 1):
         came.append(clock())
-        comm.barrier()
+        comm.barrier(name="timeline: clocks")
         left.append(clock())
-    times: list[Times] = comm.all_gather_object((came, left))
+    times: list[Times] = comm.all_gather_object((came, left), name="timeline: times")
     readings = {names[0]: (0.0, 0.0)}
     for name in names:
         if name not in readings:

@@ -45,7 +45,7 @@ def join_session(
 
     A file that cannot be written is a warning: the others record on.
     """
-    invitation = comm.broadcast_object(invitation)
+    invitation = comm.broadcast_object(invitation, name="invitation to a timeline")
     if invitation is None:
         return None
     clock = read_clocks(comm)[comm.rank]

@@ -24,12 +24,12 @@ def gather_files(path: Path, run: str, comm: Communicator, number: int | None = 
     ``number`` is that of this rank's file, where it is not the rank's. A file that cannot be read or written is left
     out. Every rank gets the list of problems.
     """
-    numbers = comm.all_gather_object(comm.rank if number is None else number)
+    numbers = comm.all_gather_object(comm.rank if number is None else number, name="timeline: numbers")
     unseen: list[int] = []
     if comm.rank == 0:
         unseen = [rank for rank, number in enumerate(numbers) if not _is_of(rank_file(path, number), run)]
     problems: list[str] = []
-    for rank in comm.broadcast_object(unseen):
+    for rank in comm.broadcast_object(unseen, name="timeline: unseen files"):
         problem = _send(rank_file(path, numbers[rank]), rank, comm)
         if problem:
             problems.append(f"rank {rank}: {problem}")
@@ -51,13 +51,13 @@ def _send(file: Path, rank: int, comm: Communicator) -> str | None:
             content = file.read_bytes()
         except OSError as error:
             problem = str(error)
-    content, problem = comm.broadcast_object((content, problem), src=rank)
+    content, problem = comm.broadcast_object((content, problem), src=rank, name="timeline: a file")
     if comm.rank == 0 and problem is None:
         try:
             file.write_bytes(content)
         except OSError as error:
             problem = str(error)
-    received: str | None = comm.broadcast_object(problem)
+    received: str | None = comm.broadcast_object(problem, name="timeline: problem")
     return received
 
 

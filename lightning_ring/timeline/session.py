@@ -60,9 +60,9 @@ class Session:
         self.close()
         if comm is None:
             return []
-        comm.barrier()  # all files are closed
+        comm.barrier(name="timeline: closed")  # all files are closed
         problems = gather_files(self.path, self.other["run"], comm, self.other["rank"]["rank"])
-        comm.barrier()  # the source of the last broadcast did not wait for the others
+        comm.barrier(name="timeline: merged")  # the source of the last broadcast did not wait for the others
         return problems
 
     def close(self) -> None:
@@ -113,7 +113,7 @@ def start_session(
         except ConfigurationError as error:
             problem = str(error)
     if comm is not None:
-        agreed, problem = comm.broadcast_object((agreed, problem))
+        agreed, problem = comm.broadcast_object((agreed, problem), name="timeline: start")
     if problem is not None:
         raise ConfigurationError(problem)
     final, run = Path(agreed[0]), agreed[2]
@@ -159,7 +159,7 @@ def _open_together(
         file = open_rank_file(path, other, tracks, clock, max_bytes)
     except OSError as error:
         problem = f"{path}: {error.strerror or error}"
-    problems = comm.all_gather_object(problem) if comm is not None else [problem]
+    problems = comm.all_gather_object(problem, name="timeline: problems") if comm is not None else [problem]
     if any(problems):
         who = "; ".join(f"rank {rank}: {found}" for rank, found in enumerate(problems) if found)
         if file is not None:

@@ -287,6 +287,29 @@ def check_other_calls_are_an_error_on_every_rank() -> None:
             assert len(set(WORLD.allgather(str(caught.value)))) == 1
 
 
+class _Unpickled:
+    """Tells when it is unpickled."""
+
+    seen = False
+
+    def __setstate__(self, state: object) -> None:
+        _Unpickled.seen = True
+
+
+def check_objects_of_different_calls_are_an_error_before_they_are_unpickled() -> None:
+    sent = _Unpickled()
+    sent.some = "state"  # type: ignore[attr-defined]
+    for backend in BACKENDS if WORLD.size > 1 else []:
+        for call in ("all_gather_object", "broadcast_object", "barrier"):
+            with opened(backend) as comm:
+                mine = "save_checkpoint" if comm.rank == 0 else "next batch"
+                arguments = () if call == "barrier" else (sent,)
+                with pytest.raises(CollectiveError, match=r"rank 0: .*save_checkpoint.*: .*next batch") as caught:
+                    getattr(comm, call)(*arguments, name=mine)
+                assert len(set(WORLD.allgather(str(caught.value)))) == 1
+    assert not _Unpickled.seen
+
+
 def check_past_the_timeout_the_collective_and_the_missing_rank_are_named() -> None:
     for backend in BACKENDS if WORLD.size > 1 else []:
         with opened(backend) as comm:

@@ -35,7 +35,7 @@ def collect(state: Any, comm: Communicator) -> list[Any]:
     mine = tree_map(lambda value: comm.read(value.detach()).clone() if isinstance(value, Tensor) else value, state)
     states = []
     for rank in range(comm.world_size):
-        each = comm.broadcast_object(mine, src=rank)
+        each = comm.broadcast_object(mine, src=rank, name="state of a rank")
         if comm.rank == 0:
             states.append(each)
     return states

@@ -87,7 +87,7 @@ class Serving:
         if self._shard is not None:
             self._shard.meet()
         if not with_weights or not all(layout.nbytes for layout in self._layouts.values()):
-            self._comm.barrier()  # no worker goes on before all servers know of it
+            self._comm.barrier(name="servers")  # no worker goes on before all servers know of it
         if not with_weights:
             return
         for server, layout in self._layouts.items():
@@ -109,7 +109,7 @@ class Serving:
         found = []
         for server, layout in self._layouts.items():
             mine = self._shard.twin.state() if self._shard is not None and server == self._comm.rank else None
-            states = self._comm.broadcast_object(mine, src=server)
+            states = self._comm.broadcast_object(mine, src=server, name="state of a server")
             assert states is not None
             if keep:
                 found.append((layout, states))
@@ -179,7 +179,7 @@ def _decode(question: Tensor, layout: Layout, params: Sequence[Parameter]) -> Pu
 
 def _check_equal(params: Sequence[Parameter], comm: Communicator) -> None:
     shapes = [f"{len(params)} parameters, {[(tuple(p.shape), str(p.dtype)) for p in params]}"]
-    texts = [text for (text,) in comm.all_gather_object(shapes)]
+    texts = [text for (text,) in comm.all_gather_object(shapes, name="shapes of a server")]
     if len(set(texts)) > 1:
         shown = by_rank([text[:200] for text in texts])
         raise ModelMismatchError(

@@ -222,14 +222,14 @@ class Sharded(Delegating):
         self._changed = []
 
     def move(self, comm: Communicator, *, has_state: bool) -> None:
-        standings: list[Standing] = comm.all_gather_object(self._standing(has_state))
+        standings: list[Standing] = comm.all_gather_object(self._standing(has_state), name="standings")
         source = standings.index(Standing(-1)) if Standing(-1) in standings else None
         mixed = any(standing.place is not None and standing.place >= 0 for standing in standings)
         self._joins, self._averaging.first_order = only_newcomers(standings), ()
         if self._joins:
             before = self._before = self._shards_before() if has_state else None
             order = before.order if before is not None else []
-            self._averaging.first_order = comm.broadcast_object(order, src=first_holder(standings))
+            self._averaging.first_order = comm.broadcast_object(order, src=first_holder(standings), name="first order")
         elif source is None and self._mirrors is not None and has_state:
             before = self._shards_before()
             self._moved = Rebuilding(before.parameters, before.mirrors, standings, comm).run(before.states)
@@ -293,7 +293,9 @@ class Sharded(Delegating):
         shards = [*parameters.by_param.values(), *mirrors.by_param.values()]
         own = before.own(numbers) if before is not None else []
         letting_in.run(own, [span_of(shard, numbers) for shard in shards], compares=compares)
-        theirs = comm.broadcast_object(self._numbered(before.others(), numbers) if before is not None else None)
+        theirs = comm.broadcast_object(
+            self._numbered(before.others(), numbers) if before is not None else None, name="state of no shard"
+        )
         assert theirs is not None
         others = before.others() if before is not None else self._by_param(theirs, params)
         if receives:
@@ -350,7 +352,7 @@ class Sharded(Delegating):
         if comm.rank == source:
             numbers = {param: number for number, param in enumerate(self._module.parameters())}
             sent = [param.detach() for param in numbers], self._numbered(self._whole_states(), numbers)
-        received = comm.broadcast_object(sent, src=source)
+        received = comm.broadcast_object(sent, src=source, name="optimizer state")
         if not has_state:
             return None
         assert received is not None

@@ -79,9 +79,11 @@ class LettingIn:
         entries = [self._entry(*pair, digests=compares) for pair in zip(own, self._tensors, strict=True)]
         # before it knows those of the ranks: they make theirs meanwhile
         held = self._held({span.index for span in wanted}) if self._receives and compares else {}
-        self._catalog = self._comm.all_gather_object(entries)
+        self._catalog = self._comm.all_gather_object(entries, name="catalog of state")
         mine = list(self._differing(held) if self._receives else self._lacking(wanted))
-        requests = [request for asked in self._comm.all_gather_object(mine) for request in asked]
+        requests = [
+            request for asked in self._comm.all_gather_object(mine, name="requests for state") for request in asked
+        ]
         self._count(requests)
         for together in self._rounds(requests):
             self._exchange(together)

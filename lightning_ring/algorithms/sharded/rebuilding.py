@@ -84,7 +84,7 @@ class Rebuilding:
             for shard in bucket.shards:
                 shard.param.data.copy_(shard.full(flat))  # a backward may follow, whose forward read the same values
         states = [self._whole(state) for state in held]
-        self._comm.broadcast_object(None, src=self._first)
+        self._comm.broadcast_object(None, src=self._first, name="tensor to rebuild")
         return states
 
     def _whole(self, held: State) -> State:
@@ -118,7 +118,7 @@ class Rebuilding:
             part.part(flat).copy_(value)
         # sums of integers of which all but one are zero: the same bits, also of -0.0 and NaN
         summed = as_integers(flat)
-        self._comm.broadcast_object((summed.numel(), summed.dtype), src=self._first)
+        self._comm.broadcast_object((summed.numel(), summed.dtype), src=self._first, name="tensor to rebuild")
         self._comm.all_reduce_(summed, op=ReduceOp.SUM, name="shards of ranks before").wait()
         return flat
 
@@ -127,7 +127,7 @@ def take_part_in_rebuilding(standings: Sequence[Standing], comm: Communicator) -
     """`Rebuilding.run` in a rank that has nothing. Collective."""
     holders_of(standings)
     first = first_holder(standings)
-    while (tensor := comm.broadcast_object(None, src=first)) is not None:
+    while (tensor := comm.broadcast_object(None, src=first, name="tensor to rebuild")) is not None:
         numel, dtype = tensor
         comm.all_reduce_(torch.zeros(numel, dtype=dtype), op=ReduceOp.SUM, name="shards of ranks before").wait()
 

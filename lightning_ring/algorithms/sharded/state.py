@@ -105,7 +105,7 @@ def _agreed_scalars(parts: Mapping[Any, dict[str, Any]], parameters: ShardedPara
             for key, value in parts.get(shard.weight, {}).items():
                 if isinstance(value, Tensor) and tuple(value.shape) != (shard.numel,):
                     mine.add(key)
-    return set().union(*parameters.comm.all_gather_object(mine))
+    return set().union(*parameters.comm.all_gather_object(mine, name="optimizer state for save_checkpoint"))
 
 
 def _gather(

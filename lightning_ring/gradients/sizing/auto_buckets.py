@@ -77,7 +77,7 @@ class AutoBuckets:
 
     def build(self, params: Named) -> list[Bucket]:
         """Measure, choose, say so, and build the buckets. Collective."""
-        choice = self._comm.broadcast_object(self._choose(params))
+        choice = self._comm.broadcast_object(self._choose(params), name="sizes of buckets")
         by_name = dict(params)
         params = [(name, by_name[name]) for name in choice.order]
         buckets = cut_buckets(params, choice.ends, self._comm.empty, self._comm.world_size)
@@ -87,7 +87,7 @@ class AutoBuckets:
     def _choose(self, params: Named) -> BucketChoice:
         comm = self._comm
         own = {name: median(seconds_between(*pair, comm) for pair in pairs) for name, pairs in self._notes.items()}
-        everyones = comm.all_gather_object(own)
+        everyones = comm.all_gather_object(own, name="times of a backward")
         ready: dict[str, float] = defaultdict(float)
         for times in everyones:
             for name, seconds in times.items():

@@ -36,7 +36,7 @@ from lightning_ring.integrations.ranks.devices import check_request, choose_laun
 from lightning_ring.integrations.ranks.environment import RingEnvironment
 from lightning_ring.integrations.ranks.loss_scaling import refuse_scaler
 from lightning_ring.integrations.ranks.messages import ignore_deprecations_between_libraries
-from lightning_ring.integrations.ranks.reduce import reduce_, reduce_op_of
+from lightning_ring.integrations.ranks.reduce import agree_on_gather, reduce_, reduce_op_of
 from lightning_ring.job.job import Job
 from lightning_ring.loops.ranks import connect_ranks, leave_out
 from lightning_ring.loops.replicas import Replicas
@@ -321,13 +321,18 @@ class RingFabricStrategy(DDPStrategy):
 
     # -- collectives that Fabric and the user call
 
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
+    def barrier(self, name: str | None = None, *_: Any, **__: Any) -> None:
         if (comm := self.communicator) is not None:
-            comm.barrier()
+            comm.barrier(name=name or "")
 
     def broadcast(self, obj: T, src: int = 0) -> T:
         comm = self.communicator
-        return obj if comm is None else comm.broadcast_object(obj, src=src)
+        return obj if comm is None else comm.broadcast_object(obj, src=src, name="fabric.broadcast")
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        if (comm := self.communicator) is not None:
+            agree_on_gather(tensor, comm, group)
+        return super().all_gather(tensor, group, sync_grads)
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         comm = self.communicator

@@ -67,7 +67,7 @@ class BufferBroadcast:
 
     def _find_different(self, module: nn.Module, comm: Communicator) -> None:
         digests = {name: _digest(buffer) for name, buffer in _read_in_training(module) if name not in self._every_step}
-        by_rank = comm.all_gather_object(digests)
+        by_rank = comm.all_gather_object(digests, name="digests of buffers")
         names = sorted(set().union(*by_rank))
         different = [name for name in names if len({digests.get(name) for digests in by_rank}) > 1]
         if not different:

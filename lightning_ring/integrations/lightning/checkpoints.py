@@ -30,17 +30,20 @@ class SavedStates:
         self._random: list[dict[str, Any]] | None = None
         self._algorithm: dict[str, Any] | None = None
 
-    def save(self, checkpoint: dict[str, Any], algorithm: Algorithm, comm: Communicator | None) -> None:
-        """Add all states to rank 0's ``checkpoint``, unless that contains only weights. Collective.
+    def save_random(self, checkpoint: dict[str, Any], comm: Communicator | None) -> None:
+        """Add the random states of all ranks to rank 0's ``checkpoint``, unless that contains only weights. Collective.
 
-        Without ``comm`` only this rank's random state is saved.
+        Without ``comm`` only this rank's is saved.
         """
         random = collect_random_state()
-        states = comm.all_gather_object(random) if comm is not None else [random]
+        states = comm.all_gather_object(random, name="save_checkpoint, random states") if comm is not None else [random]
         if "optimizer_states" in checkpoint:
             checkpoint[_RANDOM_KEY] = {"random_states": states}
-            if comm is not None and (state := algorithm.state_dict()):
-                checkpoint[_ALGORITHM_KEY] = state
+
+    def save_algorithm(self, checkpoint: dict[str, Any], algorithm: Algorithm) -> None:
+        """Add its state to rank 0's ``checkpoint``, unless that contains only weights. Collective."""
+        if "optimizer_states" in checkpoint and (state := algorithm.state_dict()):
+            checkpoint[_ALGORITHM_KEY] = state
 
     def load(self, checkpoint: dict[str, Any]) -> None:
         self._random = checkpoint.get(_RANDOM_KEY, {}).get("random_states")

@@ -62,7 +62,9 @@ class AgreedCombinedLoader(CombinedLoader):
             return
         bounds, sure = zip(*self._lengths, strict=True)
         self._lengths = []
-        by_rank = comm.all_gather_object((_OF_ALL.get(self._mode, max)(list(bounds)), all(sure)))
+        by_rank = comm.all_gather_object(
+            (_OF_ALL.get(self._mode, max)(list(bounds)), all(sure)), name="lengths of loaders"
+        )
         numbers = [number for number, _ in by_rank]
         self._same_length = min(numbers) == max(numbers)
         all_sure = all(is_sure for _, is_sure in by_rank)
@@ -94,7 +96,7 @@ class AgreedCombinedLoader(CombinedLoader):
             batch, has_data = super().__next__(), True
         except StopIteration:
             batch, has_data = None, False
-        having = [bool(flag) for flag in self._comm.all_gather_object(has_data)]
+        having = [bool(flag) for flag in self._comm.all_gather_object(has_data, name="next training batch")]
         if not any(having):
             raise StopIteration
         if not all(having):

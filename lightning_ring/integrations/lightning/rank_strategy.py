@@ -26,7 +26,7 @@ from lightning_ring.integrations.ranks.checkpoint_io import WholeCheckpointIO
 from lightning_ring.integrations.ranks.devices import check_request, choose_launcher, devices_for, requested_devices
 from lightning_ring.integrations.ranks.environment import RingEnvironment
 from lightning_ring.integrations.ranks.messages import ignore_deprecations_between_libraries
-from lightning_ring.integrations.ranks.reduce import reduce_, reduce_op_of
+from lightning_ring.integrations.ranks.reduce import agree_on_gather, reduce_, reduce_op_of
 from lightning_ring.job.communicators import open_communicator
 from lightning_ring.job.job import Job, connect
 from lightning_ring.job.rendezvous.interfaces import withdraw_interface
@@ -140,14 +140,14 @@ class RankedStrategy(DDPStrategy):
 
     # -- collectives that Lightning and the user call
 
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
+    def barrier(self, name: str | None = None, *_: Any, **__: Any) -> None:
         if self._comm is not None and not self._alone:
-            self._comm.barrier()
+            self._comm.barrier(name=name or "")
 
     def broadcast(self, obj: T, src: int = 0) -> T:
         if self._comm is None or self._alone:
             return obj
-        return self._comm.broadcast_object(obj, src=src)
+        return self._comm.broadcast_object(obj, src=src, name="strategy.broadcast")
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         if self._comm is None or not isinstance(tensor, Tensor):
@@ -161,6 +161,8 @@ class RankedStrategy(DDPStrategy):
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         if self._comm is None and group is None:
             return tensor.unsqueeze(0)
+        if self._comm is not None:
+            agree_on_gather(tensor, self._comm, group)
         return super().all_gather(tensor, group, sync_grads)
 
     # -- failures

@@ -16,7 +16,7 @@ def check_same_images(dataloader: Any, comm: Communicator) -> None:
     if getattr(dataloader, "images", None) is None:
         return
     mine = dataloader.images, dataloader.sampler.fingerprint
-    found: list[Any] = comm.all_gather_object(mine)
+    found: list[Any] = comm.all_gather_object(mine, name="images of a loader")
     if other := next((rank for rank, theirs in enumerate(found) if theirs != found[0]), None):
         shown = [f"rank {rank} reads {found[rank][0]!r} in the order of {found[rank][1]!r}" for rank in (0, other)]
         raise ConfigurationError(

@@ -71,7 +71,7 @@ class StopRequests:
         ``received_sigterm``: Lightning's own handler got a SIGTERM, as in a single process.
         """
         mine = Request.STOP if received_sigterm else self.pending
-        asked = max(comm.all_gather_object(mine)) if comm is not None else mine
+        asked = max(comm.all_gather_object(mine, name="requests to stop")) if comm is not None else mine
         if self.pending == mine and asked != Request.STOP:
             self.pending = Request.NONE
             self._ask(False)

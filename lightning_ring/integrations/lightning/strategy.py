@@ -29,6 +29,7 @@ from lightning_ring.algorithms.step_hooks import StepHooks
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.recording import RecordedCommunicator
 from lightning_ring.comm.replicate import broadcast_module, check_same_model
+from lightning_ring.errors import ConfigurationError
 from lightning_ring.gradients.compression import Compressor
 from lightning_ring.host.malloc import keep_freed_memory, return_freed_memory
 from lightning_ring.integrations.lightning.averaged_weights import ShowAverages, average_weight_averages
@@ -219,6 +220,16 @@ class RingStrategy(RankedStrategy):
         return self.algorithm.gradient_squares(parameters)
 
     # -- set-up and tear-down
+
+    def setup_environment(self) -> None:
+        if self._step_hooks is not None and self._trainer is not None:
+            called = f"trainer.{self._trainer.state.fn.value}" if self._trainer.state.fn is not None else "A Trainer"
+            raise ConfigurationError(
+                f"{called} was called inside trainer.fit on rank {self.global_rank}. A Trainer has one loop, and its "
+                "ranks one communicator, for the fit. Let it validate by itself (val_check_interval, "
+                "check_val_every_n_epoch), or call this on all ranks after the fit."
+            )
+        super().setup_environment()
 
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.accelerator is not None
@@ -467,9 +478,10 @@ class RingStrategy(RankedStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         together = None if self._alone else self._comm
+        self._saved_states.save_random(checkpoint, together)  # first: it names what a rank does alone
         if together is not None:
             self._broadcast_buffers()  # before the algorithm's state, which may depend on them
-        self._saved_states.save(checkpoint, self.algorithm, together)
+            self._saved_states.save_algorithm(checkpoint, self.algorithm)
         if self._trainer is not None:
             count_trained_batches(checkpoint, self._trainer)
         super().save_checkpoint(checkpoint, filepath, storage_options)

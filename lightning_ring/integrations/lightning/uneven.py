@@ -69,7 +69,7 @@ class AgreedLoader:
             except StopIteration:
                 batch, has_data = last, False
             if self._policy != "alone" or step == 0:
-                having = [bool(flag) for flag in self._comm.all_gather_object(has_data)]
+                having = [bool(flag) for flag in self._comm.all_gather_object(has_data, name="next training batch")]
             else:
                 having = [has_data]
             if not any(having):
@@ -113,7 +113,9 @@ def agree_on_batches(loader: Any, comm: Communicator, policy: Policy, *, limit: 
     """
     if isinstance(loader, AgreedLoader):  # from an earlier fit, in the script's `CombinedLoader`
         loader = loader.unwrapped
-    described: list[tuple[int | None, bool]] = comm.all_gather_object((sized_len(loader), is_stream(loader)))
+    described: list[tuple[int | None, bool]] = comm.all_gather_object(
+        (sized_len(loader), is_stream(loader)), name="length of the training loader"
+    )
     lengths = [length for length, _ in described]
     if any(length is None for length in lengths):
         return AgreedLoader(loader, comm, policy, None)

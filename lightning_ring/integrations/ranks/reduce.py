@@ -1,4 +1,4 @@
-"""`Strategy.reduce` of Lightning, and `all_reduce` of Fabric, over a `Communicator`."""
+"""Collectives that Lightning and Fabric offer to users, over a `Communicator`."""
 
 from __future__ import annotations
 
@@ -23,6 +23,12 @@ _OPS: dict[Any, ReduceOp] = {  # in the spelling of `sync_dist`, torchmetrics an
 def reduce_op_of(spelled: Any) -> ReduceOp | None:
     """The `ReduceOp` of a name in Lightning or torch; `None` for an operation that only torch has."""
     return _OPS.get(spelled)
+
+
+def agree_on_gather(tensor: Tensor, comm: Communicator, group: Any) -> None:
+    """Before a gather of all ranks in torch's default ``group``: one that calls another collective would hang there."""
+    if group is None or group is torch.distributed.group.WORLD:
+        comm.barrier(name=f"all_gather of {tensor.dtype} {tuple(tensor.shape)}")
 
 
 def reduce_(tensor: Tensor, comm: Communicator, op: ReduceOp, status: BatchStatus | None) -> Tensor:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -73,6 +76,38 @@ def check_stopping_on_one_rank_alone_is_an_error_on_every_rank() -> None:
 
     with pytest.raises(CollectiveError, match="different collectives"):
         fit("ring", Stopping(), max_epochs=4)
+
+
+ON_ONE_RANK: dict[str, tuple[Callable[[L.Trainer, Path], object], str]] = {
+    "save_checkpoint": (lambda run, folder: run.save_checkpoint(folder / "one.ckpt"), "save_checkpoint"),
+    "broadcast": (lambda run, _: run.strategy.broadcast({"a": 1}), "strategy.broadcast"),
+    "barrier": (lambda run, _: run.strategy.barrier("mine"), "mine"),
+    "all_gather": (
+        lambda run, _: run.lightning_module.all_gather(torch.ones(3)),
+        r"all_gather of torch.float32 \(3,\)",
+    ),
+    "sync_dist": (lambda run, _: run.lightning_module.log("x", 1.0, sync_dist=True, on_step=True), '"reduce"'),
+    "validate": (lambda run, _: run.validate(run.lightning_module, loader(), verbose=False), "trainer.validate"),
+}
+
+
+def check_what_one_rank_calls_alone_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    if SIZE == 1:
+        return
+    cases = [*ON_ONE_RANK.items(), ("save_checkpoint", ON_ONE_RANK["save_checkpoint"])]
+    for number, (name, (call, expected)) in enumerate(cases):
+        alone = number % 2
+
+        class Calling(Classifier):
+            def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+                if alone == RANK and batch_idx == 1:  # noqa: B023
+                    call(self.trainer, tmp_path)  # noqa: B023
+
+        with pytest.raises(RingError) as caught:
+            fit("ring" if number % 3 else "ring_sharded", Calling(), max_epochs=1)
+        assert re.search(expected, str(caught.value)), (name, str(caught.value))
+        if isinstance(caught.value, CollectiveError):
+            assert re.search(rf"rank {alone}: [^;]*({expected})", str(caught.value)), str(caught.value)
 
 
 def check_early_stopping_decides_alike() -> None:
