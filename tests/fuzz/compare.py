@@ -162,7 +162,11 @@ def _against(
 
 
 def _known(numbers: dict[str, Any], alone: bool) -> dict[str, Any]:
-    """Without what one process counts differently: a maximum over ranks of their means."""
+    """Without what one process counts differently: a maximum over ranks of their means.
+
+    And without a key that torch adds to a group when it loads a state dict.
+    """
+    numbers = {name: value for name, value in numbers.items() if not name.endswith(".differentiable")}
     return {name: value for name, value in numbers.items() if not (alone and name == ".top")}
 
 

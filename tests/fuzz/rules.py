@@ -118,8 +118,10 @@ def _settle_loop(program: Program, plain: Callable[..., None], without: Callable
         if len(program.blocks) < 2:
             program.blocks.append("Linear()")
     if program.choice("foreign") != "none":
-        plain("optimizer", "groups", "precision", "stepping", "compression", "again")
-        program.blocks[:] = ["Linear()" if b in ("Complex()", "Embedded(sparse=True)") else b for b in program.blocks]
+        plain("optimizer", "groups", "precision", "stepping", "compression", "again", "freeze")
+        # timm counts a step for all parameters together, also for one without a gradient
+        uncommon = ("Complex()", "Embedded(sparse=True)", "EveryOtherStep()")
+        program.blocks[:] = ["Linear()" if block in uncommon else block for block in program.blocks]
     if program.choice("scaler") != "none":
         program.blocks[:] = ["Linear()" if "sparse" in b or b == "Complex()" else b for b in program.blocks]
         if "clipped" in program.choice("window"):
