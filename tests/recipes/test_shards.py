@@ -65,6 +65,22 @@ def test_a_class_that_the_checkpoint_has_not_is_an_error(tmp_path, classes, stra
         other.load_state_dict(state)
 
 
+def test_a_training_goes_on_without_the_images_that_were_appended_since(tmp_path):
+    data = shards(tmp_path / "set", "bcd", 3)
+    state = data.state_dict()
+    (tmp_path / "set" / "images train" / "b" / "1.png").write_bytes(
+        (tmp_path / "set/images train/c/0.png").read_bytes()
+    )
+    source, train = tmp_path / "set" / "images train", tmp_path / "set" / "train"
+    assert pack(source, train, PackSettings(), 1, lambda *numbers: None, append=True).samples == 4
+    for stage, images in (("fit", 3), ("test", 4)):
+        later = Shards(str(tmp_path / "set"), 1, num_classes=3)
+        later.trainer = SimpleNamespace(state=SimpleNamespace(fn=stage))
+        later.setup(stage)
+        later.load_state_dict(state)
+        assert len(later.datasets["train"]) == images
+
+
 def test_randaugment_and_mixup_change_training_alone(tmp_path):
     options = {"batch_size": 3, "image_size": 8, "resize": 8}
     data = shards(tmp_path / "mixed", "bcd", 3, randaugment=True, mixup=0.4, **options)
