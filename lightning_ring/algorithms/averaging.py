@@ -126,6 +126,7 @@ class Averaging(Algorithm):
     # -- a batch
 
     def begin_batch(self, active_ranks: int | None = None) -> None:
+        self._training.note_raised()
         self._training.active_ranks = active_ranks
         broadcast_tensors(self._track_new_parameters(), unrecorded(self._comm))
 

@@ -214,9 +214,8 @@ class _Gradients:
     def synchronize(self) -> None:
         """Complete the gradients. Collective: a rank without gradients takes part with zeros."""
         self._pause.close()
-        if self._reducer.under_way:
-            self._reducer.finish()
-        elif not self._is_reduced():
+        self._reducer.finish()
+        if not self._is_reduced():
             with self._reducer.backward():
                 pass
         if self._op == Sum and not self._completed:

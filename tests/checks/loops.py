@@ -274,6 +274,49 @@ def check_thawed_parameters_are_averaged_or_an_error() -> None:
         training.barrier()
 
 
+def check_a_backward_that_raised_is_as_if_it_had_not_been() -> None:
+    """In the last backward of an accumulation, after gradients were sent, in one layer or the other."""
+    for algorithm in ("ring", "ring_sharded"):
+        model, reference = network(), network()
+        planted = _plant_failures(model)
+        optimizer, plain = adamw(model), adamw(reference)
+        with distribute(model, optimizer, algorithm=algorithm, bucket_cap_mb=0.0005) as training:
+            wrapped = DistributedDataParallel(reference)
+            for number, inputs in enumerate(batches(8)):
+                fails = {0: [model[0]], 3: [model[0]], 4: [model[2]]}.get(number, [])
+                with training.no_sync():
+                    loss_of(model(inputs)).backward()
+                planted[:] = fails
+                with pytest.raises(ValueError, match="planted") if fails else nullcontext():
+                    loss_of(model(inputs)).backward()
+                planted.clear()
+                if number == 4:
+                    with pytest.raises(RingError, match=r"a backward raised .* call zero_grad\(\)"):
+                        optimizer.step()
+                if not fails:
+                    with wrapped.no_sync():
+                        loss_of(wrapped(inputs)).backward()
+                    loss_of(wrapped(inputs)).backward()
+                    optimizer.step()
+                    plain.step()
+                optimizer.zero_grad()
+                plain.zero_grad()
+        assert_same(model, reference, tolerance=0.0 if algorithm == "ring" else 1e-6)
+
+
+def _plant_failures(model: nn.Sequential) -> list[nn.Module]:
+    """The backward of a layer in the returned list raises."""
+    planted: list[nn.Module] = []
+
+    def fail(layer: nn.Module) -> None:
+        if layer in planted:
+            raise ValueError("planted")
+
+    for layer in (model[0], model[2]):
+        layer.weight.register_hook(lambda _, layer=layer: fail(layer))
+    return planted
+
+
 def check_what_cannot_work_is_an_error_on_every_rank() -> None:
     with pytest.raises(ModelMismatchError, match="the ranks hold different models"):
         distribute(nn.Linear(2 + RANK, 1))
