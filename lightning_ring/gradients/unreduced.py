@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch.nn import Parameter
+from torch.optim import Optimizer
 
 from lightning_ring.errors import RingError
 
@@ -64,6 +65,15 @@ class UnreducedGradients:
                 "parameters would drift apart. With manual optimization use self.manual_backward(loss) for training. "
                 "Drop gradients of any other backward with zero_grad(), or take them with torch.autograd.grad(...)."
             )
+
+
+def check_outside_backward(optimizer: Optimizer) -> None:
+    """Raise `RingError` if ``optimizer`` steps in a hook of backward, where gradients are not averaged yet."""
+    if torch._C._current_graph_task_id() != -1:
+        raise RingError(
+            f"{type(optimizer).__name__} steps inside backward (in a hook of a gradient or a module), where a gradient "
+            "is this rank's alone: the ranks' parameters would drift apart. Call step() after backward."
+        )
 
 
 def _values(param: Parameter) -> torch.Tensor:

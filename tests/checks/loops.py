@@ -317,6 +317,27 @@ def _plant_failures(model: nn.Sequential) -> list[nn.Module]:
     return planted
 
 
+def check_an_optimizer_in_a_hook_of_backward_is_an_error() -> None:
+    for algorithm in ("ring", "ring_sharded"):
+        for late in (False, True):  # the hooks of lightning_ring come last, or first
+            model = network()
+            optimizers = {param: torch.optim.SGD([param], 0.1) for param in model.parameters()}
+            if not late:
+                _step_in_backward(model, optimizers)
+            training = distribute(model, list(optimizers.values()), algorithm=algorithm)
+            if late:
+                _step_in_backward(model, optimizers)
+            with pytest.raises(RingError, match="SGD steps inside backward") as caught:
+                loss_of(model(batches(1)[0])).backward()
+            assert len(set(MPI.COMM_WORLD.allgather(str(caught.value)))) == 1
+            training.close()
+
+
+def _step_in_backward(model: nn.Module, optimizers: dict[nn.Parameter, Optimizer]) -> None:
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(lambda param: optimizers[param].step())
+
+
 def check_what_cannot_work_is_an_error_on_every_rank() -> None:
     with pytest.raises(ModelMismatchError, match="the ranks hold different models"):
         distribute(nn.Linear(2 + RANK, 1))

@@ -77,7 +77,7 @@ def check_accumulation_sums_and_sum_and_compression() -> None:
     assert all(torch.equal(grad, grad.half().float()) for grad in grads)
 
 
-def check_a_backward_that_raised_is_dropped() -> None:
+def check_a_step_in_a_hook_is_an_error_and_a_backward_that_raised_is_dropped() -> None:
     hvd.init()
     model, expected = network(), network()
     planted: list[bool] = []
@@ -98,6 +98,9 @@ def check_a_backward_that_raised_is_dropped() -> None:
         optimizer.zero_grad()
         plain.zero_grad()
     assert_same(model, expected)
+    model[0].weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    with pytest.raises(RingError, match="SGD steps inside backward"):
+        loss_of(model(batches(1)[0])).backward()
 
 
 def check_compressors_of_the_strategy_carry_gradients() -> None:
