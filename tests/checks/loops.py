@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -336,6 +337,34 @@ def check_an_optimizer_in_a_hook_of_backward_is_an_error() -> None:
 def _step_in_backward(model: nn.Module, optimizers: dict[nn.Parameter, Optimizer]) -> None:
     for param in model.parameters():
         param.register_post_accumulate_grad_hook(lambda param: optimizers[param].step())
+
+
+def check_a_copy_of_a_module_is_plain_and_whole() -> None:
+    for algorithm in ("ring", "ring_sharded"):
+        model = network()
+        optimizer = adamw(model)
+        with distribute(model, optimizer, algorithm=algorithm) as training:
+            average = torch.optim.swa_utils.AveragedModel(model)
+            for inputs in batches(3):
+                loss_of(model(inputs)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                average.update_parameters(model)
+            copied, file = copy.deepcopy(model), io.BytesIO()
+            torch.save(model, file)
+            assert b"lightning_ring" not in file.getvalue()
+            file.seek(0)
+            copies = [copied, torch.load(file, weights_only=False), copy.deepcopy(copied)]
+            expected = [param.detach().clone() for param in model.parameters()]
+            for each in copies:
+                assert all(map(torch.equal, each.parameters(), expected))
+                assert all(type(param) is nn.Parameter for param in each.parameters())
+            if RANK == 0:  # alone
+                for each in (*copies, average):
+                    loss_of(each(batches(1)[0])).backward()
+                    sgd(each).step()
+            assert all(map(torch.equal, model.parameters(), expected))
+            training.barrier()
 
 
 def check_what_cannot_work_is_an_error_on_every_rank() -> None:

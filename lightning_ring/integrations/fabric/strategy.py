@@ -128,6 +128,9 @@ class RingFabricStrategy(DDPStrategy):
     def checkpoint_io(self, io: CheckpointIO) -> None:
         self._checkpoint_io = io
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> RingFabricStrategy:
+        return self  # what ``fabric.setup`` returns holds it, and a copy of that is of the same job
+
     # -- ranks and devices
 
     @property
