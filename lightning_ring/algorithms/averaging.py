@@ -25,6 +25,7 @@ from lightning_ring.gradients.shard_reducer import ShardReducer
 from lightning_ring.gradients.sizing.auto_buckets import AutoBuckets
 from lightning_ring.gradients.sparse import sparse_weights
 from lightning_ring.gradients.squared_norms import sum_of_squares
+from lightning_ring.gradients.unreduced import check_outside_backward
 
 
 class Averaging(Algorithm):
@@ -126,6 +127,7 @@ class Averaging(Algorithm):
     # -- a batch
 
     def begin_batch(self, active_ranks: int | None = None) -> None:
+        self._training.note_raised()
         self._training.active_ranks = active_ranks
         broadcast_tensors(self._track_new_parameters(), unrecorded(self._comm))
 
@@ -170,6 +172,7 @@ class Averaging(Algorithm):
 
     def before_step(self, optimizer: Optimizer, *, has_closure: bool) -> None:
         if self.steps_tracked_parameters(optimizer):
+            check_outside_backward(optimizer)
             self._training.finish()
             if not has_closure:
                 self.check_gradients(optimizer)

@@ -19,7 +19,7 @@ from lightning_ring.host.accelerator import gpu_module, is_gpu, timed_event
 _log = logging.getLogger("lightning_ring")
 
 T = TypeVar("T")
-_NUMBERS = re.compile(r"^backward \d+ \(step \d+\): ")  # a record has the time, and a chart one channel a bucket
+_NUMBERS = re.compile(r"^backward \d+ \(step \d+[^)]*\): ")  # a record has the time, and a chart one channel a bucket
 
 
 @dataclass(slots=True)

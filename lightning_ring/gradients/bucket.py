@@ -118,6 +118,7 @@ class Bucket:
         self.produced = [False] * len(self.params)
         self.pending = sum(param.requires_grad for param in self.params)
         self.launched = False
+        self._kept.clear()  # of a backward that raised
         return self.pending > 0
 
     def fill(self, fresh: Sequence[bool], *, stop: bool) -> None:

@@ -109,6 +109,10 @@ class KeptAverages:
             else:
                 self._check(param)
 
+    def abandon(self) -> None:
+        """The current backward has raised."""
+        self._set_aside.clear()
+
     def add_to_buckets(self, active_ranks: int) -> None:
         """After the reduction: complete the averages in the buckets' shards."""
         set_aside, self._set_aside = self._set_aside, {}

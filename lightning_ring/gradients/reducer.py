@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager
 from typing import ClassVar
 
 import torch
-from torch.autograd import Variable
 from torch.nn import Parameter
 
 from lightning_ring.comm.communicator import Communicator, Work, advance
@@ -44,6 +43,9 @@ class Reducer:
     the buckets (`SparseGradients`). The name of each collective contains the number of its backward and of the
     optimizer's step, so that ranks with different counts get an error.
 
+    After a backward that raised, what it has sent is dropped, and so must be what it left in ``param.grad``: until
+    ``zero_grad()`` the next backward or step is an error.
+
     Args:
         named_parameters: Name and parameter, in order of registration. Shared parameters may repeat.
         bucket_cap_mb, auto: As of `BucketLayout`.
@@ -70,13 +72,14 @@ class Reducer:
         self.stop_requested = False  # set to ask all ranks to stop: the next backward sends the request
         self.active_ranks: int | None = None  # that the sum is divided by; None: all
         self.num_finished = 0  # backward passes reduced so far
+        self.num_raised = 0  # backward passes that were begun and raised an exception
         self.num_steps = 0  # of optimizers so far, counted by the caller
         self._comm = comm
         self._before_backward = before_backward
         self._warn_once = functools.cache(warn)
         self._compressor = compressor
         self._layout = BucketLayout(comm, bucket_cap_mb, auto, self._prepare_to_send, self._forget_buckets)
-        self._passes = BackwardPasses(self._begin, self.finish)
+        self._passes = BackwardPasses(self._begin, self.finish, self._abandon)
         self._hooks = GradientHooks(self._take_gradient)
         self._unreduced = UnreducedGradients()
         self._parts = GradientParts(self._warn_once)
@@ -143,8 +146,11 @@ class Reducer:
 
         A bucket that did not arrive in time is named in the error.
         """
-        if not self._passes.active:
-            return
+        self._passes.note_raised()
+        if self._passes.active:
+            self._finish()
+
+    def _finish(self) -> None:
         self._turns.finish_before(self)
         while self._next < len(self._queue):
             self._launch()
@@ -199,6 +205,10 @@ class Reducer:
         """Whether all buckets of this backward were sent."""
         return self._next == len(self._queue)
 
+    def note_raised(self) -> None:
+        """Between two backwards. Most often it is known by then whether the last one raised."""
+        self._passes.note_raised()
+
     def check_reduced(self, params: Iterable[Parameter]) -> None:
         """Raise `RingError` if the gradient of one of ``params`` is not an average, but this rank's own."""
         self._unreduced.check(params, self._names)
@@ -245,9 +255,8 @@ class Reducer:
 
     def _begin(self) -> None:
         self._before_backward()
-        for _, work in self._works:  # of a backward that raised: its buffers are needed again
-            work.wait()
-        self._works = []
+        self._unreduced.check_dropped(self._names, self._names)
+        self._drop_sent()
         self._turns.begin(self)
         self._revise_at_end = not self._turns.is_first(self)  # the others' buckets are still being sent
         if not self._revise_at_end:
@@ -263,6 +272,25 @@ class Reducer:
         # a bucket of frozen parameters only (a GAN's other half) is not sent
         accumulated = self._unreduced.accumulated
         self._queue = [bucket for bucket in self.buckets if bucket.begin() or not accumulated.isdisjoint(bucket.params)]
+
+    def _abandon(self) -> None:
+        """The current backward has raised. Ranks may differ in that: nothing here waits for another one."""
+        self.num_raised += 1
+        self._sparse.forget_seen()
+        changed = set(self._produced_sparse)
+        for bucket in self.buckets:
+            changed.update(itertools.compress(bucket.params, bucket.produced))
+            if bucket.launched:
+                changed.update(itertools.compress(bucket.params, bucket.contributed))
+        self._unreduced.spoil([param for param in self._names if param in changed])
+
+    def _drop_sent(self) -> None:
+        """Of a backward that raised: its buffers are needed again."""
+        for _, work in self._works:
+            work.wait()
+        if self._works and self._compressor is not None:
+            self._compressor.start_again()
+        self._works = []
 
     def _complete_averages(self) -> None:
         """Every bucket has arrived, and none is published yet."""
@@ -291,7 +319,7 @@ class Reducer:
         if not passes.active:
             self._begin()
         if not passes.explicit:
-            Variable._execution_engine.queue_callback(self._finish_if_outermost)
+            passes.watch()
         if is_sparse:
             self._produced_sparse.add(param)
             return
@@ -335,12 +363,6 @@ class Reducer:
         if found := self._sparse.agree(self._names, fresh, self.active_ranks, self._named("")):
             self._layout.remove(found)
 
-    def _finish_if_outermost(self) -> None:
-        # With reentrant checkpointing this runs at the end of inner backwards too, while the outer one is still inside
-        # the checkpoint's node. If it never runs at the end of the outer one, the optimizer's step calls `finish`.
-        if torch._C._current_autograd_node() is None:
-            self.finish()
-
     def _launch(self) -> None:
         bucket = self._queue[self._next]
         copies = bucket.copies
@@ -355,7 +377,8 @@ class Reducer:
         return param in self._sparse.params or self._layout.slots[param][0].launched
 
     def _named(self, what: str) -> str:
-        return f"backward {self.num_finished + 1} (step {self.num_steps}): {what}"
+        raised = f", after {self.num_raised} that raised" if self.num_raised else ""
+        return f"backward {self.num_finished + 1} (step {self.num_steps}{raised}): {what}"
 
     def _send(self, bucket: Bucket, name: str) -> Work:
         compressor = self._compressor

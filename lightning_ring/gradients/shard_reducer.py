@@ -46,10 +46,8 @@ class ShardReducer(Reducer):
             self._hooks.keep(param.register_hook(partial(self._before_gradient, param)))
         return new
 
-    def finish(self) -> None:
-        if not self._passes.active:
-            return
-        super().finish()
+    def _finish(self) -> None:
+        super()._finish()
         self.settle()
 
     def settle(self) -> None:
@@ -104,6 +102,10 @@ class ShardReducer(Reducer):
         if not self._passes.discards:
             self._kept.after_gradient(param, reduced=self._passes.reduces and self._passes.enabled)
         super()._take_gradient(param)
+
+    def _abandon(self) -> None:
+        self._kept.abandon()
+        super()._abandon()
 
     def _complete_averages(self) -> None:
         self._kept.add_to_buckets(self.active_ranks or self._comm.world_size)

@@ -59,6 +59,10 @@ class SparseGradients:
         self._seen[param] = param.grad
         return ""
 
+    def forget_seen(self) -> None:
+        """The backward in which sparse gradients were noticed has raised."""
+        self._seen.clear()
+
     def agree(
         self, names: dict[Parameter, str], fresh: set[Parameter], active_ranks: int | None, prefix: str
     ) -> set[Parameter]:

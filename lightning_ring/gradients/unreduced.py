@@ -1,10 +1,12 @@
-"""Gradients of this rank that no collective has averaged yet."""
+"""Gradients that no optimizer may step: of this rank alone, or of a backward that raised."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
+import torch
 from torch.nn import Parameter
+from torch.optim import Optimizer
 
 from lightning_ring.errors import RingError
 
@@ -15,6 +17,7 @@ class UnreducedGradients:
     def __init__(self) -> None:
         self.accumulated: set[Parameter] = set()  # inside `no_sync`: the next reduced backward sends the gradient
         self.local: set[Parameter] = set()  # by a backward outside the training; ranks may differ
+        self._spoiled: set[Parameter] = set()  # by a backward that raised, until ``zero_grad()``
 
     def __contains__(self, param: Parameter) -> bool:
         return param in self.accumulated or (param in self.local and param.requires_grad)
@@ -23,10 +26,37 @@ class UnreducedGradients:
         """A backward has averaged the gradients of the trainable parameters for which ``sent`` is true."""
         self.local = {param for param in self.local if not (param.requires_grad and sent(param))}
 
+    def spoil(self, params: Sequence[Parameter]) -> None:
+        """A backward that raised has changed the gradients of ``params``: they become NaN until ``zero_grad()``.
+
+        Sent gradients are in a bucket instead of ``.grad``. One of them, the smallest, becomes NaN: after an exception
+        memory may be short.
+        """
+        sent = [param for param in params if param.grad is None]
+        if sent:
+            smallest = min(sent, key=Parameter.numel)
+            smallest.grad = torch.zeros_like(smallest)
+        self._spoiled = {param for param in self._spoiled.union(params) if param.grad is not None}
+        for param in self._spoiled:
+            _values(param).fill_(torch.nan)
+
+    def check_dropped(self, params: Iterable[Parameter], names: Mapping[Parameter, str]) -> None:
+        """Raise `RingError` if one of ``params`` still has a gradient of a backward that raised."""
+        chosen = self._spoiled.intersection(params)
+        for param in (param for param in names if param in chosen):  # the same order on all ranks
+            if param.grad is not None and _values(param).isnan().any():
+                raise RingError(
+                    f"a backward raised an exception before it had averaged the gradient of {names[param]}. What is "
+                    "left in .grad is incomplete. On all ranks call zero_grad() before the next backward or step."
+                )
+            self._spoiled.remove(param)
+
     def check(self, params: Iterable[Parameter], names: Mapping[Parameter, str]) -> None:
-        """Raise `RingError` if the gradient of one of ``params`` is local."""
-        if not self.local:
+        """Raise `RingError` if the gradient of one of ``params`` is local, or of a backward that raised."""
+        if not (self.local or self._spoiled):
             return
+        params = list(params)
+        self.check_dropped(params, names)
         own = [param for param in params if param in self.local and param.grad is not None and param.requires_grad]
         if own:
             raise RingError(
@@ -35,3 +65,18 @@ class UnreducedGradients:
                 "parameters would drift apart. With manual optimization use self.manual_backward(loss) for training. "
                 "Drop gradients of any other backward with zero_grad(), or take them with torch.autograd.grad(...)."
             )
+
+
+def check_outside_backward(optimizer: Optimizer) -> None:
+    """Raise `RingError` if ``optimizer`` steps in a hook of backward, where gradients are not averaged yet."""
+    if torch._C._current_graph_task_id() != -1:
+        raise RingError(
+            f"{type(optimizer).__name__} steps inside backward (in a hook of a gradient or a module), where a gradient "
+            "is this rank's alone: the ranks' parameters would drift apart. Call step() after backward."
+        )
+
+
+def _values(param: Parameter) -> torch.Tensor:
+    assert param.grad is not None
+    grad = param.grad.detach()
+    return grad._values() if grad.is_sparse else grad

@@ -20,6 +20,7 @@ from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.recording import RecordedCommunicator
 from lightning_ring.gradients.compression import COMPRESSORS, Compressor
 from lightning_ring.gradients.reducer import Reducer
+from lightning_ring.gradients.unreduced import check_outside_backward
 from lightning_ring.horovod.attachments import attachments
 from lightning_ring.horovod.collectives import Adasum, Average, Sum, reduction
 from lightning_ring.horovod.compression import Compression
@@ -242,9 +243,8 @@ class _Gradients:
     def synchronize(self) -> None:
         """Complete the gradients. Collective: a rank without gradients takes part with zeros."""
         self._pause.close()
-        if self._reducer.under_way:
-            self._reducer.finish()
-        elif not self._is_reduced():
+        self._reducer.finish()
+        if not self._is_reduced():
             with self._reducer.backward():
                 pass
         if self._op == Sum and not self._completed:
@@ -300,7 +300,8 @@ class _Gradients:
         if self._counts[param] == self._passes:
             self._pause.close()
 
-    def _before_step(self, *_: Any) -> None:
+    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        check_outside_backward(optimizer)
         if self._skips:
             return
         if self._synchronized:

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from lightning_ring.algorithms.algorithm import Algorithm
 from lightning_ring.algorithms.sharded import Sharded
 from lightning_ring.algorithms.step_hooks import StepHooks
+from lightning_ring.algorithms.uncopied_hook import UncopiedHook
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.recording import Listener, RecordedCommunicator
 from lightning_ring.comm.replicate import (
@@ -33,8 +34,8 @@ class Replicas:
 
     They begin with rank 0's parameters, buffers and optimizer state. From then on every backward that reaches the
     module's parameters is a backward of the training: it averages gradients over the ranks, except inside `no_sync`.
-    Hooks on the module tell when a forward begins and ends; nothing is wrapped. Without ``comm``, in a single process,
-    nothing is registered, unless a timeline is recorded.
+    Hooks on the module tell when a forward begins and ends; nothing is wrapped, and a copy of the module has no hooks.
+    Without ``comm``, in a single process, nothing is registered, unless a timeline is recorded.
 
     Args:
         optimizers: Those that step the module's parameters; later ones are found when they step.
@@ -87,8 +88,8 @@ class Replicas:
         try:
             entered = called if called is not None else module
             self._hooks = [
-                entered.register_forward_pre_hook(self._before_forward, prepend=True),
-                entered.register_forward_hook(self._after_forward, always_call=True),
+                entered.register_forward_pre_hook(UncopiedHook(self._before_forward), prepend=True),
+                entered.register_forward_hook(UncopiedHook(self._after_forward), always_call=True),
             ]
             self._step_hooks = StepHooks(_Steps(self))
             self._training.enter_context(self.algorithm.plain_backwards(reduced=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -272,6 +273,118 @@ def check_thawed_parameters_are_averaged_or_an_error() -> None:
         with pytest.raises(RingError, match=r"0\.weight with a gradient of this rank alone.*Call the module itself"):
             optimizer.step()
         training.barrier()
+
+
+def check_a_backward_that_raised_is_as_if_it_had_not_been() -> None:
+    """In the last backward of an accumulation, after gradients were sent, in one layer or the other."""
+    for algorithm in ("ring", "ring_sharded"):
+        model, reference = network(), network()
+        planted = _plant_failures(model)
+        optimizer, plain = adamw(model), adamw(reference)
+        with distribute(model, optimizer, algorithm=algorithm, bucket_cap_mb=0.0005) as training:
+            wrapped = DistributedDataParallel(reference)
+            for number, inputs in enumerate(batches(8)):
+                fails = {0: [model[0]], 3: [model[0]], 4: [model[2]]}.get(number, [])
+                with training.no_sync():
+                    loss_of(model(inputs)).backward()
+                planted[:] = fails
+                with pytest.raises(ValueError, match="planted") if fails else nullcontext():
+                    loss_of(model(inputs)).backward()
+                planted.clear()
+                if number == 4:
+                    with pytest.raises(RingError, match=r"a backward raised .* call zero_grad\(\)"):
+                        optimizer.step()
+                if not fails:
+                    with wrapped.no_sync():
+                        loss_of(wrapped(inputs)).backward()
+                    loss_of(wrapped(inputs)).backward()
+                    optimizer.step()
+                    plain.step()
+                optimizer.zero_grad()
+                plain.zero_grad()
+        assert_same(model, reference, tolerance=0.0 if algorithm == "ring" else 1e-6)
+
+
+def _plant_failures(model: nn.Sequential) -> list[nn.Module]:
+    """The backward of a layer in the returned list raises."""
+    planted: list[nn.Module] = []
+
+    def fail(layer: nn.Module) -> None:
+        if layer in planted:
+            raise ValueError("planted")
+
+    for layer in (model[0], model[2]):
+        layer.weight.register_hook(lambda _, layer=layer: fail(layer))
+    return planted
+
+
+def check_an_optimizer_in_a_hook_of_backward_is_an_error() -> None:
+    for algorithm in ("ring", "ring_sharded"):
+        for late in (False, True):  # the hooks of lightning_ring come last, or first
+            model = network()
+            optimizers = {param: torch.optim.SGD([param], 0.1) for param in model.parameters()}
+            if not late:
+                _step_in_backward(model, optimizers)
+            training = distribute(model, list(optimizers.values()), algorithm=algorithm)
+            if late:
+                _step_in_backward(model, optimizers)
+            with pytest.raises(RingError, match="SGD steps inside backward") as caught:
+                loss_of(model(batches(1)[0])).backward()
+            assert len(set(MPI.COMM_WORLD.allgather(str(caught.value)))) == 1
+            training.close()
+
+
+def _step_in_backward(model: nn.Module, optimizers: dict[nn.Parameter, Optimizer]) -> None:
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(lambda param: optimizers[param].step())
+
+
+def check_a_copy_of_a_module_is_plain_and_whole() -> None:
+    for algorithm in ("ring", "ring_sharded"):
+        model = network()
+        optimizer = adamw(model)
+        with distribute(model, optimizer, algorithm=algorithm) as training:
+            average = torch.optim.swa_utils.AveragedModel(model)
+            for inputs in batches(3):
+                loss_of(model(inputs)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                average.update_parameters(model)
+            copied, file = copy.deepcopy(model), io.BytesIO()
+            torch.save(model, file)
+            assert b"lightning_ring" not in file.getvalue()
+            file.seek(0)
+            copies = [copied, torch.load(file, weights_only=False), copy.deepcopy(copied)]
+            expected = [param.detach().clone() for param in model.parameters()]
+            for each in copies:
+                assert all(map(torch.equal, each.parameters(), expected))
+                assert all(type(param) is nn.Parameter for param in each.parameters())
+            if RANK == 0:  # alone
+                for each in (*copies, average):
+                    loss_of(each(batches(1)[0])).backward()
+                    sgd(each).step()
+            assert all(map(torch.equal, model.parameters(), expected))
+            training.barrier()
+
+
+def check_sharded_optimizers_of_several_modules_of_none_and_used_again() -> None:
+    one, other = pair()
+    both = torch.optim.AdamW([*one.parameters(), *other.parameters()])
+    with distribute(one, both, algorithm="ring_sharded"):
+        with pytest.raises(ConfigurationError, match="several modules that were set up one by one"):
+            distribute(other, both, algorithm="ring_sharded")
+        loss_of(one(batches(1)[0])).backward()
+        both.step()
+    with pytest.raises(ConfigurationError, match=r"optimizer_state_dict\(optimizer\), and hand it to"):
+        distribute(one, both, algorithm="ring_sharded")
+    frozen = network().requires_grad_(False)
+    optimizer = adamw(frozen)
+    with distribute(frozen, optimizer, algorithm="ring_sharded") as training:
+        frozen(batches(1)[0])
+        optimizer.step()
+        training.clip_grad_norm_(frozen.parameters(), 1.0)
+        training.optimizer_state_dict(optimizer)
+    assert_same(frozen, network())
 
 
 def check_what_cannot_work_is_an_error_on_every_rank() -> None:

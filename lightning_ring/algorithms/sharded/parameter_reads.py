@@ -17,6 +17,7 @@ from lightning_ring.algorithms.sharded.compiled_code import find_unseen_reader
 from lightning_ring.algorithms.sharded.intercept import intercepting_class, of_class, reads_values
 from lightning_ring.algorithms.sharded.norms import NORMS
 from lightning_ring.algorithms.sharded.parameters import ShardedParameters
+from lightning_ring.algorithms.uncopied_hook import UncopiedHook
 from lightning_ring.gradients.streams import current_stream
 
 _WAITS = "All parameters are waited for after each step, instead of arriving while the next forward goes on."
@@ -72,7 +73,8 @@ class ParameterReads:
         """Wait before new modules of ``torch.compile(module)``: compiled code reads without a call of torch."""
         for module in self._module.modules():
             if module not in self._hooks and getattr(module, "_orig_mod", None) is not None:
-                self._hooks[module] = module.register_forward_pre_hook(_BeforeCompiled(self), prepend=True)
+                hook = UncopiedHook(self._before_compiled)
+                self._hooks[module] = module.register_forward_pre_hook(hook, prepend=True)
 
     @property
     def may_overlap(self) -> bool:
@@ -121,7 +123,7 @@ class ParameterReads:
         self._hooks.clear()
         self._parameters.reducer.on_gradient = None
 
-    def before_compiled(self, module: nn.Module) -> None:
+    def _before_compiled(self, module: nn.Module, _: Any) -> None:
         if not torch.compiler.is_compiling():  # compiled code would not contain this
             for param in module.parameters():
                 self._note(param)
@@ -172,20 +174,6 @@ class ParameterReads:
                 f"{name} got a gradient, but no call of torch from Python was seen reading it (scripted or compiled "
                 "code, or torch.func)."
             )
-
-
-class _BeforeCompiled:
-    """The hook on a compiled module. In a copy of the module, or a pickled module, it does nothing."""
-
-    def __init__(self, reads: ParameterReads | None = None) -> None:
-        self._reads = reads
-
-    def __call__(self, module: nn.Module, _: Any) -> None:
-        if self._reads is not None:
-            self._reads.before_compiled(module)
-
-    def __reduce__(self) -> Any:
-        return _BeforeCompiled, ()
 
 
 class _Watch(TorchFunctionMode):

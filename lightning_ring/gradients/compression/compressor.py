@@ -80,6 +80,9 @@ class Compressor(ABC):
     def begin_backward(self) -> None:  # noqa: B027
         """A backward whose gradients will be sent begins."""
 
+    def start_again(self) -> None:  # noqa: B027
+        """Averages of the last backward were dropped, because it raised. Forget what was left out of them."""
+
     @abstractmethod
     def all_reduce(self, flat: Tensor, comm: Communicator, *, lost: Tensor | None = None, name: str = "") -> Work:
         """Start to replace 1-D ``flat`` by its average over ranks. All ranks end with the same bits.

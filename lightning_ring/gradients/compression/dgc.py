@@ -108,6 +108,10 @@ class DGC(ErrorFeedback):
         self._velocity.forget_tensors()
         super().forget_tensors()
 
+    def start_again(self) -> None:
+        self._velocity.zero_()
+        super().start_again()
+
     def begin_backward(self) -> None:
         self._largest.ratio = self.ratio_of(self.num_backwards)
         self.num_backwards += 1

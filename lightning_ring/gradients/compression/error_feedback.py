@@ -54,6 +54,10 @@ class ErrorFeedback(Compressor):
     def begin_backward(self) -> None:
         self.compressor.begin_backward()
 
+    def start_again(self) -> None:
+        self._residuals.zero_()
+        self.compressor.start_again()
+
     def all_reduce(self, flat: Tensor, comm: Communicator, *, lost: Tensor | None = None, name: str = "") -> Work:
         if not self.is_lossy():
             return self.compressor.all_reduce(flat, comm, name=name)

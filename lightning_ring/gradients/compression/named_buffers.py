@@ -45,6 +45,10 @@ class NamedBuffers:
     def forget_tensors(self) -> None:
         self._buffers.clear()  # by parameter they stay
 
+    def zero_(self) -> None:
+        for view in self._views.values():
+            view.zero_()
+
     def before(self, flat: Tensor) -> dict[int, Tensor]:
         """Copies of the contents for parameters without a gradient on this rank, by their index in the layout."""
         layout = self.layout(flat)

@@ -54,6 +54,9 @@ class Signs(BetweenNodes):
         self._moved.clear()
         self._gaps.clear()
 
+    def start_again(self) -> None:
+        self._server.zero_()
+
     def all_reduce(self, flat: Tensor, comm: Communicator, *, lost: Tensor | None = None, name: str = "") -> Work:
         absent = self._server.before(flat)
         if flat in self._moved and comm.is_nested:  # which part is this rank's is not known here

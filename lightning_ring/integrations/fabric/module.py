@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -23,6 +24,9 @@ class RingModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        return copy.deepcopy(self.module, memo)  # a copy trains alone
 
     def follow(self, replicas: Replicas) -> None:
         object.__setattr__(self, "replicas", replicas)  # Replicas is no part of the module's state

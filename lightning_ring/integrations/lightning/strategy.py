@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
@@ -391,7 +391,9 @@ class RingStrategy(RankedStrategy):
             closure_loss = plugin.pre_backward(closure_loss, module)
         # gradients are averaged before the precision plugin's `post_backward`, which calls the user's
         # `on_after_backward`: there they are equal on all ranks already
-        with self._reporting_failures(), algorithm.backward():
+        # a manual training_step may catch an exception
+        reporting = self._reporting_failures() if module.automatic_optimization else nullcontext()
+        with reporting, algorithm.backward():
             self._zero_loss.repeat_backward(algorithm)
             plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
         with algorithm.plain_backwards(reduced=False):

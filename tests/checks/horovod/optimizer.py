@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import warnings
 from typing import Any
@@ -14,6 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_ring.horovod as hvd
+from lightning_ring.errors import RingError
 from lightning_ring.gradients.compression import ErrorFeedback, Int8
 from tests.checks.loops import assert_same, batches, loss_of, network, sgd
 
@@ -73,6 +75,32 @@ def check_accumulation_sums_and_sum_and_compression() -> None:
     grads = [param.grad for param in model.parameters() if param.grad is not None]
     assert grads
     assert all(torch.equal(grad, grad.half().float()) for grad in grads)
+
+
+def check_a_step_in_a_hook_is_an_error_and_a_backward_that_raised_is_dropped() -> None:
+    hvd.init()
+    model, expected = network(), network()
+    planted: list[bool] = []
+    model[0].weight.register_hook(lambda _: 1 / 0 if planted else None)
+    optimizer = hvd.DistributedOptimizer(sgd(model), named_parameters=model.named_parameters())
+    wrapped, plain = DistributedDataParallel(expected), sgd(expected)
+    for number, inputs in enumerate(batches(6)):
+        planted[:] = [True] if number in (0, 3) else []
+        with pytest.raises(ZeroDivisionError) if planted else contextlib.nullcontext():
+            loss_of(model(inputs)).backward()
+        if number == 3:
+            with pytest.raises(RingError, match=r"a backward raised .* call zero_grad\(\)"):
+                optimizer.step()
+        if not planted:
+            loss_of(wrapped(inputs)).backward()
+            optimizer.step()
+            plain.step()
+        optimizer.zero_grad()
+        plain.zero_grad()
+    assert_same(model, expected)
+    model[0].weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    with pytest.raises(RingError, match="SGD steps inside backward"):
+        loss_of(model(batches(1)[0])).backward()
 
 
 def check_compressors_of_the_strategy_carry_gradients() -> None:

@@ -183,6 +183,39 @@ def check_plain_loss_backward_in_manual_optimization_is_reduced() -> None:
     assert_all_ranks_equal(parameters(module))
 
 
+def check_a_backward_that_raises_in_manual_optimization_is_dropped() -> None:
+    class Catching(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+            self.planted = False
+            self.net[0].weight.register_hook(lambda _: 1 / 0 if self.planted else None)
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer = self.optimizers()
+            self.planted = batch_idx in (0, 2)
+            if self.planted and not isinstance(self.trainer.strategy, RingStrategy):
+                return
+            try:
+                self.backpropagate(self.loss(batch))
+            except ZeroDivisionError:
+                pass
+            else:
+                optimizer.step()
+            optimizer.zero_grad()
+
+        def backpropagate(self, loss: Tensor) -> None:
+            loss.backward()
+
+    class Manual(Catching):
+        def backpropagate(self, loss: Tensor) -> None:
+            self.manual_backward(loss)
+
+    for kind in (Catching, Manual):
+        kinds = iter((kind, Manual))  # DDP does not average in a plain backward
+        assert_like_ddp(*both(lambda: next(kinds)()))  # noqa: B023
+
+
 def check_backwards_of_hooks_on_one_rank_stay_local() -> None:
     """Saliency maps, adversarial examples: a backward of rank 0 in every hook, and another one inside the step."""
 
