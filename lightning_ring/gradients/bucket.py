@@ -13,6 +13,7 @@ from torch.nn import Parameter
 from lightning_ring.comm.cost import FIRST_BUCKET_MB, number_by_size
 from lightning_ring.gradients.gradient_views import LentViews, are_held
 from lightning_ring.gradients.streams import Fillers
+from lightning_ring.gradients.unreadable import make_unreadable
 
 _ALIGNMENT_BYTES = 64  # a cache line: vector kernels are fast on aligned views
 _SHARD_ELEMENTS = 32  # 64 bytes of a 16-bit type, in which a bucket may travel, and 128 of float32
@@ -189,17 +190,41 @@ class Bucket:
 
         A parameter that no rank used keeps its ``.grad``. ``read`` brings a tensor to the host (`Communicator.read`).
         """
+        published = self._used_params(read)
+        for index, param in published.items():
+            lent = self._lent if index not in self._kept else None
+            param.grad = lent.views[index] if lent is not None else self._copied(index)
+        self._kept.clear()
+        return list(published.values())
+
+    def withdraw(self, read: Callable[[Tensor], Tensor]) -> set[Parameter]:
+        """Instead of `publish`: return these parameters. Gradients that other code holds can no longer be read."""
+        used = self._used_params(read)
+        for index in self._kept.keys() & used.keys():
+            make_unreadable(
+                self._kept[index],
+                f"a tensor was read that was {self.names[index]}.grad before a backward averaged it. Under "
+                "strategy='ring_sharded' it cannot hold the average, as it does with strategy='ring'. Read it, or copy "
+                "it, before that backward.",
+            )
+        self._kept.clear()
+        return set(used.values())
+
+    def lend(self, start: int, stop: int) -> Tensor:
+        """Elements of ``flat``, as memory that other code may hold: a view, or where such code was found a copy."""
+        return self._lent.part(start, stop) if self._lent is not None else self.flat[start:stop].clone()
+
+    def _used_params(self, read: Callable[[Tensor], Tensor]) -> dict[int, Parameter]:
+        """Those to get the reduced gradient, by index."""
         others = [param for param, own in zip(self.params, self.contributed, strict=True) if not own]
         # it waits for the device: only if needed
         used = read(self.used).tolist() if any(param.requires_grad for param in others) else [0] * len(self.params)
-        published = []
-        for index, param in enumerate(self.params):
-            if self.contributed[index] or (used[index] > 0 and param.requires_grad):
-                lent = self._lent if index not in self._kept else None
-                param.grad = lent.views[index] if lent is not None else self._copied(index)
-                published.append(param)
-        self._kept.clear()
-        return published
+        members = zip(self.params, self.contributed, used, strict=True)
+        return {
+            index: param
+            for index, (param, own, flag) in enumerate(members)
+            if own or (flag > 0 and param.requires_grad)
+        }
 
     @property
     def lent_params(self) -> list[Parameter]:

@@ -30,6 +30,10 @@ class LentViews:
         del memory
         self._unheld = self._counts()
 
+    def part(self, start: int, stop: int) -> Tensor:
+        """Elements of ``flat``, as a further view of the memory. While one of it lives, the views are held."""
+        return self.views[0].as_strided((stop - start,), (1,), start).data
+
     def are_held(self) -> bool:
         """Whether anything but this object, including a ``param.grad``, refers to the memory."""
         return self._counts() != self._unheld

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,20 +11,24 @@ from torch.nn import Parameter
 
 from lightning_ring.comm.communicator import ChainedWork, ReduceOp, Work
 from lightning_ring.comm.host_copy import on_host
+from lightning_ring.errors import RingError
 from lightning_ring.gradients.bucket import Bucket
-from lightning_ring.gradients.kept_averages import KeptAverages
 from lightning_ring.gradients.reducer import Reducer
 from lightning_ring.gradients.sending import scatter_compressed_
+from lightning_ring.gradients.sharded_gradient import ShardedGradient
 from lightning_ring.gradients.shards import GradientShards
 
 
 class ShardReducer(Reducer):
-    """A `Reducer` that scatters: ``param.grad`` holds averages in this rank's shard of each bucket, and only there.
+    """A `Reducer` that scatters: ``param.grad`` becomes a `ShardedGradient`, of which this rank has a part.
 
-    The shard of a bucket is `shard_bounds` of ``bucket.flat`` for ``comm.shard_index``. The rest of a gradient is NaN,
-    so that no code can take it for a value. The first backward still reduces to all ranks, because the layout changes
-    after it, to the order of its gradients. (With ``auto`` the first few do, until sizes are chosen.) The layout is
-    final from then on: optimizer state is sharded along it.
+    The part lies in the shard of a bucket that is `shard_bounds` of ``bucket.flat`` for ``comm.shard_index``. The first
+    backward still reduces to all ranks, because the layout changes after it, to the order of its gradients. (With
+    ``auto`` the first few do, until sizes are chosen, and leave whole averages.) The layout is final from then on:
+    optimizer state is sharded along it.
+
+    An average that is still in ``param.grad`` at the next backward stays apart from its gradients, and is added to
+    their average.
 
     One message a backward, behind the last bucket, carries the flags of all buckets: the parameters that some rank
     used, and whether some rank was asked to stop. A reduce-scatter would give the sum of a bucket's flags to one rank.
@@ -35,26 +38,34 @@ class ShardReducer(Reducer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.settled = False  # whether the layout is final
-        self.on_gradient: Callable[[Parameter], None] | None = None  # called before each parameter gets its gradient
+        self.on_gradient: Callable[[Parameter], None] | None = None  # called with each parameter that got a gradient
+        self._whole: set[Parameter] = set()  # parameters with an average from before the layout was final
+        self._kept: dict[Parameter, ShardedGradient] = {}  # averages from before this backward
         super().__init__(*args, **kwargs)
         self.shards = GradientShards(self._layout, self._comm)
-        self._kept = KeptAverages(self.shards, self._names)
-
-    def track(self, named_parameters: Iterable[tuple[str, Parameter]]) -> list[Parameter]:
-        new = super().track(named_parameters)
-        for param in new:
-            self._hooks.keep(param.register_hook(partial(self._before_gradient, param)))
-        return new
 
     def _finish(self) -> None:
         super()._finish()
+        self._kept.clear()
         self.settle()
 
     def settle(self) -> None:
         """Make the layout final, if it is not yet. Collective."""
-        if not self.settled:
-            self._revise_layout()
-            self.settled = self._layout.settle()
+        if self.settled:
+            return
+        self._revise_layout()
+        self.settled = self._layout.settle()
+        if self.settled:
+            for bucket in self.buckets:
+                whole = [param for param in bucket.params if param in self._whole and param.grad is not None]
+                values = [own for param in whole if (own := self.shards.of_gradient(param)) is not None]
+                if values:
+                    torch._foreach_copy_(self._show(bucket, whole), values)
+            self._whole.clear()
+
+    def _begin(self) -> None:
+        super()._begin()
+        self._kept.clear()  # of a backward that raised
 
     def _send(self, bucket: Bucket, name: str) -> Work:
         if not self.settled:
@@ -68,9 +79,11 @@ class ShardReducer(Reducer):
 
     def _launch(self) -> None:
         bucket = self._queue[self._next]
-        for param, produced in zip(bucket.params, bucket.produced, strict=True):
-            if not produced:
-                self._kept.before_sending(param, unreduced=param in self._unreduced)
+        for param in bucket.params:
+            if isinstance(grad := param.grad, ShardedGradient):
+                local = grad.set_aside(self.shards.part(param) if self.settled else None)
+                self._kept[param], param.grad = grad, local
+                del grad, local  # `Bucket.fill` counts references
         super()._launch()
         if self.settled and self._next == len(self._queue):
             self._works.append((bucket, self._send_flags()))
@@ -79,39 +92,65 @@ class ShardReducer(Reducer):
         flags = [part for bucket in self._queue for part in (bucket.wire.used, bucket.wire.stop)]
         targets = [part for bucket in self._queue for part in (bucket.used, bucket.stop)]
         device = self._queue[0].flat.device
-        keeps, counted = len(self._kept) > 0, self._kept.count()
+        keeps, digit = len(self._kept) > 0, len(self._kept) % 16  # small: sums over many ranks are exact in float32
+        counted = torch.tensor([keeps, digit, digit * digit], dtype=torch.float32)
         vector = torch.cat([part.to(device, torch.float32) for part in (*flags, counted)])
         *parts, totals = vector.split([part.numel() for part in (*flags, counted)])
 
         def arrived() -> None:
             torch._foreach_copy_(targets, list(parts))
             if keeps or on_host(totals):  # reading it makes the host wait for a GPU
-                self._kept.check_counts(self._comm.read(totals), self._comm.world_size)
+                self._check_kept(self._comm.read(totals))
 
         return ChainedWork(self._comm.all_reduce_(vector, name=self._named("flags")), arrived)
 
-    def _before_gradient(self, param: Parameter, _: Tensor) -> None:
-        """Called for each gradient of backward, and of `torch.autograd.grad`."""
-        if self._passes.discards:
-            return
-        if self.on_gradient is not None:
-            self.on_gradient(param)
-        self._kept.before_gradient(param)
+    def _check_kept(self, totals: Tensor) -> None:
+        """Raise `RingError` if ``totals`` shows that ranks keep different numbers of averages.
+
+        They are sums over ranks: of whether a rank keeps any, of the last digit of their number, and of its square.
+        """
+        world_size = self._comm.world_size
+        keeping, total, squares = totals.tolist()
+        if keeping not in (0, world_size) or total * total != squares * world_size:  # digits are equal iff these are
+            raise RingError(
+                f"{keeping:g} of {world_size} ranks keep averages of an earlier backward, or different numbers of "
+                "them: some ranks have dropped theirs (zero_grad). Under strategy='ring_sharded' each rank has only "
+                "its shard of an average, so that the sum with this backward is unknown. Drop gradients on all ranks, "
+                "or on none."
+            )
 
     def _take_gradient(self, param: Parameter) -> None:
-        if not self._passes.discards:
-            self._kept.after_gradient(param, reduced=self._passes.reduces and self._passes.enabled)
+        if self.on_gradient is not None and not self._passes.discards:
+            self.on_gradient(param)
         super()._take_gradient(param)
 
     def _abandon(self) -> None:
-        self._kept.abandon()
+        for bucket in self.buckets:
+            for param, produced, contributed in zip(bucket.params, bucket.produced, bucket.contributed, strict=True):
+                kept = self._kept.pop(param, None)
+                if bucket.launched and kept is not None and not contributed:
+                    param.grad = kept  # an average that this backward leaves alone
+                elif produced and isinstance(param.grad, ShardedGradient):
+                    param.grad = None
         super()._abandon()
 
-    def _complete_averages(self) -> None:
-        self._kept.add_to_buckets(self.active_ranks or self._comm.world_size)
-
     def _publish(self, bucket: Bucket) -> None:
-        if self.settled:
-            self.shards.mark_other_shards(bucket)
-        for param in bucket.publish(self._comm.read):
-            self._kept.published(param, settled=self.settled)
+        if not self.settled:
+            self._whole.update(bucket.publish(self._comm.read))
+            return
+        used = bucket.withdraw(self._comm.read)
+        kept = [param for param in bucket.params if param in self._kept]
+        before = [self._kept[param].contents.average for param in kept]
+        self._show(bucket, [param for param in bucket.params if param in used or param in self._kept])
+        if kept:
+            torch._foreach_add_([self._kept[param].contents.average for param in kept], before)
+
+    def _show(self, bucket: Bucket, params: Sequence[Parameter]) -> list[Tensor]:
+        """Set ``.grad`` of ``params`` to this rank's parts of the averages in ``bucket``, and return these."""
+        averages = self.shards.averages(bucket)
+        for param in params:
+            if (kept := self._kept.get(param)) is not None:  # other code may hold it
+                kept.contents.average, param.grad = averages[param], kept
+            else:
+                param.grad = ShardedGradient.of(self.shards.part(param), averages[param])
+        return [averages[param] for param in params]

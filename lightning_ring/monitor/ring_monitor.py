@@ -60,8 +60,6 @@ class RingMonitor(Callback):
         report: The last one, on every rank.
     """
 
-    reads_parameters = False  # gradients' norms are asked of the strategy
-
     def __init__(self, batch_size: Callable[[Any], int] = first_dimension) -> None:
         self.batch_size = batch_size
         self.report: RingReport | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, ClassVar, Literal
 from weakref import WeakValueDictionary
@@ -98,13 +98,12 @@ class Sharded(Delegating):
         check_no_aliases(module)
         self._overlaps = False
         self._module, self._comm, self._warn = module, comm, warn
-        self._quiet_about_norms = False  # lightning_ring computes one itself, or the warning was given
         self._set, self._sliced = [], WeakValueDictionary()
         parameters = ShardedParameters(comm, reducer)
         order = self.mirror_order or range(comm.world_size)
         self._mirrors = Mirrors(parameters, order) if self.mirrors_shards else None
         self._is_cut, self._changed = False, []
-        self._reads = ParameterReads(parameters, module, warn, self._on_norm)
+        self._reads = ParameterReads(parameters, module, warn)
         self._parameters = parameters  # last: `detach` is allowed after an `attach` that raised
         try:
             self.set_optimizers(optimizers)
@@ -182,7 +181,7 @@ class Sharded(Delegating):
     @contextmanager
     def forward(self, *, wait: bool = True) -> Iterator[None]:
         assert self._parameters is not None, "attach() comes first"
-        reads = self._reads.forward(norms=not wait) if self.overlaps else nullcontext()
+        reads = self._reads.forward() if self.overlaps else nullcontext()
         # the compiler takes the size of a parameter's memory, which is that of a whole bucket once it lies in one
         splits = nullcontext() if self._parameters.buckets else self._averaging.forward()
         with splits, reads:
@@ -363,9 +362,6 @@ class Sharded(Delegating):
 
     # -- reading parameters and gradients
 
-    def watching_norms(self) -> AbstractContextManager[None]:
-        return self._reads.watching_norms() if self.overlaps else nullcontext()
-
     def wait_parameters(self) -> None:
         if self._parameters is not None:
             self._parameters.wait()
@@ -378,40 +374,14 @@ class Sharded(Delegating):
         if self.reducer is None or not self.reducer.buckets:
             return clip_grad_norm_(parameters, max_norm, norm_type)
         self._attached.follow()
-        with self._own_norms():
-            return norms.clip_grad_norm_(parameters, max_norm, self._attached, norm_type)
+        return norms.clip_grad_norm_(parameters, max_norm, self._attached, norm_type)
 
     def gradient_squares(self, parameters: Sequence[Parameter]) -> Tensor:
         """As of `Algorithm`; collective the first time."""
         sharded = self._attached
         sharded.follow()
-        with self._own_norms():
-            parts = {param: sharded.own_gradient(param) for param in parameters if param in sharded.by_param}
-            return sum_of_squares(parameters, self._comm.world_size, parts)
-
-    def unscale_shards(self, unscale: Callable[..., Any]) -> Callable[..., Any]:
-        """A loss scaler's ``unscale`` for sharded gradients: an infinity on one rank counts on all."""
-        return norms.unscale_shards(unscale, self.of, self._comm)
-
-    @contextmanager
-    def _own_norms(self) -> Iterator[None]:
-        before, self._quiet_about_norms = self._quiet_about_norms, True
-        try:
-            yield
-        finally:
-            self._quiet_about_norms = before
-
-    def _on_norm(self, values: Iterable[Any]) -> None:
-        if self._quiet_about_norms or any(optimizer.holds_shards for optimizer in self._sliced.values()):
-            return
-        if norms.contains_gradient(values, self._attached):
-            self._quiet_about_norms = True
-            self._warn(
-                "a norm of gradients was taken (torch.nn.utils.clip_grad_norm_ or the like). Under ring_sharded a "
-                "gradient is valid in this rank's shard only, and NaN elsewhere: so is the norm. Clip "
-                "with self.clip_gradients(...) or self.trainer.strategy.clip_grad_norm_(parameters, max_norm), which "
-                "returns the norm over all ranks' shards (with max_norm=float('inf') it only measures)."
-            )
+        parts = {param: sharded.own_gradient(param) for param in parameters if param in sharded.by_param}
+        return sum_of_squares(parameters, self._comm.world_size, parts)
 
     # -- checkpoints
 

@@ -1,4 +1,4 @@
-"""Parameters whose memory is shared, and tensors whose memory cannot be read."""
+"""Parameters whose memory is shared."""
 
 from __future__ import annotations
 
@@ -22,20 +22,6 @@ def is_held_elsewhere(tensor: Tensor) -> bool:
 
 def num_holders(storage: torch.UntypedStorage) -> int:
     return int(torch._C._storage_Use_Count(storage._cdata))
-
-
-def unreadable_like(tensor: Tensor, message: str) -> Tensor:
-    """A tensor with the shape, strides, dtype and device of ``tensor`` that has no readable values.
-
-    Access to its memory raises a `RuntimeError` with ``message``: in operators (from Python or not, in any thread),
-    NumPy and C++. Its views are unreadable too. It takes no memory.
-    """
-    memory = tensor.untyped_storage()
-    storage = torch._C._construct_storage_from_data_pointer(memory.data_ptr(), tensor.device, memory.nbytes())
-    unreadable = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    unreadable.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
-    torch._C._set_storage_data_ptr_access_error_msg(storage._cdata, message)
-    return unreadable
 
 
 def check_no_aliases(module: nn.Module) -> None:

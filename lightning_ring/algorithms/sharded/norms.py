@@ -1,29 +1,17 @@
-"""Norms over gradients that are sharded across ranks, and the search for infinite ones."""
+"""Norms over gradients that are sharded across ranks."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_ring.algorithms.sharded.optimizer import SlicedOptimizer
 from lightning_ring.algorithms.sharded.parameters import ShardedParameters
 from lightning_ring.comm.communicator import ReduceOp
-
-NORMS = {torch._foreach_norm, torch.norm, torch.linalg.norm, torch.linalg.vector_norm, Tensor.norm}
-
-
-def contains_gradient(values: Iterable[Any], parameters: ShardedParameters) -> bool:
-    """Whether a sharded gradient is among ``values``: tensors, and lists of tensors."""
-    tensors = [one for value in values for one in (value if isinstance(value, (list, tuple)) else [value])]
-    places = {one.data_ptr() for one in tensors if isinstance(one, Tensor) and one.layout == torch.strided}
-    return any(
-        shard.param.grad is not None and shard.param.grad.data_ptr() in places for shard in parameters.by_param.values()
-    )
 
 
 @torch.no_grad()
@@ -77,25 +65,3 @@ def _alike(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     for tensor in tensors:
         groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
     return list(groups.values())
-
-
-def unscale_shards(
-    unscale: Callable[..., dict[torch.device, Tensor]], sliced: Callable[[Any], SlicedOptimizer], comm: Any
-) -> Callable[..., dict[torch.device, Tensor]]:
-    """`GradScaler._unscale_grads_` for sharded gradients: if one rank finds an infinity, all ranks skip the step.
-
-    torch's own sharded scaler overrides the same method.
-    """
-
-    def unscale_parts(optimizer: Any, *args: Any, **kwargs: Any) -> dict[torch.device, Tensor]:
-        mine = sliced(optimizer)
-        mine.use_shards()
-        try:
-            found = unscale(optimizer, *args, **kwargs)
-        finally:
-            mine.use_parameters()
-        for flag in found.values():
-            comm.all_reduce_(flag.view(1), op=ReduceOp.MAX, name="found inf").wait()
-        return found
-
-    return unscale_parts

@@ -15,7 +15,6 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_ring.algorithms.sharded.compiled_code import find_unseen_reader
 from lightning_ring.algorithms.sharded.intercept import intercepting_class, of_class, reads_values
-from lightning_ring.algorithms.sharded.norms import NORMS
 from lightning_ring.algorithms.sharded.parameters import ShardedParameters
 from lightning_ring.algorithms.uncopied_hook import UncopiedHook
 from lightning_ring.gradients.streams import current_stream
@@ -33,19 +32,10 @@ class ParameterReads:
     torch; a `TorchFunctionMode` finds such wrappers in the same forward. If there is a read of these kinds, or
     `find_unseen_reader` finds code that may contain one, ``trusted`` becomes False and each step waits for all
     parameters. So it does where several streams of a GPU read parameters: a bucket arrives on the one that reads first.
-
-    ``on_norm`` is called with the arguments of each norm of tensors inside `watching_norms`.
     """
 
-    def __init__(
-        self,
-        parameters: ShardedParameters,
-        module: nn.Module,
-        warn: Callable[[str], None],
-        on_norm: Callable[[Iterable[Any]], None],
-    ) -> None:
+    def __init__(self, parameters: ShardedParameters, module: nn.Module, warn: Callable[[str], None]) -> None:
         self.trusted = True
-        self.on_norm = on_norm
         self._parameters = parameters
         self._module = module
         self._warn = warn
@@ -56,7 +46,6 @@ class ParameterReads:
         self._in_forward = False
         self._addresses: set[int] = set()  # of the parameters, in that forward
         self._mode = _Watch(self)
-        self._has_mode = False
         self._stream: Any = None  # current when that forward began
         self._thread = threading.get_ident()
         self._noting = intercepting_class(self._note)
@@ -82,13 +71,12 @@ class ParameterReads:
         return self.trusted and not self._verify_next and not (self._verifies and self._in_forward)
 
     @contextmanager
-    def forward(self, *, norms: bool) -> Iterator[None]:
-        """Around a training step; with ``norms`` also watch for norms of gradients."""
+    def forward(self) -> Iterator[None]:
+        """Around a training step."""
         self._seen.clear()
         self._verifies, self._verify_next = self.trusted and self._verify_next, False
         if not self._verifies:
-            with self.watching_norms() if norms else nullcontext():
-                yield
+            yield
             return
         params = [param for param in self._module.parameters() if id(param) not in self._verified]
         noting = [param for param in params if type(param) is Parameter]  # others never travel during a forward
@@ -99,23 +87,11 @@ class ParameterReads:
         self._in_forward = True
         try:
             # code that `torch.compile` makes inside a mode would be made again without it
-            with self.watching_norms() if norms or not self._hooks else nullcontext():
+            with nullcontext() if self._hooks else self._mode:
                 yield
         finally:
             self._in_forward = False
             self._set_class([param for param in noting if type(param) is self._noting], Parameter)
-
-    @contextmanager
-    def watching_norms(self) -> Iterator[None]:
-        if self._has_mode:  # an overridden `optimizer_step` contains the training step
-            yield
-            return
-        self._has_mode = True
-        try:
-            with self._mode:
-                yield
-        finally:
-            self._has_mode = False
 
     def remove(self) -> None:
         for hook in self._hooks.values():
@@ -183,8 +159,6 @@ class _Watch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not torch.compiler.is_compiling():
-            if func in NORMS:
-                self._reads.on_norm(args)
             self._reads.look_for_wrapped(args)
         result = func(*args, **(kwargs or {}))
         if not torch.compiler.is_compiling():

@@ -15,12 +15,13 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.nn import Parameter
 
 from lightning_ring.algorithms.sharded.intercept import intercepting_class
-from lightning_ring.algorithms.sharded.memory import is_held_elsewhere, num_holders, unreadable_like
+from lightning_ring.algorithms.sharded.memory import is_held_elsewhere, num_holders
 from lightning_ring.comm.communicator import Communicator, Work
 from lightning_ring.errors import RingError
 from lightning_ring.gradients.bucket import Bucket
 from lightning_ring.gradients.shard_reducer import ShardReducer
 from lightning_ring.gradients.streams import current_stream, order_after_current
+from lightning_ring.gradients.unreadable import unreadable_like
 
 _TOO_EARLY = (
     "{} was read before its new values had arrived from the ranks that stepped them, by code that lightning_ring does "

@@ -23,7 +23,6 @@ from torch.optim import Optimizer
 from torch.utils.data import DistributedSampler
 
 from lightning_ring.algorithms.algorithm import Algorithm
-from lightning_ring.algorithms.sharded import Sharded
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.recording import Listener, RecordedCommunicator
 from lightning_ring.errors import ConfigurationError
@@ -237,7 +236,6 @@ class RingFabricStrategy(DDPStrategy):
                 f"lightning_ring: {self.world_size} ranks on {self.ring_environment.num_nodes()} node(s), gradients by "
                 f"{type(comm).__name__}{replicas.algorithm.description()}"
             )
-            self._see_all_shards()
         return called
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
@@ -296,20 +294,6 @@ class RingFabricStrategy(DDPStrategy):
             if why := replicas.algorithm.refusal_of_clipping():
                 raise ConfigurationError(f"gradients were about to be clipped by value, but {why}")
         super().clip_gradients_value(module, optimizer, clip_val)
-
-    def _see_all_shards(self) -> None:
-        """A loss scaler searches the shards of all ranks for infinities."""
-        scaler = getattr(self.precision, "scaler", None)
-        if scaler is None or "_unscale_grads_" in vars(scaler):
-            return
-        unscale = scaler._unscale_grads_
-
-        def unscale_all(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            algorithm = self._algorithm_of(optimizer)
-            whole = algorithm.unscale_shards(unscale) if isinstance(algorithm, Sharded) else unscale
-            return whole(optimizer, *args, **kwargs)
-
-        scaler._unscale_grads_ = unscale_all
 
     # -- collectives that Fabric and the user call
 

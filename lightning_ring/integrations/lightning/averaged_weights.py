@@ -19,8 +19,6 @@ class ShowAverages(pl.Callback):
     They stay until the next training batch. Hooks of training batches see this rank's own parameters.
     """
 
-    reads_parameters = False
-
     def __init__(self, show: Callable[[], None]) -> None:
         self.show = show
 

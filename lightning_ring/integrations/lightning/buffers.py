@@ -89,8 +89,6 @@ class BroadcastAfterSwap(pl.Callback):
     ``on_validation_start``: each rank would evaluate its own average of BatchNorm statistics.
     """
 
-    reads_parameters = False
-
     def __init__(self, broadcast: Callable[[], None]) -> None:
         self.broadcast = broadcast
 

@@ -1,16 +1,14 @@
-"""Lightning under sharded parameters: hooks wait for all-gathers, norms of gradients cover all ranks."""
+"""Lightning under sharded parameters: hooks wait for all-gathers, and clipping by norm covers all ranks."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_ring.algorithms.sharded import Sharded
@@ -18,7 +16,6 @@ from lightning_ring.algorithms.sharded import Sharded
 _EACH_BATCH = ("on_train_batch_start", "on_train_batch_end")
 _ALONE = ("on_exception", "on_load_checkpoint")  # on one rank alone, or with nothing to wait for
 _BEFORE_VALIDATION = ("val_dataloader", "on_validation_model_zero_grad", "on_validation_model_eval")
-_AFTER_BACKWARD = ("on_after_backward", "on_before_optimizer_step")  # watched for norms of gradients
 
 
 class ShardedHooks:
@@ -36,48 +33,34 @@ class ShardedHooks:
         self._algorithm = algorithm
         self._wait_parameters = wait_parameters
         self._first_callback = _WaitForParameters(wait_parameters)
-        self._watched: list[_Watched] = []
+        self._waiting: list[_Waiting] = []
         trainer.callbacks.insert(0, self._first_callback)  # type: ignore[attr-defined]
-        self._see_all_shards()
-        if is_overridden("configure_gradient_clipping", trainer.lightning_module):
-            rank_zero_warn(
-                "lightning_ring: configure_gradient_clipping is overridden. Under ring_sharded a gradient is valid in "
-                "this rank's shard only: clip with self.clip_gradients(...) or "
-                "self.trainer.strategy.clip_grad_norm_(...), which see all ranks' shards; "
-                "torch.nn.utils.clip_grad_norm_ does not."
-            )
+        self._clip_all_shards()
 
     def begin_training(self) -> None:
         """From now on a step returns before its parameters are complete."""
         self._algorithm.overlaps = True
-        self._stop_watching()
-        self._watched = _watch_hooks(self._trainer, self._algorithm.watching_norms, self._wait_parameters)
+        self._stop_waiting()
+        self._waiting = [
+            _Waiting(owner, name, self._wait_parameters) for owner, name in _before_validation(self._trainer)
+        ]
 
     def remove(self) -> None:
-        self._stop_watching()
+        self._stop_waiting()
         self._plugin.__dict__.pop("clip_grad_by_norm", None)
-        if (scaler := getattr(self._plugin, "scaler", None)) is not None:
-            vars(scaler).pop("_unscale_grads_", None)
         if self._first_callback in self._trainer.callbacks:  # type: ignore[attr-defined]
             self._trainer.callbacks.remove(self._first_callback)  # type: ignore[attr-defined]
 
-    def _stop_watching(self) -> None:
-        for watched in self._watched:
-            watched.undo()
-        self._watched = []
+    def _stop_waiting(self) -> None:
+        for waiting in self._waiting:
+            waiting.undo()
+        self._waiting = []
 
-    def _see_all_shards(self) -> None:
-        """Norms, and the search for infinite gradients, cover the shards of all ranks."""
+    def _clip_all_shards(self) -> None:
+        """A norm that the plugin clips by covers the shards of all ranks."""
         plugin, algorithm = self._plugin, self._algorithm
         if type(plugin).clip_grad_by_norm is Precision.clip_grad_by_norm:
             plugin.clip_grad_by_norm = functools.partial(_clip_by_norm, plugin, algorithm)  # type: ignore[method-assign]
-        else:
-            rank_zero_warn(
-                f"lightning_ring: {type(plugin).__name__} clips gradients by norm in its own way. Under ring_sharded "
-                "it sees this rank's shard only; use self.trainer.strategy.clip_grad_norm_(...) in it."
-            )
-        if (scaler := getattr(plugin, "scaler", None)) is not None:
-            scaler._unscale_grads_ = algorithm.unscale_shards(scaler._unscale_grads_)
 
 
 def _clip_by_norm(plugin: Precision, algorithm: Sharded, optimizer: Optimizer, clip_val: float) -> None:
@@ -89,8 +72,6 @@ class _WaitForParameters(pl.Callback):
 
     The two hooks of every training batch do not wait: there, reading a parameter waits for that parameter.
     """
-
-    reads_parameters = False  # any callback may set this: its hooks are then not watched for norms
 
     def __init__(self, wait_parameters: Callable[[], None]) -> None:
         self.wait_parameters = wait_parameters
@@ -109,29 +90,9 @@ for _name in dir(pl.Callback):
         setattr(_WaitForParameters, _name, _waiting_hook(_name))
 
 
-def _watch_hooks(
-    trainer: pl.Trainer, watching_norms: Callable[[], AbstractContextManager[None]], wait_parameters: Callable[[], None]
-) -> list[_Watched]:
-    """Run overridden hooks that may take norms of gradients inside ``watching_norms()``, and hooks that begin a
-    validation after ``wait_parameters()``."""
-
-    def complete() -> AbstractContextManager[None]:
-        wait_parameters()
-        return nullcontext()
-
-    return [
-        _Watched(owner, name, complete if name in _BEFORE_VALIDATION else watching_norms)
-        for owner, name in _overridden(trainer)
-    ]
-
-
-def _overridden(trainer: pl.Trainer) -> Iterator[tuple[Any, str]]:
-    others = [one for one in trainer.callbacks if getattr(one, "reads_parameters", True)]  # type: ignore[attr-defined]
-    for callback in others:
-        for name in _AFTER_BACKWARD:
-            if getattr(type(callback), name) is not getattr(pl.Callback, name) or name in vars(callback):
-                yield callback, name
-    for name in ("optimizer_step", *_AFTER_BACKWARD, *_BEFORE_VALIDATION):
+def _before_validation(trainer: pl.Trainer) -> Iterator[tuple[Any, str]]:
+    """Overridden hooks that begin a validation."""
+    for name in _BEFORE_VALIDATION:
         if is_overridden(name, trainer.lightning_module):
             yield trainer.lightning_module, name
     datamodule = getattr(trainer, "datamodule", None)
@@ -139,20 +100,19 @@ def _overridden(trainer: pl.Trainer) -> Iterator[tuple[Any, str]]:
         yield datamodule, "val_dataloader"
 
 
-class _Watched:
-    """The hook ``name`` of ``owner``, run inside ``context()``. Copying or pickling the owner restores the plain
-    hook."""
+class _Waiting:
+    """The hook ``name`` of ``owner``, run after ``wait_parameters()``. A copied or pickled owner has the plain hook."""
 
-    def __init__(self, owner: Any, name: str, context: Callable[[], AbstractContextManager[None]]) -> None:
+    def __init__(self, owner: Any, name: str, wait_parameters: Callable[[], None]) -> None:
         functools.update_wrapper(self, getattr(owner, name))
-        self._owner, self._name, self._context = owner, name, context
+        self._owner, self._name, self._wait_parameters = owner, name, wait_parameters
         self._of_the_instance = vars(owner).get(name)
         self._hook = getattr(owner, name)
         setattr(owner, name, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self._context():
-            return self._hook(*args, **kwargs)
+        self._wait_parameters()
+        return self._hook(*args, **kwargs)
 
     def __reduce__(self) -> Any:
         return _plain_hook, (self._owner, self._name, self._of_the_instance)
