@@ -24,7 +24,7 @@ class Others:
     def __init__(self, count: int, last: Any) -> None:
         self.theirs = (count, last)
 
-    def all_gather_object(self, mine: Any) -> list[Any]:
+    def all_gather_object(self, mine: Any, **_: str) -> list[Any]:
         return [mine, self.theirs]
 
 
@@ -105,7 +105,7 @@ def test_a_batch_that_begins_again_counts_once_for_the_broadcasts_of_buffers(mon
     die_once = dying(1, None)
     monkeypatch.setattr(ElasticStrategy, "_trainer", SimpleNamespace(accumulate_grad_batches=1))
     monkeypatch.setattr(ElasticStrategy, "is_survivable", True)
-    comm = SimpleNamespace(world_size=2, all_gather_object=lambda mine: [mine, mine])
+    comm = SimpleNamespace(world_size=2, all_gather_object=lambda mine, **_: [mine, mine])
     monkeypatch.setattr(ElasticStrategy, "_buffers_comm", comm)
     monkeypatch.setattr(ElasticStrategy, "and_barrier", lambda _, run: (run(), die_once()))
     strategy.on_train_batch_start(None, 1)
