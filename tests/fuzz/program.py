@@ -61,7 +61,7 @@ class Program:
         return dict.fromkeys(names, parallel[-1]) | after
 
     def description(self) -> str:
-        changed = [f"{axis}: {option}" for axis, option in self.choices.items() if option != next(iter(AXES[axis]))]
+        changed = [f"{axis}: {self.choice(axis)}" for axis in AXES if self.choice(axis) != next(iter(AXES[axis]))]
         parts = [self.family, f"{self.ranks} ranks", " > ".join(self.blocks), *changed]
         return "; ".join(parts + [f"hook: {hook}" for hook in self.hooks])
 
@@ -75,6 +75,8 @@ class Program:
         for index in range(len(self.hooks)):
             found.append(dataclasses.replace(self, hooks=self.hooks[:index] + self.hooks[index + 1 :]))
         for index, block in enumerate(self.blocks):
+            if block == "Raises()":  # it stays as long as the axis that needs it
+                continue
             rest_of_blocks = self.blocks[:index] + self.blocks[index + 1 :]
             if rest_of_blocks:
                 found.append(dataclasses.replace(self, blocks=rest_of_blocks))
