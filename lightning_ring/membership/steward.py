@@ -200,7 +200,8 @@ class Steward:
 
     def _remove(self, member: int, why: str, seconds: float = _LEAVING_SECONDS) -> None:
         if self.membership.remove(member):
-            self._why = f"process {member} has died: {why}"
+            when = " after the training had ended" * (member in self.membership.late)
+            self._why = f"process {member} has died{when}: {why}"
             self._kill(member, why, seconds)
             self._silence.forget(member)
             self._connections.hang_up(member)  # it ends by itself where nobody can kill it

@@ -89,6 +89,18 @@ def test_a_newcomer_is_announced_and_let_in_when_the_members_stop() -> None:
         assert not one.newcomers_wait
 
 
+def test_who_waits_for_a_rank_that_died_after_the_fit_is_told_so() -> None:
+    with serving() as server:
+        one, two = first_view(server, 2)
+        for member in (one, two):
+            member.leave_fit()
+        wait_for(lambda: len(server.steward.membership._outside) == 2, WAIT)
+        two.close()
+        assert one.is_over(WAIT)
+        with pytest.raises(GenerationOver, match="process 1 has died after the training had ended: "):
+            one.check()
+
+
 def test_a_newcomer_that_does_not_fit_is_removed_and_a_member_is_not() -> None:
     with serving() as server:
         (one,) = first_view(server, 1)
