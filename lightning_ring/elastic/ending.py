@@ -17,7 +17,7 @@ from lightning_ring.membership.member import Member
 def end_job_on_error(member: Member) -> Callable[[], None]:
     """Let an uncaught exception in this process end the whole job. Returns what takes that back.
 
-    A rank that only learns that the job has ended prints one line; with exit code 0 if the training was finished.
+    A rank that only learns that the job has ended prints one line; with the job's exit code.
     """
     previous, pid = sys.excepthook, os.getpid()
 
@@ -30,7 +30,7 @@ def end_job_on_error(member: Member) -> Callable[[], None]:
         if isinstance(error, JobEnded):
             if not error.finished:
                 say(f"process {member.number} ends: {error}")
-            end_process(0 if error.finished else 1)
+            end_process(error.exit_code)
         previous(kind, error, trace)
         summary = f"process {member.number} (pid {pid}) failed: {in_one_line(error)}"
         leave_cause(summary)

@@ -208,7 +208,7 @@ class Recovery:
         while not self._member.is_over(LOOK_SECONDS):
             if self._member.training_is_over:
                 self._member.finish()
-                raise JobEnded("The job ends: the training has finished.", finished=True)
+                raise JobEnded("The job ends: the training has finished.", exit_code=0)
 
 
 def is_from_a_peer(error: BaseException) -> bool:

@@ -6,6 +6,7 @@ import contextlib
 import faulthandler
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import NoReturn
 
 OPEN_MPI_LAUNCHERS = ("mpirun", "mpiexec", "prterun", "prted", "orted")
 MPI_LAUNCHERS = (*OPEN_MPI_LAUNCHERS, "hydra_pmi_proxy", "slurmstepd")
+CAUSE_BYTES = 4096
 # How the names of shared-memory files begin: of Open MPI, MPICH and Intel MPI
 _SEGMENTS = ("sm_segment.", "vader_segment.", "osc_sm", "osc_rdma", "mpich_shm_", "Intel_MPI_")
 
@@ -26,11 +28,14 @@ def say(line: str) -> None:
 def leave_cause(line: str) -> None:
     """Hand ``line`` to the process that started the ranks, which prints it last. The first rank's counts.
 
-    The file of ``RING_ERROR_FILE`` is made by that process: on another host there is none.
+    That process listens at the abstract socket ``RING_CAUSE`` (Linux), which nobody has to remove: on another host
+    there is none.
     """
-    with contextlib.suppress(OSError), open(os.environ.get("RING_ERROR_FILE", ""), "r+") as file:
-        if not file.read(1):
-            file.write(line)
+    name = os.environ.get("RING_CAUSE")
+    if name:
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+            sender.setblocking(False)
+            sender.sendto(line.encode()[:CAUSE_BYTES], f"\0{name}")
 
 
 def in_one_line(error: BaseException) -> str:

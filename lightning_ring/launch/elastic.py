@@ -119,7 +119,7 @@ class ElasticJob:
             self._steward.close()
             self._guard.close()
         if self._steward.ended is not None and not self._steward.membership.finished:
-            code = code or 1  # also where a signal has ended every process since
+            code = code or self._steward.exit_code  # also where a signal has ended every process since
         self._say_why(code)
         return code
 
@@ -240,7 +240,7 @@ class ElasticJob:
             if now - self._ended_since > _FAIL_SECONDS and not self._supervisor.ending:
                 if self._ends.failed:  # the kernel still frees its memory
                     say(f"{self._ends.failed}; the job ends")
-                self._supervisor.fail(PEERS_SECONDS, self._ends.code)
+                self._supervisor.fail(PEERS_SECONDS, self._steward.exit_code)
         elif now - self._ended_since > PEERS_SECONDS:
             for process in self._processes:
                 if not process.ended and not membership.was_member(process.number):

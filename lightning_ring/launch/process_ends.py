@@ -30,7 +30,7 @@ class ProcessEnds:
 
     Attributes:
         failing: The process that ended the job without a word.
-        failed: How it ended, and with which ``code``.
+        failed: How it ended.
         left: Who ended with exit code 0 and had not finished.
     """
 
@@ -43,7 +43,6 @@ class ProcessEnds:
     ending: Callable[[], bool]
     failing: JobProcess | None = field(default=None, init=False)
     failed: str = field(default="", init=False)
-    code: int = field(default=1, init=False)
     left: str = field(default="", init=False)
 
     @property
@@ -108,7 +107,7 @@ class ProcessEnds:
         if self.is_over or (finished and code == 0):
             no_failure = by_signal(code) or (code and is_new and steward.membership.finished)
             process.outlived = bool(no_failure) and not self.ending()  # the job ends for another reason
-            if process.outlived:
+            if process.outlived and code != steward.exit_code:  # else it ends as the whole job does
                 self._note_death(process, code)
             return
         if code == 0:
@@ -144,8 +143,8 @@ class ProcessEnds:
     def _fail(self, process: JobProcess, code: int, when: str = "") -> None:
         """It may not have said so itself, as an uncaught exception does: os._exit, a C library."""
         if not self.is_over:
-            self.failing, self.failed, self.code = process, process.death(code, ""), exit_code(code)
-            self.steward.end(self.failed + when)
+            self.failing, self.failed = process, process.death(code, "")
+            self.steward.end(self.failed + when, exit_code=exit_code(code))
 
     def _note_death(self, process: JobProcess, code: int) -> None:
         death = process.death(code, process.removed or self.steward.last_words.get(process.number, ""))

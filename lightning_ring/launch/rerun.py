@@ -31,14 +31,22 @@ def own_command() -> Iterator[list[str]]:
     if config is None:
         yield [*python, *script, *sys.argv[1:]]
         return
-    descriptor, name = tempfile.mkstemp(prefix="lightning_ring_", suffix=".pickle")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            pickle.dump(config, file)
-        # Hydra warns once a rank that the option takes the place of all others, as it should here
-        yield [*python, "-W", "ignore:Experimental rerun CLI option", *script, "--experimental-rerun", name]
-    finally:
-        Path(name).unlink(missing_ok=True)
+    with tempfile.NamedTemporaryFile(prefix="lightning_ring_", suffix=".pickle", delete=False) as file:
+        path = Path(file.name)
+        pickle.dump(config, file)
+        file.flush()
+        # where the ranks can open it through this process, nothing is left when this process is killed
+        through = Path(f"/proc/{os.getpid()}/fd/{file.fileno()}")
+        if through.exists():
+            path.unlink()
+            path = through
+        try:
+            # Hydra warns once a rank that the option takes the place of all others, as it should here
+            warning = "ignore:Experimental rerun CLI option"
+            yield [*python, "-W", warning, *script, "--experimental-rerun", str(path)]
+        finally:
+            if path is not through:
+                path.unlink(missing_ok=True)
 
 
 def _script() -> list[str]:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import shutil
 import signal
+import socket
+import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from secrets import token_hex
 from types import FrameType
 from typing import Any, Protocol
 
-from lightning_ring.job.exit import say
+from lightning_ring.job.exit import CAUSE_BYTES, say
 from lightning_ring.launch.child import Child
 
 STOP_SIGNAL = signal.SIGUSR2  # mpirun passes it on to the ranks
@@ -82,7 +85,7 @@ class Supervisor:
         self._goes_on = goes_on
         self._cwd: str | None = None
         self.cause = ""  # of the failure, as a child wrote it
-        self._cause_file = ""
+        self._cause_name = ""
         self._signals: list[int] = []
         self._handled = 0
         self._exit_code: int | None = None
@@ -95,8 +98,11 @@ class Supervisor:
         this process to stop.
         """
         self._cwd = cwd
-        with self._catching_signals(), tempfile.NamedTemporaryFile("r", prefix="lightning_ring_") as cause:
-            self._cause_file = cause.name
+        with self._catching_signals(), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as causes:
+            if sys.platform.startswith("linux"):  # where sockets have names that are no files
+                self._cause_name = f"lightning_ring_{token_hex(16)}"
+                causes.bind(f"\0{self._cause_name}")
+            causes.setblocking(False)
             try:
                 for child in self._children:
                     self._start(child)
@@ -107,7 +113,8 @@ class Supervisor:
             finally:
                 if self._running() or self._exit_code or self._signals:
                     self._clear()
-            self.cause = cause.read()
+            with contextlib.suppress(BlockingIOError):
+                self.cause = causes.recv(CAUSE_BYTES).decode(errors="replace")
             if self._exit_code and not self._signals and self.cause:
                 say(self.cause)  # last, below what mpirun prints about any rank that did not end with 0
         if self._signals:
@@ -136,7 +143,7 @@ class Supervisor:
             self._end_in(seconds)
 
     def _start(self, child: Supervised) -> None:
-        child.start(self._cwd, RING_ERROR_FILE=self._cause_file)
+        child.start(self._cwd, RING_CAUSE=self._cause_name)
 
     def _running(self) -> list[Supervised]:
         return [child for child in self._children if child.is_running]

@@ -10,11 +10,15 @@ class GenerationOver(PeerFailedError):
 
 
 class JobEnded(PeerFailedError):
-    """The steward has ended the job; ``finished`` if the training had been finished by all."""
+    """The steward has ended the job, with ``exit_code``: 0 if the training had been finished by all."""
 
-    def __init__(self, why: str, finished: bool = False) -> None:
+    def __init__(self, why: str, exit_code: int = 1) -> None:
         super().__init__(why)
-        self.finished = finished
+        self.exit_code = exit_code
+
+    @property
+    def finished(self) -> bool:
+        return self.exit_code == 0
 
 
 class TooFewRanks(JobEnded):

@@ -197,9 +197,9 @@ class Member:
         """Say that the newcomers ``members`` of the view, which may be this one, do not fit: they leave for good."""
         self._send({"kind": "turns_away", "members": list(members)})
 
-    def fail(self, text: str) -> None:
-        """Say that this rank failed by an error of its program, which ends the job."""
-        self._send({"kind": "failed", "text": text})
+    def fail(self, text: str, exit_code: int = 1) -> None:
+        """Say that this rank failed by an error of its program, which ends the job with ``exit_code``."""
+        self._send({"kind": "failed", "text": text, "exit_code": exit_code})
 
     def lose_state(self, text: str, checkpoint: str, version: int) -> None:
         """Say that no rank can go on, and that all processes of the job are to begin again from ``checkpoint``.
@@ -295,7 +295,7 @@ class Member:
                 stop = self.over_error(f"Generation {message['generation']} is over: {message['why']}.")
             elif kind == "end":
                 ended = TooFewRanks if message["too_few"] else JobEnded
-                stop = ended(f"The job ends: {message['why']}.", message["finished"])
+                stop = ended(f"The job ends: {message['why']}.", message["exit_code"])
             if stop is not None and not isinstance(self._over, JobEnded):
                 self._over = stop
             self._news.notify_all()

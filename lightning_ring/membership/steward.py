@@ -32,6 +32,7 @@ class Steward:
 
     Attributes:
         ended: Why the job is over, once it is.
+        exit_code: That of the job, once it is over before its training has finished.
         last_words: What processes said about their failure that were in no view.
         turned_away: Newcomers that did not fit. Others in their place would not fit either.
         resume_from: Checkpoint, and its version, from which the processes are to begin again, once the state is lost.
@@ -47,6 +48,7 @@ class Steward:
     ) -> None:
         self.membership = membership
         self.ended: str | None = None
+        self.exit_code = 1
         self.last_words: dict[int, str] = {}
         self.turned_away: set[int] = set()
         self.resume_from: tuple[str, int] | None = None
@@ -90,10 +92,10 @@ class Steward:
         self.membership.fenced(member)
         self._advance()
 
-    def end(self, why: str, *, too_few: bool = False) -> None:
+    def end(self, why: str, *, exit_code: int = 1, too_few: bool = False) -> None:
         """Tell everybody that the job is over: members leave, and where there are ``too_few`` save what they have."""
         if self.ended is None:
-            self.ended, self._too_few = why, too_few
+            self.ended, self.exit_code, self._too_few = why, exit_code, too_few
             self._store.close(why)
             membership = self.membership
             for member in [*membership.members, *membership.newcomers, *membership.catching_up]:
@@ -151,7 +153,7 @@ class Steward:
             if self.membership.view is not None and not self.membership.was_member(member):
                 self.last_words[member] = message["text"]  # the others go on: it fails on its own host
             else:
-                self.end(message["text"])
+                self.end(message["text"], exit_code=message["exit_code"])
         elif kind == "lost":
             if self.ended is None and not self.membership.finishers:
                 self.resume_from = message["checkpoint"], message["version"]
@@ -247,8 +249,8 @@ class Steward:
             self.end(self.membership.last_word, too_few=True)
 
     def _tell_end(self, member: int, why: str) -> None:
-        how = {"finished": self.membership.finished, "too_few": self._too_few}
-        self._tell(member, {"kind": "end", "why": why, **how})
+        code = 0 if self.membership.finished else self.exit_code
+        self._tell(member, {"kind": "end", "why": why, "exit_code": code, "too_few": self._too_few})
 
     def _tell(self, member: int, message: Message) -> None:
         self._connections.tell(member, message)

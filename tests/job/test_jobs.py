@@ -183,11 +183,14 @@ def parent_of(pid: int) -> int:
 
 
 @pytest.mark.parametrize("launcher", [pytest.param("ringrun", marks=needs_mpirun), "plain"])
-def test_the_launcher_killed_takes_the_ranks_along(launcher, tmp_path):
-    with job(launcher, "sleep", tmp_path) as ranks:
+def test_the_launcher_killed_takes_the_ranks_along_and_leaves_no_file(launcher, tmp_path):
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    with job(launcher, "sleep", tmp_path, TMPDIR=str(temporary)) as ranks:
         pids = ranks.rank_pids()
         ranks.process.kill()
         assert_gone(pids)
+    assert not list(temporary.glob("lightning_ring*"))
 
 
 @needs_mpirun

@@ -52,7 +52,7 @@ class ElasticProcess:
 
     def _say_at_exit(self) -> None:
         if self.was_stopped:
-            self.member.fail("its ranks were asked to stop (SIGTERM), and did so at the same step")
+            self.member.fail("its ranks were asked to stop (SIGTERM), and did so at the same step", 143)
         elif not self.fitting:
             self.member.finish()
 
