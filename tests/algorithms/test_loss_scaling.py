@@ -16,13 +16,14 @@ from tests.thread_ranks import run_ranks
 
 INFINITE_AT = 2  # step, counted from 0
 WAYS = [
-    ("ring", None),
-    ("ring", "fp16"),
-    ("ring", "bf16"),
-    ("ring", "powersgd"),
-    ("ring_sharded", None),
-    ("ring_sharded", "fp16"),
-    ("ring_sharded", "bf16"),
+    ("ring", None, False),
+    ("ring", "fp16", False),
+    ("ring", "bf16", False),
+    ("ring", "powersgd", False),
+    ("ring_sharded", None, False),
+    ("ring_sharded", "fp16", False),
+    ("ring_sharded", "bf16", False),
+    ("ring_sharded", None, True),
 ]
 
 
@@ -32,15 +33,16 @@ def algorithm_of(strategy, compression):
     return made(bucket_cap_mb=0.0005, compression=chosen)
 
 
-def train(comm, net, strategy, compression, layer, num_steps=5):
+def train(comm, net, strategy, compression, layer, fused, num_steps=5):
     """Returns for each step the scale after it, and the parameters. On rank 1 the gradient of ``layer`` becomes inf."""
     net = copy.deepcopy(net)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    if fused:  # unscales, and skips, in its own step
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, fused=True)
+    else:
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     algorithm = algorithm_of(strategy, compression)
     algorithm.attach(net, [optimizer], comm)
     scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=100)
-    if isinstance(algorithm, Sharded):
-        scaler._unscale_grads_ = algorithm.unscale_shards(scaler._unscale_grads_)
     steps = []
     for step in range(num_steps):
         algorithm.begin_batch()
@@ -54,7 +56,8 @@ def train(comm, net, strategy, compression, layer, num_steps=5):
         if step == INFINITE_AT and comm.rank == 1:
             handle.remove()
         algorithm.before_step(optimizer, has_closure=False)
-        scaler.unscale_(optimizer)
+        if not fused:
+            scaler.unscale_(optimizer)
         scaler.step(optimizer)
         scaler.update()
         algorithm.after_step(optimizer)
@@ -65,11 +68,11 @@ def train(comm, net, strategy, compression, layer, num_steps=5):
 
 
 @pytest.mark.parametrize("layer", [0, 4])  # of different ranks' shards
-@pytest.mark.parametrize(("strategy", "compression"), WAYS)
-def test_an_infinity_on_one_rank_skips_the_step_on_all(strategy, compression, layer):
+@pytest.mark.parametrize(("strategy", "compression", "fused"), WAYS)
+def test_an_infinity_on_one_rank_skips_the_step_on_all(strategy, compression, fused, layer):
     torch.manual_seed(0)  # here: threads share torch's generator
     net = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))
-    ranks = run_ranks(3, lambda comm: train(comm, net, strategy, compression, layer))
+    ranks = run_ranks(3, lambda comm: train(comm, net, strategy, compression, layer, fused))
     for steps in ranks:
         assert [scale for scale, _ in steps] == [16, 16, 8, 8, 8]
         for number, ((_, before), (_, after)) in enumerate(pairwise(steps), 1):

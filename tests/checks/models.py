@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_ring  # noqa: F401  registers "ring"
+from lightning_ring.gradients.sharded_gradient import ShardedGradient
 
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 torch.set_num_threads(1)
@@ -56,7 +57,8 @@ class Classifier(L.LightningModule):
         return batch[2]
 
     def on_after_backward(self) -> None:
-        grads = [p.grad.detach().reshape(-1).double() for p in self.parameters() if p.grad is not None]
+        whole = [p.grad for p in self.parameters() if p.grad is not None and not isinstance(p.grad, ShardedGradient)]
+        grads = [grad.detach().reshape(-1).double() for grad in whole]
         self.seen["gradient"].append(torch.cat(grads).clone() if grads else torch.zeros(0))
 
     def configure_optimizers(self) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import pickle
 import random
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from lightning_ring.errors import RingError
 from lightning_ring.gradients.reducer import Reducer
 from lightning_ring.gradients.shard_reducer import ShardReducer
+from lightning_ring.gradients.sharded_gradient import ShardedGradient
 from tests.thread_ranks import ThreadCommunicator, run_ranks
 
 RANKS = 3
@@ -63,6 +65,16 @@ def run(comm: ThreadCommunicator, kind: type[Reducer], ways: tuple[str, ...], ke
     return [_valid(reducer, param) for param in net.parameters()]
 
 
+def _own(reducer: ShardReducer, param: nn.Parameter) -> Tensor:
+    """This rank's part of a gradient, which may have been added to since it was averaged."""
+    grad, part = param.grad, reducer.shards.part(param)
+    if not isinstance(grad, ShardedGradient):
+        assert grad is not None
+        return part.of(grad)
+    local = grad.contents.local
+    return grad.contents.average + (part.of(part.laid_out(local)) if local is not None else 0)
+
+
 def _valid(reducer: Reducer, param: nn.Parameter) -> Tensor | None:
     if not isinstance(reducer, ShardReducer) or param.grad is None:
         return param.grad
@@ -70,9 +82,7 @@ def _valid(reducer: Reducer, param: nn.Parameter) -> Tensor | None:
     index = next(index for index, other in enumerate(bucket.params) if other is param)
     offset = int(bucket.views[index].storage_offset() - bucket.flat.storage_offset())
     result = torch.full((param.numel(),), torch.nan, dtype=param.dtype)
-    own = reducer.shards.of_gradient(param)
-    assert own is not None
-    result[start - offset : stop - offset] = own
+    result[start - offset : stop - offset] = _own(reducer, param)
     return result.view(param.shape)
 
 
@@ -90,22 +100,139 @@ def test_equals_whole_gradients(length: int) -> None:
             torch.testing.assert_close(found.nan_to_num().sum(0), expected, msg=lambda m: f"{ways}: {m}")  # noqa: B023
 
 
-@pytest.mark.parametrize(
-    "change",
-    [lambda param: param.grad.mul_(0.5), lambda param: setattr(param, "grad", param.grad * 0.5)],
-    ids=["in place", "replaced"],
-)
-def test_a_sum_that_cannot_be_told_is_an_error(change: Callable[[nn.Parameter], object]) -> None:
+CHANGES: dict[str, Callable[[nn.Parameter], object]] = {
+    "scale": lambda param: param.grad.mul_(0.5),
+    "scale, to a new tensor": lambda param: setattr(param, "grad", param.grad * 0.5),
+    "scale all at once": lambda param: torch._foreach_add_([param.grad, param.grad], [param, param], alpha=0.1),
+    "scale by .data": lambda param: setattr(param.grad, "data", param.grad.data * 0.5),
+    "clip by value": lambda param: nn.utils.clip_grad_value_([param], 0.05),
+    "remove infinities": lambda param: param.grad.nan_to_num_(posinf=0.0),
+    "mask": lambda param: setattr(param, "grad", torch.where(param > 0, param.grad, 0.0)),
+    "add weight decay": lambda param: param.grad.data.add_(param.data, alpha=0.1),
+    "normalize columns": lambda param: param.grad.div_(torch.arange(1.0, 1 + param.size(-1), dtype=param.dtype)),
+    "a copy": lambda param: setattr(param, "grad", copy.deepcopy(param.grad)),
+    "zeros": lambda param: setattr(param, "grad", torch.zeros_like(param.grad)),
+    "a whole tensor": lambda param: setattr(param, "grad", torch.ones_like(param)),
+    "another layout": lambda param: param.grad.copy_(torch.ones_like(param).t().contiguous().t()),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_changes_between_backwards_that_accumulate_equal_those_of_whole_gradients(
+    change: Callable[[nn.Parameter], object],
+) -> None:
+    def rank(comm: ThreadCommunicator, kind: type[Reducer]) -> list[Tensor | None]:
+        net = copy.deepcopy(START)
+        reducer = kind(comm, net.named_parameters(), bucket_cap_mb=0.0001)
+        for number in range(4):
+            if number == 2:
+                net.zero_grad(set_to_none=False)
+            with reducer.backward():
+                net(inputs(number, comm.rank), False).backward()
+            for param in net.parameters():
+                change(param)
+        return [_valid(reducer, param) for param in net.parameters()]
+
+    whole = run_ranks(RANKS, lambda comm: rank(comm, Reducer))[0]
+    parts = run_ranks(RANKS, lambda comm: rank(comm, ShardReducer))
+    for index, expected in enumerate(whole):
+        found = torch.stack([rank[index] for rank in parts])
+        torch.testing.assert_close(found.nan_to_num().sum(0), expected)
+
+
+READS: dict[str, Callable[[nn.Parameter, nn.Parameter], object]] = {
+    "norm": lambda param, _: param.grad.norm(),
+    "norm of .data": lambda param, _: param.grad.data.norm(2),
+    "norms": lambda param, _: torch._foreach_norm([param.grad]),
+    "equal": lambda param, _: torch.equal(param.grad, param.grad),
+    "infinities": lambda param, _: torch.isfinite(param.grad).all(),
+    "item": lambda param, _: param.grad.max().item(),
+    "an element": lambda param, _: param.grad[0],
+    "reshaped": lambda param, _: param.grad.view(-1),
+    "product": lambda param, _: param.grad @ param.grad.T,
+    "NumPy": lambda param, _: param.grad.detach().cpu().numpy(),
+    "address": lambda param, _: param.grad.data_ptr(),
+    "list": lambda param, _: param.grad.tolist(),
+    "pickled": lambda param, _: pickle.dumps(param.grad),
+    "into a whole tensor": lambda param, _: torch.zeros_like(param).add_(param.grad),
+    "into another's memory": lambda param, _: torch.mul(param.grad, 2, out=torch.empty_like(param)),
+    "lists into whole tensors": lambda param, _: torch._foreach_add_([torch.zeros_like(param)], [param.grad]),
+    "random": lambda param, _: param.grad.bernoulli_(0.5),
+    "of another parameter": lambda param, other: param.grad + other.grad,
+    "as new parameters": lambda param, _: (setattr(param, "data", param.data - param.grad), param.sum()),
+}
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_a_read_is_an_error_that_says_what_to_do(read: Callable[[nn.Parameter, nn.Parameter], object]) -> None:
     def rank(comm: ThreadCommunicator) -> None:
         net = copy.deepcopy(START)
         reducer = ShardReducer(comm, net.named_parameters())
-        for number in range(2):
+        with reducer.backward():
+            net(inputs(0, comm.rank), False).backward()
+        assert "first.weight" in repr(net.first.weight.grad)
+        with pytest.raises(RuntimeError, match=r"first\.weight.*Under strategy='ring_sharded' each rank"):
+            read(net.first.weight, net.first.bias)
+
+    run_ranks(2, rank)
+
+
+def test_gradients_that_other_code_holds_keep_their_values_or_cannot_be_read() -> None:
+    def rank(comm: ThreadCommunicator) -> None:
+        net = copy.deepcopy(START)
+        param = net.first.weight
+        reducer = ShardReducer(comm, net.named_parameters())
+
+        def backward(number: int) -> Any:
             with reducer.backward():
                 net(inputs(number, comm.rank), False).backward()
-        net(inputs(3, comm.rank), False).backward()
-        change(net.first.weight)
-        with reducer.backward():
-            net(inputs(4, comm.rank), False).backward()
+            return param.grad
 
-    with pytest.raises(RingError, match=r"gradient of first.weight.*zero_grad\(\)"):
+        first, alias, copied = (one := backward(0)), one.detach(), one.clone()
+        net.zero_grad()
+        second = backward(1)
+        for held in (first, alias):
+            assert torch.equal(held.contents.average, copied.contents.average)
+        if comm.rank == 1:  # rank 0 has no part of this gradient
+            assert not torch.equal(second.contents.average, copied.contents.average)
+        assert backward(2) is second, "as it is a sum, whoever holds it sees the sum"
+        net.zero_grad()
+        net(inputs(3, comm.rank), False).backward()
+        local = param.grad
+        assert local.norm() > 0
+        backward(4)
+        with pytest.raises(RuntimeError, match=r"was first.weight.grad before a backward averaged it"):
+            local.norm()
+
+    run_ranks(2, rank)
+
+
+@pytest.mark.parametrize(
+    "use", [lambda param: param.grad.mul_(0.5), lambda param: torch._foreach_mul_([param.grad], 0.5)]
+)
+def test_a_sum_that_is_not_averaged_cannot_be_changed(use: Callable[[nn.Parameter], object]) -> None:
+    def rank(comm: ThreadCommunicator) -> None:
+        net = copy.deepcopy(START)
+        reducer = ShardReducer(comm, net.named_parameters())
+        with reducer.backward():
+            net(inputs(0, comm.rank), False).backward()
+        net(inputs(1, comm.rank), False).backward()
+        with pytest.raises(RingError, match=r"added to first.weight.grad after it was averaged.*zero_grad\(\)"):
+            net.first.weight.grad.mul_(0.5)
+        net.zero_grad(set_to_none=False)
+        net.first.weight.grad.mul_(0.5)
+
+    run_ranks(2, rank)
+
+
+def test_a_gradient_of_an_earlier_training_is_an_error() -> None:
+    def rank(comm: ThreadCommunicator) -> None:
+        net = copy.deepcopy(START)
+        for _ in range(2):
+            reducer = ShardReducer(comm, net.named_parameters())
+            with reducer.backward():
+                net(inputs(0, comm.rank), False).backward()
+            reducer.remove()
+
+    with pytest.raises(RingError, match=r"parameter of an earlier training.*zero_grad\(\)"):
         run_ranks(2, rank)

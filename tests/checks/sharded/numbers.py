@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import math
-import warnings
 from typing import Any
 from unittest.mock import patch
 
@@ -19,11 +17,11 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 from lightning_ring import RingStrategy
-from lightning_ring.errors import ConfigurationError
+from lightning_ring.errors import ConfigurationError, RingError
 from lightning_ring.gradients.sizing import auto_buckets
 from lightning_ring.optim import LAMB, LARS, exclude_bias_and_norm
 from tests.checks.marks import by_world_size
-from tests.checks.models import RANK, SIZE, Classifier, assert_all_ranks_equal, fit, parameters
+from tests.checks.models import RANK, Classifier, assert_all_ranks_equal, fit, parameters
 from tests.checks.sharded.references import With, assert_same, both, make_sgd, sharded
 
 OPTIMIZERS = [  # the others: tests/sharded
@@ -89,26 +87,40 @@ def check_clipping_by_norm_is_global() -> None:
     assert_all_ranks_equal(parameters(by_hand))
 
 
-def check_norms_of_shards_are_a_warning() -> None:
+def check_a_read_of_a_gradient_is_an_error() -> None:
     class Manual(Classifier):
-        def __init__(self, clip: Any) -> None:
+        def __init__(self, use: Any) -> None:
             super().__init__()
             self.automatic_optimization = False
-            self.clip = clip
+            self.use = use
 
         def training_step(self, batch: Any, batch_idx: int) -> None:
             optimizer = self.optimizers()
             optimizer.zero_grad()
             self.manual_backward(self.loss(batch))
-            self.clip(self)
+            self.use(self)
             optimizer.step()
 
     class Logging(Classifier):
         def on_before_optimizer_step(self, optimizer: Any) -> None:
             grad_norm(self, 2)
 
-    def wrong(module: Any) -> None:
-        torch.nn.utils.clip_grad_norm_(module.parameters(), 0.1)
+    def surgery(module: Any) -> None:
+        """As PCGrad: gradients of two losses, kept by reference."""
+        kept = [p.grad for p in module.parameters()]
+        module.zero_grad()
+        module.manual_backward(module.net(torch.ones(2, 8)).square().mean())
+        sum((p.grad * before).sum() for p, before in zip(module.parameters(), kept, strict=True))
+
+    reads = (
+        lambda module: torch.nn.utils.clip_grad_norm_(module.parameters(), 0.1),
+        lambda module: torch.nn.utils.get_total_norm([p.grad for p in module.parameters()]),
+        lambda module: [p.data.add_(p.grad, alpha=-0.1) for p in module.parameters()],
+        surgery,
+    )
+    for module in (*map(Manual, reads), Logging()):
+        with pytest.raises(RingError, match=r"was called with net.*\.grad.*clip_grad_norm_\(parameters, max_norm\)"):
+            fit(sharded(), module, max_epochs=1)
 
     def right(module: Any) -> None:
         before = float(module.trainer.strategy.clip_grad_norm_(module.parameters(), float("inf")))
@@ -116,12 +128,7 @@ def check_norms_of_shards_are_a_warning() -> None:
         after = float(module.trainer.strategy.clip_grad_norm_(module.parameters(), float("inf")))
         assert after == pytest.approx(min(before, 0.1), rel=1e-4)
 
-    for module, warns in ((Manual(wrong), True), (Logging(), True), (Manual(right), False)):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            fit(sharded(), module, max_epochs=1)
-        told = [one for one in caught if "a norm of gradients was taken" in str(one.message)]
-        assert len(told) == (warns and RANK == 0)
+    fit(sharded(), Manual(right), max_epochs=1)
 
 
 def check_loss_scaling_skips_the_same_steps() -> None:
@@ -168,7 +175,7 @@ def check_manual_optimization_of_a_gan_equals_whole_ones() -> None:
                     loss = self.critic(fake.detach()).mean() - self.critic(batch[0]).mean()
                     loss = part * (loss if which == 0 else -self.critic(fake).mean())
                     self.manual_backward(loss, retain_graph=True)
-                self.clip_gradients(optimizer, gradient_clip_val=0.1)
+                    self.clip_gradients(optimizer, gradient_clip_val=0.1)  # the average, before a backward adds to it
                 optimizer.step()
                 self.untoggle_optimizer(optimizer)
 
@@ -300,21 +307,6 @@ def check_gradients_given_by_the_user_are_put_into_their_own_place() -> None:
                 param.grad = param.grad * 0.5
 
     assert_same(*both(Scalars, max_epochs=1))
-
-
-def check_the_rest_of_a_gradient_cannot_be_taken_for_a_value() -> None:
-    """Gradient surgery by hand, say: from the second step on a product over whole gradients is NaN on every rank."""
-
-    class Reading(Classifier):
-        def on_after_backward(self) -> None:
-            seen.append(float(sum((p.grad * p.grad).sum() for p in self.parameters())))
-
-    seen: list[float] = []
-    module = Reading()
-    fit(sharded(), module, max_epochs=1)
-    assert math.isfinite(seen[0]), "the first backward is reduced to all ranks"
-    assert all(map(math.isnan, seen[1:])) == (SIZE > 1)
-    assert parameters(module).isfinite().all()
 
 
 def check_other_holders_of_a_parameters_memory_see_new_values() -> None:
