@@ -113,7 +113,7 @@ def check_modules_and_optimizers_that_are_set_up_one_by_one() -> None:
     del net
     kept = [fabric.setup_module(net) for net in pair()]
     both = torch.optim.Adam([*kept[0].parameters(), *kept[1].parameters()])
-    with pytest.raises(ConfigurationError, match="which were set up one by one"):
+    with pytest.raises(ConfigurationError, match="several modules that were set up one by one"):
         fabric.setup_optimizers(both)
 
 

@@ -367,6 +367,26 @@ def check_a_copy_of_a_module_is_plain_and_whole() -> None:
             training.barrier()
 
 
+def check_sharded_optimizers_of_several_modules_of_none_and_used_again() -> None:
+    one, other = pair()
+    both = torch.optim.AdamW([*one.parameters(), *other.parameters()])
+    with distribute(one, both, algorithm="ring_sharded"):
+        with pytest.raises(ConfigurationError, match="several modules that were set up one by one"):
+            distribute(other, both, algorithm="ring_sharded")
+        loss_of(one(batches(1)[0])).backward()
+        both.step()
+    with pytest.raises(ConfigurationError, match=r"optimizer_state_dict\(optimizer\), and hand it to"):
+        distribute(one, both, algorithm="ring_sharded")
+    frozen = network().requires_grad_(False)
+    optimizer = adamw(frozen)
+    with distribute(frozen, optimizer, algorithm="ring_sharded") as training:
+        frozen(batches(1)[0])
+        optimizer.step()
+        training.clip_grad_norm_(frozen.parameters(), 1.0)
+        training.optimizer_state_dict(optimizer)
+    assert_same(frozen, network())
+
+
 def check_what_cannot_work_is_an_error_on_every_rank() -> None:
     with pytest.raises(ModelMismatchError, match="the ranks hold different models"):
         distribute(nn.Linear(2 + RANK, 1))

@@ -373,7 +373,7 @@ class Sharded(Delegating):
         self._attached.show()
 
     def clip_grad_norm_(self, parameters: Iterable[Parameter], max_norm: float, norm_type: float = 2.0) -> Tensor:
-        if self.reducer is None:
+        if self.reducer is None or not self.reducer.buckets:
             return clip_grad_norm_(parameters, max_norm, norm_type)
         self._attached.follow()
         with self._own_norms():

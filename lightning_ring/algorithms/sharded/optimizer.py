@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch.nn import Parameter
@@ -14,6 +15,8 @@ from lightning_ring.algorithms.sharded.mirrors import Mirrors
 from lightning_ring.algorithms.sharded.parameters import ParameterShard, ShardedParameters
 from lightning_ring.algorithms.sharded.state import ShardedState, State, gather_state, shard_state
 from lightning_ring.errors import ConfigurationError
+
+_sliced: WeakSet[Optimizer] = WeakSet()  # those of all trainings
 
 
 class SlicedOptimizer:
@@ -32,6 +35,12 @@ class SlicedOptimizer:
         stepped: Callable[[list[Parameter]], None],
         mirrors: Mirrors | None = None,
     ) -> None:
+        if optimizer in _sliced:
+            raise ConfigurationError(
+                f"one {type(optimizer).__name__} steps parameters of several modules that were set up one by one. "
+                "'ring_sharded' cannot shard them together: set up one module that contains them all, build an "
+                "optimizer for each, or use 'ring'."
+            )
         if isinstance(optimizer.state, ShardedState):
             raise ConfigurationError(optimizer.state.message)
         self.optimizer = optimizer
@@ -50,6 +59,7 @@ class SlicedOptimizer:
             optimizer.register_step_post_hook(self._after_step),
             optimizer.register_state_dict_post_hook(self._add_unsharded),
         ]
+        _sliced.add(optimizer)
 
     @property
     def holds_shards(self) -> bool:
@@ -178,10 +188,13 @@ class SlicedOptimizer:
         self.use_parameters()
         for hook in self._hooks:
             hook.remove()
+        _sliced.discard(self.optimizer)
         self._refusal = (
-            f"this {type(self.optimizer).__name__} was already stepped by an earlier fit under "
-            "strategy='ring_sharded', and each rank holds its part of that state. Build optimizers in "
-            "configure_optimizers, and pass ckpt_path to go on with the state of a checkpoint."
+            f"this {type(self.optimizer).__name__} was already stepped by an earlier training with 'ring_sharded', and "
+            "each rank holds its part of that state. Build a new optimizer. To go on with the state, under a Trainer "
+            "build optimizers in configure_optimizers and pass ckpt_path; in a loop of your own take it on all ranks "
+            "from training.optimizer_state_dict(optimizer), and hand it to load_optimizer_state_dict of the next "
+            "training."
         )
         self.show_state()
         self.hide_state()

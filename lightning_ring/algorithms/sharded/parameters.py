@@ -186,6 +186,8 @@ class ShardedParameters:
     def gather(self, params: Iterable[Parameter]) -> None:
         """Start the all-gathers of the buckets of ``params``, in the order of use in the next forward."""
         params = list(params)
+        if not params:
+            return
         # as after any optimizer's step, backward through an older graph is then an error
         for param in params:
             torch.autograd.graph.increment_version(param)

@@ -253,19 +253,8 @@ class RingFabricStrategy(DDPStrategy):
         return super().optimizer_step(optimizer, **kwargs)
 
     def _stepped_by(self, optimizer: Optimizer) -> list[Replicas]:
-        """The replicas with parameters of ``optimizer``.
-
-        Raises:
-            ConfigurationError: Several, whose shards one optimizer cannot hold.
-        """
-        found = [replicas for replicas in self._all_replicas() if replicas.steps(optimizer)]
-        if len(found) > 1 and any(replicas.algorithm.sharded for replicas in found):
-            names = " and ".join(type(replicas.module).__name__ for replicas in found)
-            raise ConfigurationError(
-                f"one {type(optimizer).__name__} steps parameters of {names}, which were set up one by one. A sharded "
-                "algorithm shards them together: set up one module that contains them all, or use strategy='ring'."
-            )
-        return found
+        """The replicas with parameters of ``optimizer``; under a sharded algorithm at most one."""
+        return [replicas for replicas in self._all_replicas() if replicas.steps(optimizer)]
 
     def _algorithm_of(self, optimizer: Any) -> Algorithm:
         found = self._stepped_by(optimizer)
