@@ -179,7 +179,7 @@ def test_an_optimizer_that_holds_parts_of_an_earlier_fit_is_refused() -> None:
             with sharding.states_shown():  # as Lightning's teardown needs it
                 pass
 
-    with pytest.raises(ConfigurationError, match=r"earlier fit.*configure_optimizers"):
+    with pytest.raises(ConfigurationError, match=r"earlier training.*configure_optimizers"):
         run_ranks(1, fit_twice)
 
 
