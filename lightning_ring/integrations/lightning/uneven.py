@@ -216,15 +216,22 @@ def warn_of_padding(dataloader: object, world_size: int) -> None:
     sampler = getattr(dataloader, "sampler", None)
     if not isinstance(sampler, DistributedSampler) or isinstance(sampler, UnrepeatedDistributedSampler):
         return
-    num_samples = len(cast(Sized, sampler.dataset))
+    num_samples, name = len(cast(Sized, sampler.dataset)), type(written_sampler(sampler)).__name__
+    if written_sampler(sampler) is not sampler:
+        name += ", cut for the ranks,"
     num_padded = sampler.total_size - num_samples
     if sampler.drop_last and num_padded < 0:
         rank_zero_warn(
             f"lightning_ring: {num_samples} samples do not divide by {world_size} ranks: "
-            f"{type(sampler).__name__} drops {-num_padded} of them each epoch."
+            f"{name} drops {-num_padded} of them each epoch."
         )
     elif num_padded > 0:
         rank_zero_warn(
             f"lightning_ring: {num_samples} samples do not divide by {world_size} ranks: "
-            f"{type(sampler).__name__} repeats {num_padded} of them each epoch, so that all ranks have equally many."
+            f"{name} repeats {num_padded} of them each epoch, so that all ranks have equally many."
         )
+
+
+def written_sampler(sampler: Any) -> Any:
+    """``sampler``, or the one of the script that Lightning put into a `DistributedSamplerWrapper`, its own class."""
+    return getattr(getattr(sampler, "dataset", None), "_sampler", sampler)

@@ -9,9 +9,11 @@ import lightning.pytorch as pl
 from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from lightning_ring.data.sampling.sampler import OrderedSampler
 from lightning_ring.errors import ConfigurationError
+from lightning_ring.integrations.lightning.uneven import written_sampler
 
 
 class TrainingPosition:
@@ -34,8 +36,8 @@ class TrainingPosition:
         if not isinstance(sampler, OrderedSampler) or not isinstance(batch_size, int):
             raise ConfigurationError(
                 "An elastic fit needs one training loader whose order does not depend on the number of ranks: a "
-                "DataLoader with batch_size=..., and no sampler of its own or one of lightning_ring.data. This fit has "
-                f"{len(loaders)} loader(s), and the first one's sampler is {type(sampler).__name__}."
+                "DataLoader with batch_size=..., and no sampler of its own or one of lightning_ring.data. "
+                + (_as_written(loaders[0]) if len(loaders) == 1 else f"This fit has {len(loaders)} training loaders.")
             )
         self._sampler = sampler
         self.batch_size = batch_size
@@ -188,3 +190,20 @@ class TrainingPosition:
         iter(self._fetcher)
         self._fetcher.fetched, self._fetcher.length = done, int(total)
         self._fetcher.done = done >= total
+
+
+def _as_written(loader: Any) -> str:
+    """What of ``loader`` an elastic fit cannot have, in the words of the script: torch and Lightning add samplers."""
+    if not isinstance(loader, DataLoader):
+        return f"This one is a {type(loader).__name__}."
+    if isinstance(loader.dataset, IterableDataset):
+        return f"This one reads {type(loader.dataset).__name__}, an IterableDataset."
+    if loader.batch_sampler is None:
+        return "This one has batch_size=None."
+    if loader.batch_size is None:
+        return f"This one has batch_sampler={type(loader.batch_sampler).__name__}(...)."
+    sampler = written_sampler(loader.sampler)
+    name = type(sampler).__name__
+    if sampler is loader.sampler and isinstance(sampler, (RandomSampler, SequentialSampler)):
+        return f"This one has the {name} of torch, as Trainer(use_distributed_sampler=False) leaves it."
+    return f"This one has sampler={name}(...)."

@@ -6,11 +6,65 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler
 
 from lightning_ring.data import OrderedSampler, PKSampler, ShuffledSampler
+from lightning_ring.errors import ConfigurationError
 from lightning_ring.integrations.lightning.elastic.position import TrainingPosition
+from lightning_ring.integrations.lightning.uneven import warn_of_padding
 
 BATCH = 4
+
+
+class OwnBatches(BatchSampler):
+    pass
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(8))
+
+
+DATA = list(range(8))
+
+
+@pytest.mark.parametrize(
+    ("loaders", "found"),
+    [
+        ([DataLoader(DATA, BATCH), DataLoader(DATA, BATCH)], "This fit has 2 training loaders."),
+        ([DataLoader(Stream(), BATCH)], "This one reads Stream, an IterableDataset."),
+        (
+            [DataLoader(DATA, batch_sampler=OwnBatches(range(8), 2, False))],
+            "This one has batch_sampler=OwnBatches(...).",
+        ),
+        ([DataLoader(DATA, batch_size=None)], "This one has batch_size=None."),
+        (  # as Lightning puts the user's sampler into one of its own
+            [DataLoader(DATA, BATCH, sampler=DistributedSamplerWrapper(RandomSampler(DATA), num_replicas=2, rank=0))],
+            "This one has sampler=RandomSampler(...).",
+        ),
+        (
+            [DataLoader(DATA, BATCH, sampler=DistributedSampler(DATA, num_replicas=2, rank=0))],
+            "This one has sampler=DistributedSampler(...).",
+        ),
+        (
+            [DataLoader(DATA, BATCH)],
+            "This one has the SequentialSampler of torch, as Trainer(use_distributed_sampler=False) leaves it.",
+        ),
+        ([iter(())], "This one is a tuple_iterator."),
+    ],
+)
+def test_a_loader_without_an_order_for_all_ranks_is_named_as_the_user_wrote_it(loaders: list[Any], found: str) -> None:
+    fit_loop = SimpleNamespace(_combined_loader=SimpleNamespace(flattened=loaders))
+    with pytest.raises(ConfigurationError, match="An elastic fit needs one training loader") as error:
+        TrainingPosition(SimpleNamespace(fit_loop=fit_loop))  # type: ignore[arg-type]
+    assert str(error.value).endswith(found)
+
+
+def test_padding_names_the_sampler_of_the_user() -> None:
+    ours = DistributedSamplerWrapper(RandomSampler(range(7)), num_replicas=2, rank=0)
+    with pytest.warns(UserWarning, match="by 2 ranks: RandomSampler, cut for the ranks, repeats 1"):
+        warn_of_padding(DataLoader(range(7), 1, sampler=ours), 2)
 
 
 def position(sampler: OrderedSampler, epoch: int, batch_idx: int, limit: float = 1.0) -> TrainingPosition:
