@@ -60,21 +60,20 @@ class _BehindFlags:
 def scatter_compressed_(
     bucket: Bucket, compressor: Compressor, comm: Communicator, active_ranks: int | None, name: str
 ) -> Work:
-    """The same, for this rank's shard of ``bucket.flat``; the rest of it is scratch."""
+    """The same, for this rank's shard of ``bucket.flat``; the rest of it, flags included, is scratch."""
     sent = bucket.wire.flat
     if compressor.buffer_dtype is None:
-        torch._foreach_zero_(_padding(bucket))  # NaN since the last backward, which would spoil a block's scale
+        torch._foreach_zero_(_between_gradients(bucket))  # it would spoil a block's scale
     work = compressor.reduce_scatter(sent, comm, name=name)
     own, own_sent = (shard(flat, comm.world_size, comm.shard_index) for flat in (bucket.flat, sent))
     return _converted_back(work, own, own_sent, comm, active_ranks)
 
 
-def _padding(bucket: Bucket) -> list[Tensor]:
-    """What lies between gradients, and between the last one and the flags."""
+def _between_gradients(bucket: Bucket) -> list[Tensor]:
+    """What else lies in ``bucket.flat``: padding, and the flags."""
     bounds = bounds_of(bucket.flat, bucket)
-    starts, ends = [*(start for start, _ in bounds), bucket.gradients.numel()], [0, *(end for _, end in bounds)]
-    gaps = [bucket.flat[end:start] for end, start in zip(ends, starts, strict=True) if end < start]
-    return gaps or [bucket.flat[:0]]
+    starts, ends = [*(start for start, _ in bounds), bucket.flat.numel()], [0, *(end for _, end in bounds)]
+    return [bucket.flat[end:start] for end, start in zip(ends, starts, strict=True) if end < start]
 
 
 def _converted_back(work: Work, flat: Tensor, sent: Tensor, comm: Communicator, active_ranks: int | None) -> Work:

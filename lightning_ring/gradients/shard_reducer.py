@@ -22,10 +22,10 @@ from lightning_ring.gradients.shards import GradientShards
 class ShardReducer(Reducer):
     """A `Reducer` that scatters: ``param.grad`` becomes a `ShardedGradient`, of which this rank has a part.
 
-    The part lies in the shard of a bucket that is `shard_bounds` of ``bucket.flat`` for ``comm.shard_index``. The first
-    backward still reduces to all ranks, because the layout changes after it, to the order of its gradients. (With
-    ``auto`` the first few do, until sizes are chosen, and leave whole averages.) The layout is final from then on:
-    optimizer state is sharded along it.
+    The part lies in the shard of a bucket that is `shard_bounds` of ``bucket.flat`` for ``comm.shard_index``. After the
+    first backward all ranks get whole averages, because the layout changes then, to the order of its gradients. (With
+    ``auto`` the first few leave whole averages, until sizes are chosen.) The layout is final from then on: optimizer
+    state is sharded along it.
 
     An average that is still in ``param.grad`` at the next backward stays apart from its gradients, and is added to
     their average.
@@ -41,6 +41,7 @@ class ShardReducer(Reducer):
         self.on_gradient: Callable[[Parameter], None] | None = None  # called with each parameter that got a gradient
         self._whole: set[Parameter] = set()  # parameters with an average from before the layout was final
         self._kept: dict[Parameter, ShardedGradient] = {}  # averages from before this backward
+        self._flags: list[Tensor] = []  # of the buckets that this backward has sent
         super().__init__(*args, **kwargs)
         self.shards = GradientShards(self._layout, self._comm)
 
@@ -66,10 +67,10 @@ class ShardReducer(Reducer):
     def _begin(self) -> None:
         super()._begin()
         self._kept.clear()  # of a backward that raised
+        self._flags.clear()
 
     def _send(self, bucket: Bucket, name: str) -> Work:
-        if not self.settled:
-            return super()._send(bucket, name)
+        self._flags += [flags.to(torch.float32, copy=True) for flags in (bucket.wire.used, bucket.wire.stop)]
         ranks, comm, flat = self.active_ranks, self._comm, bucket.flat
         if self._compressor is not None and self._compressor.accepts(flat.dtype):
             return scatter_compressed_(bucket, self._compressor, comm, ranks, name)
@@ -85,16 +86,16 @@ class ShardReducer(Reducer):
                 self._kept[param], param.grad = grad, local
                 del grad, local  # `Bucket.fill` counts references
         super()._launch()
-        if self.settled and self._next == len(self._queue):
+        if self._next == len(self._queue):
             self._works.append((bucket, self._send_flags()))
 
     def _send_flags(self) -> Work:
-        flags = [part for bucket in self._queue for part in (bucket.wire.used, bucket.wire.stop)]
+        flags, self._flags = self._flags, []
         targets = [part for bucket in self._queue for part in (bucket.used, bucket.stop)]
         device = self._queue[0].flat.device
         keeps, digit = len(self._kept) > 0, len(self._kept) % 16  # small: sums over many ranks are exact in float32
         counted = torch.tensor([keeps, digit, digit * digit], dtype=torch.float32)
-        vector = torch.cat([part.to(device, torch.float32) for part in (*flags, counted)])
+        vector = torch.cat([part.to(device) for part in (*flags, counted)])
         *parts, totals = vector.split([part.numel() for part in (*flags, counted)])
 
         def arrived() -> None:
@@ -133,6 +134,11 @@ class ShardReducer(Reducer):
                 elif produced and isinstance(param.grad, ShardedGradient):
                     param.grad = None
         super()._abandon()
+
+    def _complete_averages(self) -> None:
+        if not self.settled:  # by the same two steps that parameters take, for the same bits
+            for work in [self._comm.all_gather_(bucket.flat, name=self._named("averages")) for bucket in self._queue]:
+                work.wait()
 
     def _publish(self, bucket: Bucket) -> None:
         if not self.settled:
