@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from lightning_ring.job.exit import end_process, in_one_line, leave_cause, say
-from lightning_ring.membership.endings import JobEnded
+from lightning_ring.membership.endings import GenerationOver, JobEnded
 from lightning_ring.membership.member import Member
 
 
@@ -33,6 +33,11 @@ def end_job_on_error(member: Member) -> Callable[[], None]:
             end_process(error.exit_code)
         previous(kind, error, trace)
         summary = f"process {member.number} (pid {pid}) failed: {in_one_line(error)}"
+        if type(error) is GenerationOver:  # not Horovod's, which a script may catch
+            summary += (
+                " The job cannot go on before its first training step, nor outside of a fit: a rank that dies there "
+                "ends it. Start it again."
+            )
         leave_cause(summary)
         member.fail(summary)
         end_process(130 if isinstance(error, KeyboardInterrupt) else 1)

@@ -1,0 +1,54 @@
+"""What a rank of an elastic job says as it ends, and with which exit code."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+
+from lightning_ring.elastic import ending
+from lightning_ring.membership.endings import GenerationOver, JobEnded
+
+
+class Ended(BaseException):
+    pass
+
+
+class Failing:
+    """A member that records what it tells the steward."""
+
+    number = 1
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def fail(self, text: str) -> None:
+        self.said.append(text)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (ValueError("no such photo"), 1, "ValueError: no such photo"),
+        (KeyboardInterrupt(), 130, "KeyboardInterrupt"),
+        (GenerationOver("Generation 0 is over: process 2 has died."), 1, "cannot go on before its first training step"),
+        (JobEnded("The job ends: asked to stop.", 143), 143, ""),
+        (JobEnded("The job ends: the training has finished.", 0), 0, ""),
+    ],
+)
+def test_the_last_words_of_a_rank(monkeypatch: Any, error: BaseException, code: int, said: str) -> None:
+    codes = []
+
+    def end(code: int) -> None:
+        codes.append(code)
+        raise Ended
+
+    monkeypatch.setattr(ending, "end_process", end)
+    monkeypatch.setattr(sys, "excepthook", lambda *_: None)
+    member = Failing()
+    ending.end_job_on_error(member)  # type: ignore[arg-type]
+    with pytest.raises(Ended):
+        sys.excepthook(type(error), error, None)
+    assert codes == [code]
+    assert [said in text for text in member.said] == ([True] if said else [])
