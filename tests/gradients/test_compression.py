@@ -54,6 +54,11 @@ def test_the_registry_and_the_compressors_agree() -> None:
         assert (known.wire_bytes is None) == (known.shape_bytes is not None)
 
 
+def test_a_refused_compressor_is_named_alike_on_every_rank() -> None:
+    with pytest.raises(ConfigurationError, match=r"compression=PowerSGD\(\), which cannot leave"):
+        RingStrategy(shard_optimizer=True, compression=PowerSGD())
+
+
 def test_a_compressor_from_outside_is_given_as_an_instance() -> None:
     class Sent(Compressor):
         def all_reduce(self, flat: Tensor, comm: Communicator, *, lost: Tensor | None = None, name: str = "") -> Work:

@@ -48,6 +48,10 @@ class Compressor(ABC):
     can_shard: ClassVar[bool] = False
     buffer_dtype: torch.dtype | None = None
 
+    def __repr__(self) -> str:
+        """Without an address: error messages are the same on every rank."""
+        return f"{type(self).__name__}()"
+
     def accepts(self, dtype: torch.dtype) -> bool:
         """Whether it sends gradients of ``dtype``; the others travel as they are."""
         return dtype is torch.float32
