@@ -95,7 +95,7 @@ class LARS(TrustRatioOptimizer):
     @staticmethod
     def check_group(group: dict[str, Any]) -> None:
         require_number("lr", group["lr"], low=0)
-        require_number("momentum", group["momentum"], low=0, below=1)
+        require_number("momentum", group["momentum"], low=0)
         require_number("weight_decay", group["weight_decay"], low=0)
         require_number("trust_coefficient", group["trust_coefficient"], above=0)
         require_number("eps", group["eps"], low=0)
@@ -105,6 +105,10 @@ class LARS(TrustRatioOptimizer):
             not group["nesterov"] or group["momentum"] > 0,
             "nesterov=True with momentum=0: Nesterov's step needs a momentum above 0",
         )
+
+    def check_new_group(self, group: dict[str, Any]) -> None:
+        # momentum correction raises it above 1 while the learning rate rises, as in `WarmupLR`
+        require_number("momentum", group["momentum"], low=0, below=1)
 
     def translated_group(self, group: dict[str, Any], own: dict[str, Any]) -> dict[str, Any] | None:
         if "trust_coeff" not in group:

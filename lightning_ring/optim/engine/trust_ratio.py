@@ -89,6 +89,9 @@ class TrustRatioOptimizer(Optimizer, Rule):
         """The numbers of ``group`` that `Rule.scalars` needs, with ``lr``, ``maximize`` and ``adapt`` among them."""
         raise NotImplementedError
 
+    def check_new_group(self, group: dict[str, Any]) -> None:
+        """Raise `ValueError` for an argument that only a schedule may set, and that a state dict may therefore hold."""
+
     def translated_group(self, group: dict[str, Any], own: dict[str, Any]) -> dict[str, Any] | None:
         """A saved ``group`` of another library's optimizer in the words of this one, whose group is ``own``.
 
@@ -104,6 +107,7 @@ class TrustRatioOptimizer(Optimizer, Rule):
         super().add_param_group(dict(param_group))  # torch fills in defaults: not in the caller's dict
         group = self.param_groups[-1]
         try:
+            self.check_new_group(group)
             self._check(group)
             for name, param in zip(parameter_names([group]), group["params"], strict=True):
                 require(param.is_floating_point(), f"{name} is {param.dtype}; {type(self).__name__} needs real floats")
