@@ -134,6 +134,7 @@ def check_shards_hold_the_bits_of_the_whole() -> None:
             bucket.fill([True], stop=False)
             for divisor in (comm.world_size, comm.world_size + 1):
                 if send_ is average_compressed_ and compressor.buffer_dtype is None:  # which leaves the flags out
+                    bucket.flags.zero_()  # as the other way does
                     compressor.all_reduce(bucket.flat, comm).wait()
                     bucket.flat.mul_(comm.world_size / divisor)
                 else:
