@@ -71,7 +71,11 @@ class Produce(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         layer = ctx.layer
         sleep_until(layer.pace.backward_began + layer.ready)
-        return grad, layer.gradient.detach(), None  # a view that nobody else holds: autograd takes it without a copy
+        return (
+            grad,
+            layer.gradient.clone(),
+            None,
+        )  # memory of its own: ring_sharded makes a gradient that is held unreadable
 
 
 class Layer(nn.Module):

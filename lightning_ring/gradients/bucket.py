@@ -201,6 +201,8 @@ class Bucket:
         """Instead of `publish`: return these parameters. Gradients that other code holds can no longer be read."""
         used = self._used_params(read)
         for index in self._kept.keys() & used.keys():
+            if self._kept[index].is_sparse:  # which has no memory of its own to be made unreadable
+                continue
             make_unreadable(
                 self._kept[index],
                 f"a tensor was read that was {self.names[index]}.grad before a backward averaged it. Under "

@@ -107,7 +107,8 @@ class ProcessEnds:
         if self.is_over or (finished and code == 0):
             no_failure = by_signal(code) or (code and is_new and steward.membership.finished)
             process.outlived = bool(no_failure) and not self.ending()  # the job ends for another reason
-            if process.outlived and code != steward.exit_code:  # else it ends as the whole job does
+            ends_as_the_job = code == steward.exit_code and not steward.membership.finished
+            if process.outlived and not ends_as_the_job:
                 self._note_death(process, code)
             return
         if code == 0:
