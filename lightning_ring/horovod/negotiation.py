@@ -159,8 +159,8 @@ class Negotiation:
         self._waiters.append(None)
         try:
             for request in requests:
-                while not request.done and not (or_owed and self._owed):
-                    self._move_in_this_thread()
+                while not (request.done or (or_owed and self._owed)):
+                    self._move_in_this_thread(request, or_owed=or_owed)
         finally:
             self._waiters.pop()
             if self._pending.requests:
@@ -190,7 +190,7 @@ class Negotiation:
         self.leave()
         self._waiters.append(None)
         while self._ended is None:
-            self._move_in_this_thread()
+            self._move_in_this_thread(None)
         self._closed = True
         self._alarm.ring()
         if threading.current_thread() is not self._thread:
@@ -202,10 +202,15 @@ class Negotiation:
 
     # -- who runs the cycles
 
-    def _move_in_this_thread(self) -> None:
+    def _move_in_this_thread(self, request: Request | None, *, or_owed: bool = False) -> None:
+        """Run a cycle, unless the other thread has done meanwhile what this one waits for.
+
+        Another cycle would then wait for ranks that wait, outside of the negotiation, for this thread.
+        """
         if self._moving.acquire(timeout=CHECK_SECONDS):
             try:
-                self._move(wait=True)
+                if not ((request is not None and request.done) or (or_owed and self._owed)):
+                    self._move(wait=True)
             finally:
                 self._moving.release()
 

@@ -116,6 +116,10 @@ class ProcessEnds:
             return
         others = (other.child.poll() for other in self.processes if other is not process)
         late = number in steward.membership.late
+        if any(not self.processes[one].ended for one in steward.membership.late):
+            process.outlived = True  # it follows from a death that ends the job, and is still to be noted
+            self._note_death(process, code)
+            return
         if (by_signal(code) or is_new) and not late and any(other in (None, 0) for other in others):
             process.outlived = True
             self._note_death(process, code)

@@ -152,6 +152,8 @@ class Steward:
         elif kind == "failed":
             if self.membership.view is not None and not self.membership.was_member(member):
                 self.last_words[member] = message["text"]  # the others go on: it fails on its own host
+            elif self.membership.late - {member}:
+                self.last_words[member] = message["text"]  # follows from that death, which the launcher is to report
             else:
                 self.end(message["text"], exit_code=message["exit_code"])
         elif kind == "lost":
