@@ -202,6 +202,10 @@ def refusals(program: Program, strategy: str) -> dict[str, str]:
             found["a compressor without shards"] = r"cannot leave each rank its shard of a sum"
         if "reads optimizer state" in program.hooks:
             found["optimizer state between steps"] = r"\.state was used outside of step\(\)"
+        if any(hook.startswith(("reads gradients", "keeps gradients")) for hook in program.hooks) or (
+            "by reference" in program.choice("training")
+        ):
+            found["the elements of an averaged gradient"] = r"was called with .*\.grad\. Under strategy='ring_sharded'"
         several = program.choice("training") not in ("automatic", "manual") or program.choice("window") != "1"
         if several and any(hook.startswith(_CHANGES_GRADIENTS) for hook in program.hooks):
             found["a sum on an average that was changed"] = r"an average that a backward has added to, and that other"

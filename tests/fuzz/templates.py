@@ -210,7 +210,9 @@ def foreign(kind, name, model):
     if name == "one":
         try:
             import timm.optim
-            optimizer = getattr(timm.optim, kind)(parameters, lr=0.1)
+            # timm reads the norm from the constructor, and not from the state dict
+            norm = dict(max_grad_norm=None) if kind == "Lamb" else {}
+            optimizer = getattr(timm.optim, kind)(parameters, lr=0.1, **norm)
         except ImportError:
             state, group = known, optimizer.state_dict()["param_groups"][0]
     optimizer.load_state_dict({"state": dict(enumerate(state)), "param_groups": [group]})
