@@ -16,6 +16,8 @@ from lightning_ring.gradients.sizing.auto_buckets import AutoBuckets
 class BucketLayout:
     """Buckets in the order given at first, and after the first backward in the order of rank 0's gradients.
 
+    A resumed training begins with the order that it had (`restore`).
+
     With ``auto``, which measures, sizes and order change once more, after `backwards_before_auto` backward passes.
     ``on_new_bucket`` is called with each bucket before its first use. Old buckets go before memory for those that
     replace them is taken: ``on_replace`` drops the caller's references.
@@ -82,6 +84,17 @@ class BucketLayout:
                 self._auto.forget()  # the first backward is slower than all that follow
             return self._sort(self._comm.broadcast_object(order, name="order of gradients"))
         return False
+
+    @property
+    def order(self) -> list[str]:
+        """The names of the parameters, in the order of sending."""
+        return [name for name, _ in self._members()]
+
+    def restore(self, order: Sequence[str]) -> None:
+        """Before the first backward: begin with the `order` of an earlier training, for the same rounding as there."""
+        if order:
+            self._sort(order)
+            self._order = None
 
     def settle(self) -> bool:
         """Keep the current layout for good. Returns False if ``auto`` has yet to choose sizes."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import ClassVar
 
@@ -99,6 +99,16 @@ class Reducer:
     def buckets(self) -> list[Bucket]:
         """In the order of sending."""
         return self._layout.buckets
+
+    @property
+    def order(self) -> list[str]:
+        """Names of the parameters in buckets, in the order of sending."""
+        return self._layout.order
+
+    def restore_order(self, order: Sequence[str]) -> None:
+        """Go on with the `order` of a checkpoint, unless a backward has been averaged. The same on every rank."""
+        if not self.num_finished and not self._passes.active:
+            self._layout.restore(order)
 
     def track(self, named_parameters: Iterable[tuple[str, Parameter]]) -> list[Parameter]:
         """Reduce the gradients of new parameters (later added or thawed) too. All ranks call it at the same point.
