@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
+from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
@@ -17,7 +18,7 @@ class UnreducedGradients:
     def __init__(self) -> None:
         self.accumulated: set[Parameter] = set()  # inside `no_sync`: the next reduced backward sends the gradient
         self.local: set[Parameter] = set()  # by a backward outside the training; ranks may differ
-        self._spoiled: set[Parameter] = set()  # by a backward that raised, until ``zero_grad()``
+        self._spoiled: dict[Parameter, Tensor] = {}  # gradients of a backward that raised, until ``zero_grad()``
 
     def __contains__(self, param: Parameter) -> bool:
         return param in self.accumulated or (param in self.local and param.requires_grad)
@@ -36,20 +37,21 @@ class UnreducedGradients:
         if sent:
             smallest = min(sent, key=Parameter.numel)
             smallest.grad = torch.zeros_like(smallest)
-        self._spoiled = {param for param in self._spoiled.union(params) if param.grad is not None}
-        for param in self._spoiled:
-            _values(param).fill_(torch.nan)
+        self._spoiled = {param: param.grad for param in {*self._spoiled, *params} if param.grad is not None}
+        for grad in self._spoiled.values():
+            _values(grad).fill_(torch.nan)
 
     def check_dropped(self, params: Iterable[Parameter], names: Mapping[Parameter, str]) -> None:
         """Raise `RingError` if one of ``params`` still has a gradient of a backward that raised."""
-        chosen = self._spoiled.intersection(params)
+        chosen = self._spoiled.keys() & params if self._spoiled else ()
         for param in (param for param in names if param in chosen):  # the same order on all ranks
-            if param.grad is not None and _values(param).isnan().any():
+            # another gradient is of the backward that has begun, and may be NaN by itself
+            if param.grad is self._spoiled[param] and _values(param.grad).isnan().any():
                 raise RingError(
                     f"a backward raised an exception before it had averaged the gradient of {names[param]}. What is "
                     "left in .grad is incomplete. On all ranks call zero_grad() before the next backward or step."
                 )
-            self._spoiled.remove(param)
+            del self._spoiled[param]
 
     def check(self, params: Iterable[Parameter], names: Mapping[Parameter, str]) -> None:
         """Raise `RingError` if the gradient of one of ``params`` is local, or of a backward that raised."""
@@ -76,7 +78,6 @@ def check_outside_backward(optimizer: Optimizer) -> None:
         )
 
 
-def _values(param: Parameter) -> torch.Tensor:
-    assert param.grad is not None
-    grad = param.grad.detach()
+def _values(grad: Tensor) -> Tensor:
+    grad = grad.detach()
     return grad._values() if grad.is_sparse else grad

@@ -8,7 +8,10 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
+from lightning_ring.algorithms.averaging import Averaging
+from lightning_ring.gradients.compression import Int8
 from tests.checks.compression.ways import WAYS, assert_same_bits, gradients, make, send
 from tests.checks.world import communicator
 
@@ -69,6 +72,36 @@ def check_a_state_that_was_loaded_can_be_saved_before_the_first_gradient() -> No
         make(loaded)
         loaded.load_state_dict(state, comm.rank, comm.world_size)
         assert_equal(through_a_broadcast(loaded.state_dict(comm)), state, way)
+
+
+def check_gradients_that_arrive_in_another_order_than_registrations_go_on_with_the_same_bits() -> None:
+    """A bucket's gradients are rounded together, and a training that goes on has yet to see their order."""
+    comm = communicator()
+    straight, resumed = (Averaging(compression=Int8(min_numel=0)) for _ in range(2))
+    net, other = three_layers(), three_layers()
+    straight.attach(net, [], comm)
+    for step in range(2):
+        averages_of(straight, net, step)
+    resumed.attach(other, [], comm)
+    resumed.load_state_dict(through_a_file(straight.state_dict()))
+    for step in range(2, 4):
+        assert all(map(torch.equal, averages_of(resumed, other, step), averages_of(straight, net, step)))
+    for algorithm in (straight, resumed):
+        algorithm.detach()
+        assert algorithm.state_dict()["order"] == ["0.weight", "2.weight", "1.weight"]
+
+
+def three_layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(9, 9, bias=False) for _ in range(3)])
+
+
+def averages_of(algorithm: Averaging, net: nn.Sequential, step: int) -> list[Tensor]:
+    net.zero_grad()
+    x = torch.randn(4, 9, generator=torch.Generator().manual_seed(10 * step + communicator().rank))
+    with algorithm.backward():
+        net[0](net[2](net[1](x))).square().sum().backward()
+    return [param.grad.clone() for param in net.parameters() if param.grad is not None]
 
 
 def assert_equal(found: Any, expected: Any, where: str) -> None:
