@@ -50,7 +50,7 @@ class Averaging(Algorithm):
     ) -> None:
         self.reducer: Reducer | None = None
         self.first_order: Sequence[str] = ()  # of parameters in the buckets, if it is known before the first backward
-        self._order: list[str] = []  # of parameters in the buckets, once they are gone
+        self._names: list[list[str]] = []  # of the parameters in each bucket, once they are gone
         self._asked_to_stop = False  # a signal may come before `attach`
         self._bucket_cap_mb = bucket_cap_mb
         self._compression = compression
@@ -109,7 +109,7 @@ class Averaging(Algorithm):
 
     def detach(self, *, wait: bool = True) -> None:
         if self.reducer is not None:
-            self._order = self.reducer.order
+            self._names = self.reducer.layout.names
             self.reducer.remove()
         self.reducer = None
         self._optimizers = ()
@@ -219,18 +219,17 @@ class Averaging(Algorithm):
             return {}
         state = self._compressor.state_dict(unrecorded(self._comm))
         # a bucket's gradients are rounded together: which ones share it decides the bits
-        return {"compressor": self._compressor.name, "state": state, "order": self._bucket_order}
-
-    @property
-    def _bucket_order(self) -> list[str]:
-        return self._order if self.reducer is None else self.reducer.order
+        names = self._names if self.reducer is None else self.reducer.layout.names
+        buckets = {"cap": self._bucket_cap_mb, "names": names}
+        return {"compressor": self._compressor.name, "state": state, "buckets": buckets}
 
     def load_state_dict(self, state: dict[str, Any]) -> str:
         compressor = self._compressor
         if compressor is None:
             return ""
-        if self.reducer is not None:
-            self.reducer.restore_order(state.get("order", ()))
+        buckets = state.get("buckets", {})
+        if self.reducer is not None and buckets and buckets["cap"] == self._bucket_cap_mb:
+            self.reducer.restore(buckets["names"])
         of_compressor = state["state"] if state.get("compressor") == compressor.name else {}
         if "errors" in of_compressor and not isinstance(compressor, ErrorFeedback):
             problem = compressor.load_state_dict(of_compressor["compressor"], self._comm.rank, self._comm.world_size)

@@ -286,6 +286,11 @@ def cut_buckets(named_params: Named, ends: Sequence[Sequence[int]], empty: Empty
     for members, stops in zip(by_kind(named_params), ends, strict=True):
         groups += [members[start:stop] for start, stop in pairwise([0, *stops])]
     groups.sort(key=lambda group: position[group[-1][1]])
+    return make_buckets(groups, empty, num_shards)
+
+
+def make_buckets(groups: Sequence[Named], empty: Empty, num_shards: int) -> list[Bucket]:
+    """One of each of ``groups``."""
     return [Bucket([name for name, _ in group], [param for _, param in group], empty, num_shards) for group in groups]
 
 

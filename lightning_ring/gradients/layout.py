@@ -9,7 +9,7 @@ import torch
 from torch.nn import Parameter
 
 from lightning_ring.comm.communicator import Communicator
-from lightning_ring.gradients.bucket import Bucket, plan_buckets
+from lightning_ring.gradients.bucket import Bucket, make_buckets, plan_buckets
 from lightning_ring.gradients.sizing.auto_buckets import AutoBuckets
 
 
@@ -86,15 +86,19 @@ class BucketLayout:
         return False
 
     @property
-    def order(self) -> list[str]:
-        """The names of the parameters, in the order of sending."""
-        return [name for name, _ in self._members()]
+    def names(self) -> list[list[str]]:
+        """Those of the parameters of each bucket, in the order of sending; none before ``auto`` has chosen."""
+        return [list(bucket.names) for bucket in self.buckets] if self._auto is None else []
 
-    def restore(self, order: Sequence[str]) -> None:
-        """Before the first backward: begin with the `order` of an earlier training, for the same rounding as there."""
-        if order:
-            self._sort(order)
-            self._order = None
+    def restore(self, names: Sequence[Sequence[str]]) -> None:
+        """Before the first backward: begin with the buckets of an earlier training, for the same rounding as there."""
+        members = dict(self._members())
+        if sorted(name for group in names for name in group) != sorted(members):
+            return  # another model, or ``auto`` had not chosen
+        groups = [[(name, members[name]) for name in group] for group in names]
+        self._auto = self._order = None
+        if [list(bucket.names) for bucket in self.buckets] != [list(group) for group in names]:
+            self._replace(lambda: make_buckets(groups, self._comm.empty, self._comm.world_size))
 
     def settle(self) -> bool:
         """Keep the current layout for good. Returns False if ``auto`` has yet to choose sizes."""

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_ring.comm.communicator import Communicator, Work, advance
@@ -78,7 +79,7 @@ class Reducer:
         self._before_backward = before_backward
         self._warn_once = functools.cache(warn)
         self._compressor = compressor
-        self._layout = BucketLayout(comm, bucket_cap_mb, auto, self._prepare_to_send, self._forget_buckets)
+        self.layout = BucketLayout(comm, bucket_cap_mb, auto, self._prepare_to_send, self._forget_buckets)
         self._passes = BackwardPasses(self._begin, self.finish, self._abandon)
         self._hooks = GradientHooks(self._take_gradient)
         self._unreduced = UnreducedGradients()
@@ -98,17 +99,12 @@ class Reducer:
     @property
     def buckets(self) -> list[Bucket]:
         """In the order of sending."""
-        return self._layout.buckets
+        return self.layout.buckets
 
-    @property
-    def order(self) -> list[str]:
-        """Names of the parameters in buckets, in the order of sending."""
-        return self._layout.order
-
-    def restore_order(self, order: Sequence[str]) -> None:
-        """Go on with the `order` of a checkpoint, unless a backward has been averaged. The same on every rank."""
+    def restore(self, names: Sequence[Sequence[str]]) -> None:
+        """Go on with the buckets of a checkpoint, unless a backward has begun. The same on every rank."""
         if not self.num_finished and not self._passes.active:
-            self._layout.restore(order)
+            self.layout.restore(names)
 
     def track(self, named_parameters: Iterable[tuple[str, Parameter]]) -> list[Parameter]:
         """Reduce the gradients of new parameters (later added or thawed) too. All ranks call it at the same point.
@@ -123,7 +119,7 @@ class Reducer:
                 self._hooks.add(param)
                 new.append((name, param))
         if new:
-            self._layout.add(self._take_sparse(new)[::-1])
+            self.layout.add(self._take_sparse(new)[::-1])
         return [param for _, param in new]
 
     def is_tracked(self, param: Parameter) -> bool:
@@ -190,16 +186,23 @@ class Reducer:
         if self._revise_at_end:
             self._revise_layout()
 
-    def send_zeros(self) -> None:
-        """Take part in a backward of the other ranks, with zeros. This rank's gradients, `no_sync` ones too, stay."""
+    def send_zeros(self, averages: Sequence[Tensor | None] = ()) -> list[Tensor | None]:
+        """Take part in a backward of the other ranks, with zeros. This rank's gradients, `no_sync` ones too, stay.
+
+        Returns the averages, in the order of the parameters. With those of the backward before, on which the others'
+        gradients of this one were added, the same is done here.
+        """
         kept = [(param, None if param.grad is None else param.grad.clone()) for param in self._names]
         unreduced, self._unreduced = self._unreduced, UnreducedGradients()
         enabled, self._passes.enabled = self._passes.enabled, True
-        for param, _ in kept:
-            param.grad = None
+        for param, average in itertools.zip_longest(self._names, averages):
+            param.grad = average
+            if average is not None:
+                self._unreduced.accumulated.add(param)
         try:
             with self.backward():
                 pass
+            return [None if param.grad is None else param.grad.clone() for param in self._names]
         finally:
             self._unreduced, self._passes.enabled = unreduced, enabled
             for param, grad in kept:
@@ -233,16 +236,16 @@ class Reducer:
     def remove(self) -> None:
         """Remove the hooks and let go of the buckets; the gradients stay, and with them their memory."""
         self._hooks.remove()
-        self._layout.buckets, self._layout.slots = [], {}
+        self.layout.buckets, self.layout.slots = [], {}
         self._queue, self._works = [], []
 
     def _revise_layout(self) -> bool:
         """`BucketLayout.revise` while gradients are in the buckets, whose memory the new ones take over."""
         lent = [param for bucket in self.buckets for param in bucket.lent_params]
-        if not self._layout.revise(self.num_finished):
+        if not self.layout.revise(self.num_finished):
             return False
         for param in lent:
-            bucket, index = self._layout.slots[param]
+            bucket, index = self.layout.slots[param]
             bucket.take_over(index)
         return True
 
@@ -270,10 +273,10 @@ class Reducer:
         self._turns.begin(self)
         self._revise_at_end = not self._turns.is_first(self)  # the others' buckets are still being sent
         if not self._revise_at_end:
-            self._layout.revise(self.num_finished)
+            self.layout.revise(self.num_finished)
         if self._compressor is not None:
             self._compressor.begin_backward()
-        self._layout.begin_backward()
+        self.layout.begin_backward()
         self._passes.active = True
         self._produced_sparse.clear()
         self._parts.begin_backward()
@@ -323,7 +326,7 @@ class Reducer:
         is_sparse = bool(sparse) and param in sparse
         if not passes.enabled:
             if not is_sparse:
-                self._layout.slots[param][0].fillers.note()
+                self.layout.slots[param][0].fillers.note()
             self._unreduced.accumulated.add(param)
             return
         if not passes.active:
@@ -333,13 +336,13 @@ class Reducer:
         if is_sparse:
             self._produced_sparse.add(param)
             return
-        bucket, index = self._layout.slots[param]
+        bucket, index = self.layout.slots[param]
         bucket.fillers.note()
         if bucket.produced[index] or bucket.launched:
             self._parts.add(param, sent=bucket.launched)
             return
         bucket.produced[index] = True
-        self._layout.note(bucket.names[index], param.device)
+        self.layout.note(bucket.names[index], param.device)
         bucket.pending -= 1
         self._hooks.check_order(param)
         while (
@@ -371,7 +374,7 @@ class Reducer:
         for bucket in self.buckets:
             fresh.update(itertools.compress(bucket.params, bucket.produced))
         if found := self._sparse.agree(self._names, fresh, self.active_ranks, self._named("")):
-            self._layout.remove(found)
+            self.layout.remove(found)
 
     def _launch(self) -> None:
         bucket = self._queue[self._next]
@@ -384,7 +387,7 @@ class Reducer:
         self._next += 1
 
     def _was_sent(self, param: Parameter) -> bool:
-        return param in self._sparse.params or self._layout.slots[param][0].launched
+        return param in self._sparse.params or self.layout.slots[param][0].launched
 
     def _named(self, what: str) -> str:
         raised = f", after {self.num_raised} that raised" if self.num_raised else ""

@@ -43,7 +43,7 @@ class ShardReducer(Reducer):
         self._kept: dict[Parameter, ShardedGradient] = {}  # averages from before this backward
         self._flags: list[Tensor] = []  # of the buckets that this backward has sent
         super().__init__(*args, **kwargs)
-        self.shards = GradientShards(self._layout, self._comm)
+        self.shards = GradientShards(self.layout, self._comm)
 
     def _finish(self) -> None:
         super()._finish()
@@ -55,7 +55,7 @@ class ShardReducer(Reducer):
         if self.settled:
             return
         self._revise_layout()
-        self.settled = self._layout.settle()
+        self.settled = self.layout.settle()
         if self.settled:
             for bucket in self.buckets:
                 whole = [param for param in bucket.params if param in self._whole and param.grad is not None]

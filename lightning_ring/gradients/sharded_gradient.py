@@ -100,9 +100,9 @@ class ShardedGradient(Tensor):
         self._check_is_of(part)
         if self.contents.local is not None:
             raise RingError(
-                f"a backward has added to {self.part.name}.grad after it was averaged, inside no_sync() or outside the "
-                "training, and no backward has averaged that since. Call zero_grad(), or end the accumulation with a "
-                "backward that is averaged, before the gradient is used."
+                f"a backward has added to {self.part.name}.grad after it was averaged, and this is not averaged yet: "
+                "inside no_sync(), outside the training, or in a hook that backward calls. Use the gradient when a "
+                "backward that is averaged has ended, or call zero_grad() first."
             )
         return self.contents.average
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -188,6 +188,7 @@ class _Gradients:
         self._completed = False  # since the last step
         self._skips = False
         self._has_joined = False
+        self._averages: Sequence[Tensor | None] = ()  # of the last reduction that this rank took part in by joining
         self._stepped = True  # since the last reduction, or there was none
         number = negotiation.num_optimizers
         negotiation.num_optimizers += 1
@@ -269,7 +270,7 @@ class _Gradients:
         """Take part where the others reduce their gradients, after `join`: see `negotiation.Gradients`."""
         self._has_joined, self._stepped = True, not again
         try:
-            self._reducer.send_zeros()
+            self._averages = self._reducer.send_zeros(self._averages if again else ())
         finally:
             self._has_joined = False
         self._finished_before += 1

@@ -125,7 +125,8 @@ def step_in_backward(optimizers):
             optimizer.step()
             optimizer.zero_grad()
 
-        optimizer.param_groups[0]["params"][0].register_post_accumulate_grad_hook(step)
+        for trained in [p for p in optimizer.param_groups[0]["params"] if p.requires_grad][:1]:
+            trained.register_post_accumulate_grad_hook(step)
 '''
 
 TRAINER = '''

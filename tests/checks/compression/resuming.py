@@ -88,7 +88,7 @@ def check_gradients_that_arrive_in_another_order_than_registrations_go_on_with_t
         assert all(map(torch.equal, averages_of(resumed, other, step), averages_of(straight, net, step)))
     for algorithm in (straight, resumed):
         algorithm.detach()
-        assert algorithm.state_dict()["order"] == ["0.weight", "2.weight", "1.weight"]
+        assert algorithm.state_dict()["buckets"]["names"] == [["0.weight", "2.weight", "1.weight"]]
 
 
 def three_layers() -> nn.Sequential:

@@ -35,10 +35,15 @@ def loss_of_embedding(model: nn.Module, inputs: Tensor) -> Tensor:
 
 
 def join_equals_zeros(
-    model: nn.Module, loss_of: Callable[[nn.Module, Tensor], Tensor], *, tolerance: float = 1e-5, **options: Any
+    model: nn.Module,
+    loss_of: Callable[[nn.Module, Tensor], Tensor],
+    *,
+    backwards: int | None = None,
+    tolerance: float = 1e-5,
+    **options: Any,
 ) -> None:
     """Train with uneven epochs, and compare with a sum over the ranks that have a batch, divided by all ranks."""
-    passes = options.get("backward_passes_per_step", 1)
+    passes = backwards or options.get("backward_passes_per_step", 1)
     divisor = 1 if options.get("op") == hvd.Sum else SIZE
     expected = copy.deepcopy(model)
     optimizer = hvd.DistributedOptimizer(
@@ -73,6 +78,7 @@ def check_join_takes_part_in_gradients_with_zeros() -> None:
     options: list[dict[str, Any]] = [
         {},
         {"backward_passes_per_step": 2, "op": hvd.Sum},
+        {"backwards": 2},  # each of which is reduced, the second one with the first one's averages
         {"compression": hvd.Compression.fp16, "tolerance": 1e-2},
         {"compression": Int8(min_numel=1), "tolerance": 5e-2},
     ]
@@ -82,6 +88,7 @@ def check_join_takes_part_in_gradients_with_zeros() -> None:
         torch.manual_seed(0)
         embedding = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 2))
         join_equals_zeros(embedding, loss_of_embedding, sparse_as_dense=sparse_as_dense)
+        join_equals_zeros(embedding, loss_of_embedding, sparse_as_dense=sparse_as_dense, backwards=2)
     hvd.shutdown()
 
 
