@@ -55,7 +55,9 @@ class Program:
         parallel = [name for name in names if name != "one"]
         if how == "resumed on another number of ranks":
             return dict.fromkeys(parallel, "one") | {"one": parallel[-1]}
-        if any("reentrant=True" in block for block in self.blocks):  # DDP fails, and leaves no checkpoint to go on from
+        drifts = self.choice("freeze") in ("first layer thawed later", "new layer in the second epoch")
+        # where DDP fails, it leaves no checkpoint to go on from; where its ranks drift apart, a wrong one
+        if drifts or any("reentrant=True" in block for block in self.blocks):
             parallel = [name for name in parallel if name != "ddp"]
         after = dict(zip(parallel, parallel[-1:] + parallel[:-1], strict=True))
         return dict.fromkeys(names, parallel[-1]) | after

@@ -144,6 +144,7 @@ def _settle_loop(program: Program, plain: Callable[..., None], without: Callable
 def _settle_blocks(program: Program) -> None:
     blocks, choices = program.blocks, program.choices
     if "raises" in program.choice("training") + program.choice("failure"):
+        choices.pop("extra", None)  # whose own backward raises too
         if "Raises()" not in blocks:
             if len(blocks) < 2:
                 blocks.append("Linear()")
@@ -218,6 +219,8 @@ def refusals(program: Program, strategy: str) -> dict[str, str]:
                 r"was called with .*\.grad\. Under strategy='ring_sharded'|before a backward averaged it\. Under"
             )
         several = program.choice("training") not in ("automatic", "manual") or program.choice("window") != "1"
+        if several and program.choice("extra") == "backward between two steps on rank 0":
+            found["averages that one rank has dropped"] = r"ranks keep averages of an earlier backward"
         if several and any(hook.startswith(_CHANGES_GRADIENTS) for hook in program.hooks):
             found["a sum on an average that was changed"] = r"has added to .* after it was averaged"
     return found
