@@ -178,6 +178,8 @@ class Averaging(Algorithm):
             self._training.finish()
             if not has_closure:
                 self.check_gradients(optimizer)
+        elif not has_closure:  # of another module, or of parameters that this one got later
+            self._check_tracked([param for group in optimizer.param_groups for param in group["params"]])
 
     def check_gradients(self, optimizer: Optimizer) -> None:
         params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -192,8 +194,9 @@ class Averaging(Algorithm):
             if param in late:
                 raise RingError(
                     f"an optimizer is about to step {name} with a gradient of this rank alone: the parameter became "
-                    "trainable, or was added, after the last forward of the module. Call the module itself, not its "
-                    "parts alone, before the backward."
+                    "trainable, or was added, after the last forward of the module, or is of an optimizer that was "
+                    "built later. Call the module itself, not its parts alone, before the backward; in a loop of your "
+                    "own tell of a new optimizer before that, with training.add_optimizers([optimizer])."
                 )
 
     def after_step(self, optimizer: Optimizer) -> None:

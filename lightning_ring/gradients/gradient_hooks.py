@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 
 from torch.nn import Parameter
@@ -23,10 +24,13 @@ class GradientHooks:
         self._ids: dict[Parameter, int] = {}
         self._handles: list[RemovableHandle] = []
         self._not_last: list[Parameter] = []
+        # torch refuses to swap a tensor that has one (`torch.utils.swap_tensors`): hooks would go with the other tensor
+        self._refs: list[weakref.ref[Parameter]] = []
 
     def add(self, param: Parameter) -> None:
         handle = param.register_post_accumulate_grad_hook(self._report)
         self._ids[param] = handle.id
+        self._refs.append(weakref.ref(param))
         self.keep(handle)
 
     def keep(self, handle: RemovableHandle) -> None:
@@ -59,3 +63,4 @@ class GradientHooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._refs.clear()

@@ -16,6 +16,7 @@ from torch.nn import Parameter
 from lightning_ring.comm.communicator import Communicator, Work, advance
 from lightning_ring.comm.cost import DEFAULT_CAP_MB
 from lightning_ring.comm.waiting import nothing
+from lightning_ring.errors import RingError
 from lightning_ring.gradients.backward_passes import BackwardPasses
 from lightning_ring.gradients.bucket import Bucket
 from lightning_ring.gradients.compression import Compressor
@@ -121,6 +122,11 @@ class Reducer:
         if new:
             self.layout.add(self._take_sparse(new)[::-1])
         return [param for _, param in new]
+
+    @property
+    def tracked(self) -> list[tuple[str, Parameter]]:
+        """Name and parameter of all that were ever given."""
+        return [(name, param) for param, name in self._names.items()]
 
     def is_tracked(self, param: Parameter) -> bool:
         return id(param) in self._ids  # asked of all parameters at each backward: to hash a tensor takes longer
@@ -267,6 +273,7 @@ class Reducer:
         )
 
     def _begin(self) -> None:
+        self._check_dtypes()
         self._before_backward()
         self._unreduced.check_dropped(self._names, self._names)
         self._drop_sent()
@@ -285,6 +292,15 @@ class Reducer:
         # a bucket of frozen parameters only (a GAN's other half) is not sent
         accumulated = self._unreduced.accumulated
         self._queue = [bucket for bucket in self.buckets if bucket.begin() or not accumulated.isdisjoint(bucket.params)]
+
+    def _check_dtypes(self) -> None:
+        for bucket in self.buckets:
+            if bucket.params and bucket.params[0].dtype != bucket.flat.dtype:
+                raise RingError(
+                    f"{bucket.names[0]} has become {bucket.params[0].dtype}, but was {bucket.flat.dtype} when the "
+                    "training began. Convert the module (.double(), .to(torch.bfloat16)) before that, or close the "
+                    "training and begin another one."
+                )
 
     def _abandon(self) -> None:
         """The current backward has raised. Ranks may differ in that: nothing here waits for another one."""

@@ -55,12 +55,18 @@ class UnreducedGradients:
 
     def check(self, params: Iterable[Parameter], names: Mapping[Parameter, str]) -> None:
         """Raise `RingError` if the gradient of one of ``params`` is local, or of a backward that raised."""
-        if not (self.local or self._spoiled):
+        if not (self.local or self._spoiled or self.accumulated):
             return
         params = list(params)
         self.check_dropped(params, names)
-        own = [param for param in params if param in self.local and param.grad is not None and param.requires_grad]
-        if own:
+        left = [param for param in params if param.grad is not None and param.requires_grad]
+        if late := [param for param in left if param in self.accumulated]:
+            raise RingError(
+                f"an optimizer is about to step {names[late[0]]} with a gradient of this rank alone: the last backward "
+                "was inside no_sync(), and none has averaged its gradient since. The ranks' parameters would drift "
+                "apart. Run the last backward before each step outside of no_sync()."
+            )
+        if own := [param for param in left if param in self.local]:
             raise RingError(
                 f"an optimizer is about to step {names[own[0]]} with a gradient of this rank alone: a backward outside "
                 "the training added to it, and no backward of the training has averaged it since. The ranks' "

@@ -38,7 +38,8 @@ class Replicas:
     Without ``comm``, in a single process, nothing is registered, unless a timeline is recorded.
 
     Args:
-        optimizers: Those that step the module's parameters; later ones are found when they step.
+        optimizers: Those that step the module's parameters. Later ones are found when they step; one that steps
+            parameters which no other had needs `add_optimizers` before the forward.
         called: The module whose calls are the forwards, where that is one around ``module``. It is not kept.
         broadcast_buffers: After each step rank 0's buffers (BatchNorm statistics) replace those of the other ranks.
         label: Begins the names of collectives, where there are several modules: ``"module 1: "``.
@@ -71,7 +72,7 @@ class Replicas:
         self.timeline = timeline
         self.listeners: list[Listener] = listeners if listeners is not None else []
         self._optimizers = list(optimizers)
-        self._broadcasts_buffers = broadcast_buffers and any(True for _ in module.buffers())
+        self._broadcasts_buffers = broadcast_buffers
         self._training = ExitStack()  # around the whole training
         self._forwards: list[ExitStack] = []  # that run now
         self._hooks: list[Any] = []

@@ -339,6 +339,79 @@ def _step_in_backward(model: nn.Module, optimizers: dict[nn.Parameter, Optimizer
         param.register_post_accumulate_grad_hook(lambda param: optimizers[param].step())
 
 
+def check_modules_that_change_during_the_training_are_an_error() -> None:
+    """What would step other values than the averages, without a word: by a message, on every rank."""
+
+    def unaveraged(training: Any, net: nn.Sequential, optimizer: Optimizer) -> None:
+        with training.no_sync():
+            loss_of(net(batches(1)[0])).backward()
+        optimizer.step()
+
+    def swapped(training: Any, net: nn.Sequential, optimizer: Optimizer) -> None:
+        torch.utils.swap_tensors(net[0].weight, nn.Parameter(torch.ones(16, 6)))
+
+    def converted(training: Any, net: nn.Sequential, optimizer: Optimizer) -> None:
+        net.double()
+        loss_of(net(batches(1)[0].double())).backward()
+
+    def replaced(training: Any, net: nn.Sequential, optimizer: Optimizer) -> None:
+        nn.utils.parametrizations.weight_norm(net[0])
+        optimizer.add_param_group({"params": list(net[0].parametrizations.parameters())})
+        net(batches(1)[0])
+
+    def later(training: Any, net: nn.Sequential, optimizer: Optimizer) -> None:
+        net.append(nn.Linear(3, 2))
+        another = torch.optim.SGD(net[-1].parameters(), lr=0.1)
+        loss_of(net(batches(1)[0])).backward()
+        another.step()
+
+    cases: list[tuple[Callable[..., None], type[Exception], str]] = [
+        (unaveraged, RingError, r"the last backward was inside no_sync\(\)"),
+        (swapped, RuntimeError, "Cannot swap"),
+        (converted, RingError, "has become torch.float64, but was torch.float32"),
+        (later, RingError, r"training.add_optimizers\(\[optimizer\]\)"),
+        (replaced, ConfigurationError, "original1 and an earlier 0.weight are two tensors in the same memory"),
+    ]
+    for algorithm in ("ring", "ring_sharded"):
+        for change, kind, message in cases[: 4 + (algorithm == "ring_sharded")]:
+            net = network()
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+            with distribute(net, optimizer, algorithm=algorithm) as training:
+                for inputs in batches(2):
+                    loss_of(net(inputs)).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                with pytest.raises(kind, match=message):
+                    change(training, net, optimizer)
+                optimizer.zero_grad()
+
+
+def check_buffers_and_gradients_of_samples_that_come_later() -> None:
+    """A mask that each rank draws, and `torch.func` over all parameters, in a training of a module without buffers."""
+    for algorithm in ("ring", "ring_sharded"):
+        net = network()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+        def of_sample(params: dict[str, Tensor], x: Tensor, net: nn.Module = net) -> Tensor:
+            return loss_of(torch.func.functional_call(net, params, (x,)))
+
+        with distribute(net, optimizer, algorithm=algorithm) as training:
+            for inputs in batches(3):
+                optimizer.zero_grad()
+                training.wait_parameters()
+                params = {name: param.detach().clone() for name, param in net.named_parameters()}
+                each = torch.func.vmap(torch.func.grad(of_sample), (None, 0))(params, inputs)
+                loss_of(net(inputs)).backward()
+                for name, param in net.named_parameters() if algorithm == "ring" else ():
+                    average = training.all_reduce(each[name].mean(0))
+                    torch.testing.assert_close(param.grad, average, rtol=1e-4, atol=1e-6)
+                optimizer.step()
+            net.register_buffer("mask", torch.full((3,), float(RANK)))
+            loss_of(net(inputs)).backward()
+            optimizer.step()
+            assert not net.get_buffer("mask").any()
+
+
 def check_a_copy_of_a_module_is_plain_and_whole() -> None:
     for algorithm in ("ring", "ring_sharded"):
         model = network()

@@ -138,7 +138,9 @@ class Sharded(Delegating):
     def _follow_module(self) -> None:
         if self._parameters is not None:
             self.wait_parameters()
-            check_no_aliases(self._module)
+            reducer = self._averaging.reducer
+            assert reducer is not None
+            check_no_aliases(self._module, reducer.tracked)  # some may have left the module, and are still stepped
             self._reads.follow()
 
     def _slice(self, optimizer: Optimizer) -> SlicedOptimizer:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
+from torch.nn import Parameter
 
 from lightning_ring.errors import ConfigurationError
 
@@ -24,13 +25,15 @@ def num_holders(storage: torch.UntypedStorage) -> int:
     return int(torch._C._storage_Use_Count(storage._cdata))
 
 
-def check_no_aliases(module: nn.Module) -> None:
-    """Check that no trainable parameter of ``module`` shares memory with another parameter or a buffer.
+def check_no_aliases(module: nn.Module, others: Iterable[tuple[str, Parameter]] = ()) -> None:
+    """Check that no trainable parameter of ``module``, or of ``others``, shares memory with another one or a buffer.
 
     Parameters move into the memory of their bucket. The other tensor would keep the old values.
     """
     end, before, moves = (torch.device("cpu"), 0), "", False
-    for device, start, stop, name, trainable in sorted(_places(module), key=lambda place: (str(place[0]), place[1])):
+    for device, start, stop, name, trainable in sorted(
+        _places(module, others), key=lambda place: (str(place[0]), place[1])
+    ):
         if device == end[0] and start < end[1] and (trainable or moves):
             raise ConfigurationError(
                 f"{before} and {name} are two tensors in the same memory. Under strategy='ring_sharded' parameters "
@@ -41,12 +44,15 @@ def check_no_aliases(module: nn.Module) -> None:
             end, before, moves = (device, stop), name, trainable
 
 
-def _places(module: nn.Module) -> Iterator[tuple[torch.device, int, int, str, bool]]:
+def _places(
+    module: nn.Module, others: Iterable[tuple[str, Parameter]]
+) -> Iterator[tuple[torch.device, int, int, str, bool]]:
     """Device, first byte, byte after the last, name and trainability of each tensor of ``module``."""
-    named: list[tuple[str, Tensor]] = [*module.named_parameters(), *module.named_buffers()]
-    for name, tensor in named:
+    own: list[tuple[str, Tensor]] = [*module.named_parameters(), *module.named_buffers()]
+    known = {id(tensor) for _, tensor in own}
+    for name, tensor in (*own, *((f"an earlier {name}", param) for name, param in others if id(param) not in known)):
         if tensor.layout == torch.strided and tensor.numel() and not tensor.is_meta:
             extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
             start = tensor.data_ptr()
-            trainable = isinstance(tensor, nn.Parameter) and tensor.requires_grad
+            trainable = isinstance(tensor, Parameter) and tensor.requires_grad
             yield tensor.device, start, start + extent * tensor.element_size(), name, trainable

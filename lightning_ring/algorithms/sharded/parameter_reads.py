@@ -79,6 +79,11 @@ class ParameterReads:
             yield
             return
         params = [param for param in self._module.parameters() if id(param) not in self._verified]
+        if any(map(torch._C._functorch.is_functorch_wrapped_tensor, params)):  # by `functional_call`
+            self._distrust("torch.func transforms a function of parameters.")
+            self._verifies = False
+            yield
+            return
         noting = [param for param in params if type(param) is Parameter]  # others never travel during a forward
         self._verified.update(id(param) for param in params if type(param) is not Parameter)
         self._addresses = {param.data_ptr() for param in params if param.numel()}
