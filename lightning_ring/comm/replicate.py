@@ -179,25 +179,38 @@ def check_same_model(module: nn.Module, comm: Communicator) -> None:
         ModelMismatchError: They differ; the message is the same on every rank.
         ConfigurationError: They agree, but hold no values yet (see `broadcast_module`).
     """
-    if comm.world_size > 1 and len(set(comm.all_gather_object(digest_of_model(module), name="digests of models"))) > 1:
-        raise ModelMismatchError(_difference(comm.all_gather_object(_description(module), name="models")))
+    check_same_description(_description(module), comm)
     _require_values(dict(chain(module.named_parameters(), module.named_buffers())))
+
+
+def check_same_description(description: dict[str, str], comm: Communicator) -> None:
+    """Raise `ModelMismatchError`, the same on every rank, where ranks have described what they train in other words."""
+    if comm.world_size > 1 and len(set(comm.all_gather_object(_digest(description), name="digests of models"))) > 1:
+        raise ModelMismatchError(_difference(comm.all_gather_object(description, name="models")))
 
 
 def digest_of_model(module: nn.Module) -> str:
     """Of all that `check_same_model` compares."""
-    return hashlib.blake2b(repr(_description(module)).encode()).hexdigest()
+    return _digest(_description(module))
+
+
+def _digest(description: dict[str, str]) -> str:
+    return hashlib.blake2b(repr(description).encode()).hexdigest()
 
 
 def _description(module: nn.Module) -> dict[str, str]:
-    described = {}
-    for kind, named in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
-        for name, tensor in named:
-            shape = "not initialised" if is_lazy(tensor) else tuple(tensor.shape)
-            text = f"{str(tensor.dtype).removeprefix('torch.')} {shape} on {tensor.device.type}"
-            frozen = kind == "parameter" and not tensor.requires_grad
-            described[f"{kind} {name}"] = text + (", frozen" if frozen else "")
-    return described
+    return described("parameter", module.named_parameters()) | described("buffer", module.named_buffers())
+
+
+def described(kind: str, named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
+    """What each tensor is, by ``kind`` and name: dtype, shape, device, and whether it is frozen."""
+    found = {}
+    for name, tensor in named:
+        shape = "not initialised" if is_lazy(tensor) else tuple(tensor.shape)
+        text = f"{str(tensor.dtype).removeprefix('torch.')} {shape} on {tensor.device.type}"
+        frozen = kind == "parameter" and not tensor.requires_grad
+        found[f"{kind} {name}"] = text + (", frozen" if frozen else "")
+    return found
 
 
 def _difference(descriptions: list[dict[str, str]]) -> str:

@@ -145,6 +145,10 @@ class Reducer:
     def reduces_plain_backwards(self) -> bool:
         return self._passes.reduces
 
+    def take_assigned(self) -> None:
+        """Have the next backward average what is in ``param.grad``, whoever has put it there."""
+        self._unreduced.accumulated.update(param for param in self._names if param.grad is not None)
+
     def no_sync(self) -> AbstractContextManager[None]:
         """Around backwards that leave gradients local. The next backward outside sends them."""
         return self._passes.no_sync()

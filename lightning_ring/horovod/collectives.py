@@ -44,7 +44,7 @@ def poll(handle: int) -> bool:
 
 
 def synchronize(handle: int) -> Any:
-    """Wait for a collective, and return its result; a list for a grouped one.
+    """Wait for a collective, and return its result; a list for a grouped one, a pair for an alltoall.
 
     The handle is used up: a second call returns `None`, as Horovod's does.
 
@@ -67,11 +67,6 @@ def synchronize(handle: int) -> Any:
             raise HorovodInternalError(request.error) from request.cause
     results = [request.result for request in call.requests]
     return results if call.grouped else results[0]
-
-
-def received_splits(handle: int) -> Request:
-    """The request of an alltoall, which knows the received splits when it is done."""
-    return _calls[handle].requests[0]
 
 
 def reduction(average: bool | None, op: str | None) -> str:
@@ -108,6 +103,15 @@ def start(
     group = (base, len(tensors)) if grouped else _NO_GROUP
     requests = []
     for index, tensor in enumerate(tensors):
+        if not isinstance(tensor, Tensor) or tensor.is_meta:
+            found = "a tensor without values (device='meta')" if isinstance(tensor, Tensor) else repr(type(tensor))
+            raise ValueError(f"{base}: found {found}, expected a torch.Tensor with values.")
+        if tensor.is_conj() or tensor.is_neg():
+            if outputs is not None:
+                raise ValueError(f"{base}: a conjugated view cannot be written in place. Use tensor.resolve_conj().")
+            tensor = tensor.resolve_conj().resolve_neg()
+        if tensor.dtype == torch.bool and op in (Average, Sum):
+            raise ValueError(f"{base}: op={op} got a tensor of torch.bool. Use op=Max (any), op=Min (all), or .int().")
         if tensor.is_sparse:
             raise ValueError(f"{base}: a sparse tensor was given. Use sparse_allreduce_async, or tensor.to_dense().")
         if not tensor.is_cpu and is_gpu(tensor.device):

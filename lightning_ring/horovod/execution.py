@@ -212,7 +212,7 @@ def _alltoall(one: Agreed, comm: Communicator, requests: Requests) -> None:
     outputs = [mine.new_empty((count, *one.meta.shape[1:])) for count in received]
     comm.all_to_all(inputs, outputs, name="alltoall").wait()
     _hand_over(request, torch.cat(outputs))
-    request.received_splits = torch.tensor(received, dtype=torch.int32)
+    request.result = request.result, torch.tensor(received, dtype=torch.int32)
 
 
 def _reducescatter(one: Agreed, comm: Communicator, requests: Requests) -> None:

@@ -43,15 +43,17 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
 
 
 def broadcast_parameters(
-    params: Mapping[str, Any] | Iterable[tuple[str, Any]],
+    params: Mapping[str, Any] | Iterable[tuple[str, Any]] | Iterable[Tensor],
     root_rank: int,
     process_set: ProcessSet = global_process_set,
 ) -> None:
-    """Replace parameters by rank ``root_rank``'s, in place: of ``model.state_dict()`` or ``model.named_parameters()``.
+    """Replace parameters by rank ``root_rank``'s, in place.
 
-    What is no tensor is left alone.
+    They are those of ``model.state_dict()``, ``model.named_parameters()`` or ``model.parameters()``. What is no tensor
+    is left alone.
     """
-    named = params.items() if isinstance(params, Mapping) else list(params)
+    given = params.items() if isinstance(params, Mapping) else params
+    named = [pair if isinstance(pair, tuple) else (f"parameter.{i:06}", pair) for i, pair in enumerate(given)]
     handles = [
         start_broadcast(
             value.data if isinstance(value, torch.nn.Parameter) else value, root_rank, name, process_set, in_place=True

@@ -124,9 +124,10 @@ class Negotiation:
         """Tell the others that this rank reduces the gradients of ``name``: see `Gradients`."""
         if self._announced is not None and not self._announced.done:
             self.wait([self._announced])  # ranks that have joined take part in one order
-        self._announced = request = Request(name + _AGAIN * again, Meta(GRADIENTS))
+        request = Request(name + _AGAIN * again, Meta(GRADIENTS))
         request.on_error = self._end_gradients
         self.submit([request])
+        self._announced = request
 
     def _end_gradients(self, error: str, cause: BaseException | None) -> None:
         for policy in self.policies:

@@ -11,7 +11,6 @@ from torch import Tensor
 from lightning_ring.horovod.collectives import (
     Average,
     Sum,
-    received_splits,
     reduction,
     start,
     start_alltoall,
@@ -266,23 +265,21 @@ def broadcast(tensor: Tensor, root_rank: int, name: str | None = None, process_s
 def alltoall_async(
     tensor: Tensor, splits: Tensor | None = None, name: str | None = None, process_set: ProcessSet = _ALL
 ) -> int:
+    """As `alltoall`; `synchronize` returns the rows and the received splits, also where no splits were given."""
     return start_alltoall(tensor, splits, name, process_set)
 
 
 class _Alltoall(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, splits: Tensor | None, name: str | None, process_set: ProcessSet) -> Any:
-        handle = start_alltoall(tensor, splits, name, process_set)
-        request = received_splits(handle)
-        found = synchronize(handle)
-        assert request.received_splits is not None
-        ctx.received, ctx.process_set, ctx.rows = request.received_splits, process_set, tensor.shape[0]
-        ctx.mark_non_differentiable(request.received_splits)
-        return found, request.received_splits
+        found, received = synchronize(start_alltoall(tensor, splits, name, process_set))
+        ctx.received, ctx.process_set, ctx.rows = received, process_set, tensor.shape[0]
+        ctx.mark_non_differentiable(received)
+        return found, received
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        grad = synchronize(start_alltoall(grads[0].contiguous(), ctx.received, None, ctx.process_set))
+        grad, _ = synchronize(start_alltoall(grads[0].contiguous(), ctx.received, None, ctx.process_set))
         missing = ctx.rows - grad.shape[0]  # rows that no rank got
         return (torch.cat([grad, grad.new_zeros(missing, *grad.shape[1:])]) if missing else grad), None, None, None
 

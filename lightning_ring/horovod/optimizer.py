@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_ring.comm.communicator import Communicator
 from lightning_ring.comm.recording import RecordedCommunicator
+from lightning_ring.comm.replicate import check_same_description, described
 from lightning_ring.gradients.compression import COMPRESSORS, Compressor
 from lightning_ring.gradients.reducer import Reducer
 from lightning_ring.gradients.unreduced import check_outside_backward
@@ -144,6 +145,8 @@ class _Attachment:
         if optimizer is None:
             return
         if comm is not None and comm.world_size > 1:
+            passes = {"backward_passes_per_step": str(self.how[1])}
+            check_same_description(described("parameter", self.named) | passes, comm)
             self.gradients = _Gradients(
                 optimizer, self.named, comm, negotiation, *self.how, sparse_as_dense=self.sparse_as_dense
             )
@@ -183,7 +186,8 @@ class _Gradients:
     ) -> None:
         self._op, self._passes = op, passes
         self._named = named
-        self._counts: Counter[Parameter] = Counter()
+        self._optimizer = ref(optimizer)
+        self._counts: Counter[Tensor] = Counter()
         self._synchronized = False
         self._completed = False  # since the last step
         self._skips = False
@@ -196,7 +200,7 @@ class _Gradients:
         negotiation.gradients[self._name] = self
         label = f"optimizer {number}: " if number else ""
         self._world_size = comm.world_size
-        self._sparse: set[Parameter] = set()  # with gradients that travel dense
+        self._sparse: set[Tensor] = set()  # with gradients that travel dense
         kind = _DenseReducer if sparse_as_dense else Reducer
         frozen = [param for _, param in named if not param.requires_grad and param.is_floating_point()]
         for param in frozen:
@@ -246,10 +250,15 @@ class _Gradients:
         self._pause.close()
         self._reducer.finish()
         if not self._is_reduced():
+            if not self._counts:  # without a backward, what code of the script has put there
+                self._reducer.take_assigned()
             with self._reducer.backward():
                 pass
         if self._op == Sum and not self._completed:
-            grads = [param.grad for _, param in self._named if param.grad is not None]
+            optimizer = self._optimizer()
+            own = {id(param) for group in optimizer.param_groups for param in group["params"]} if optimizer else set()
+            named = {id(param): param for _, param in self._named if id(param) in own}  # each once
+            grads = [param.grad for param in named.values() if param.grad is not None]
             if grads:
                 torch._foreach_mul_(grads, float(self._world_size))
         for param in self._sparse:
@@ -280,7 +289,7 @@ class _Gradients:
         self._reducer.num_steps += self._stepped
         if not self._has_joined:
             self._negotiation.announce(self._name, again=not self._stepped)
-        self._stepped = False
+        self._stepped = self._completed = False
 
     def _is_reduced(self) -> bool:
         return self._reducer.num_finished > self._finished_before
@@ -294,15 +303,19 @@ class _Gradients:
             self._pause.enter_context(self._reducer.no_sync())
 
     def _count(self, param: Tensor) -> None:
-        assert isinstance(param, Parameter)
         if param.grad is not None and param.grad.is_sparse and not self._reducer.gathers_sparse:
             self._sparse.add(param)
         self._counts[param] += 1
         if self._counts[param] == self._passes:
             self._pause.close()
 
-    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+    def _before_step(self, optimizer: Optimizer, args: Sequence[Any] = (), kwargs: Mapping[str, Any] = {}) -> None:
         check_outside_backward(optimizer)
+        if self._op == Sum and (any(map(callable, args)) or kwargs.get("closure") is not None):
+            raise ValueError(
+                "step(closure) was called with DistributedOptimizer(op=Sum), whose sums are complete only after the "
+                "backward of the closure. Use op=Average with a learning rate times hvd.size(), or step() alone."
+            )
         if self._skips:
             return
         if self._synchronized:

@@ -43,7 +43,6 @@ class Request:
         "number",
         "on_error",
         "output",
-        "received_splits",
         "result",
         "since",
         "tensor",
@@ -58,7 +57,6 @@ class Request:
         self.number: int | None = None  # under which the others are told of it
         self.done = False
         self.result: Any = None
-        self.received_splits: Tensor | None = None
         self.error: str | None = None
         self.cause: BaseException | None = None  # of ``error``: another rank failed
         self.on_error: Callable[[str, BaseException | None], object] | None = None  # called with both

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_ring.horovod as hvd
-from lightning_ring.errors import RingError
+from lightning_ring.errors import ModelMismatchError, RingError
 from lightning_ring.gradients.compression import ErrorFeedback, Int8
 from tests.checks.loops import assert_same, batches, loss_of, network, sgd
 
@@ -140,3 +140,53 @@ def check_a_rank_without_gradients_takes_part_with_zeros() -> None:
         optimizer.step()
         optimizer.zero_grad()
     assert torch.allclose(model.weight, torch.full((1, 2), 1.0 - 2 / SIZE))
+
+
+def check_what_scripts_do_that_horovod_did_not_expect() -> None:
+    """A sum without a step, twice named, gradients put there by hand, and a backward again after the end."""
+    hvd.init()
+    weight = nn.Parameter(torch.zeros(1))
+    named = [("encoder.weight", weight), ("decoder.weight", weight)]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), named, op=hvd.Sum)
+    for _ in range(2):  # the first sum is not stepped
+        optimizer.zero_grad()
+        weight.sum().backward()
+        optimizer.synchronize()
+        assert weight.grad is not None
+        assert weight.grad.item() == hvd.size()
+    with pytest.raises(ValueError, match=r"step\(closure\) was called with DistributedOptimizer\(op=Sum\)"):
+        optimizer.step(lambda: 0.0)
+    pair = nn.ParameterList([nn.Parameter(torch.zeros(1)) for _ in range(2)])
+    each = [hvd.DistributedOptimizer(torch.optim.SGD([p], lr=1.0), pair.named_parameters(), op=hvd.Sum) for p in pair]
+    (pair[0] + pair[1]).sum().backward()
+    for one in each:
+        one.step()
+    assert [p.item() for p in pair] == [-hvd.size()] * 2
+    plain = torch.zeros(1, requires_grad=True)  # no Parameter
+    by_hand = hvd.DistributedOptimizer(torch.optim.SGD([plain], lr=1.0), [("plain", plain)])
+    plain.sum().backward()
+    by_hand.step()
+    assert plain.item() == -1
+    (plain.grad,) = torch.autograd.grad((plain * (hvd.rank() + 1)).sum(), plain)
+    by_hand.step()
+    assert plain.item() == pytest.approx(-1 - (hvd.size() + 1) / 2)
+    hvd.broadcast_parameters([tensor := torch.full((2, 3), hvd.rank() + 1.0)], 0)
+    assert tensor.eq(1).all()
+    rows, received = hvd.synchronize(hvd.alltoall_async(torch.arange(hvd.size()) + 10 * hvd.rank()))
+    assert rows.tolist() == [10 * rank + hvd.rank() for rank in range(hvd.size())]
+    assert received.tolist() == [1] * hvd.size()
+    for wrong, message in (
+        (torch.ones(1, dtype=torch.bool), r"op=Sum got a tensor of torch.bool. Use op=Max"),
+        (torch.ones(1, device="meta"), "found a tensor without values"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            hvd.allreduce(wrong, op=hvd.Sum, name="wrong")
+    assert hvd.allreduce(torch.ones(1), name="afterwards").item() == 1
+    if hvd.size() > 1:
+        another = nn.Linear(3, 2 + hvd.rank())
+        with pytest.raises(ModelMismatchError, match=r"parameter weight: rank 0: float32 \(2, 3\) on cpu; rank 1: "):
+            hvd.DistributedOptimizer(torch.optim.SGD(another.parameters(), lr=1.0), another.named_parameters())
+    hvd.shutdown()
+    for _ in range(2):
+        with pytest.raises(hvd.HorovodInternalError, match="was shut down"):
+            plain.sum().backward()
